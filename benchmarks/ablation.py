@@ -20,16 +20,16 @@ from benchmarks.support.rates import engine_rate
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, interleaved, ratios
 from benchmarks.support.workload import default_cache_dir, demo_workload
-from cluster.reporting.console import PipeConsole
-from core.config import EngineConfig, SpeculationConfig
-from engine.attention.backends import ordered_attention
-from engine.build import build_engine
-from engine.cpu.backend import CpuBackend
-from engine.cpu.noise_source import CpuNoiseSource
-from engine.cpu.tokens import CpuNoise
-from engine.decoding.noise import Noise, NoiseSource
-from engine.model.compute_backend import ComputeBackend
-from engine.weights.loading import load_causal_lm
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.engine.attention.backends import ordered_attention
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.cpu.backend import CpuBackend
+from rlhfspec.engine.cpu.noise_source import CpuNoiseSource
+from rlhfspec.engine.cpu.tokens import CpuNoise
+from rlhfspec.engine.decoding.noise import Noise, NoiseSource
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.weights.loading import load_causal_lm
 
 CPU = torch.device("cpu")
 ROUNDS = {"quick": 2, "default": 6, "full": 12}

@@ -15,10 +15,10 @@ from benchmarks.rlhf_chain.task_files import NUM_HELD_OUT, write_chain, write_re
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import default_cache_dir, job
-from cluster.reporting.console import PipeConsole
-from core.errors import ModelError
-from core.metrics import read_metrics
-from learning.known_models.get import get_model
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.errors import ModelError
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.learning.models.get import get_model
 
 SEEDS = {"quick": 1, "default": 3, "full": 5}
 

@@ -16,10 +16,10 @@ from benchmarks.published import nemo_rl, rlhfspec_paper, tlt_batches
 from benchmarks.published.row import Row
 from benchmarks.simulated_runs.own_runs import own_runs
 from benchmarks.support.result import write_result
-from cluster.reporting.console import PipeConsole
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.cluster_simulation import simulate_rollout
-from policies.simulate.described_cluster import describe
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate.cluster_simulation import simulate_rollout
+from rlhfspec.policies.simulate.described_cluster import describe
 
 LARGE = {"instances": 1024, "samples": 100_000}
 

@@ -14,10 +14,10 @@ import torch
 from benchmarks.device.counted_steps import PLANS, counted, layer_launches
 from benchmarks.support.result import write_result
 from benchmarks.support.workload import demo_workload
-from cluster.reporting.console import PipeConsole
-from core.config import EngineConfig
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.build import build_engine
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.config import EngineConfig
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.build import build_engine
 
 NEW_TOKENS = 64
 BATCH = 8

@@ -30,9 +30,9 @@ from benchmarks.real.model import real_workload
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, interleaved, ratios
 from benchmarks.support.workload import Workload
-from cluster.reporting.console import PipeConsole
-from core.records import SampleRequest
-from engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 
 BATCH_SIZES = {"quick": (8,), "default": (1, 8), "full": (1, 4, 8, 16)}
 MAX_NEW_TOKENS = {"quick": 48, "default": 96, "full": 128}

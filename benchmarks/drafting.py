@@ -25,11 +25,11 @@ from benchmarks.real.speed import run_drafting
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, ratios
 from benchmarks.support.workload import Workload
-from cluster.reporting.console import PipeConsole
-from policies.drafting.cadence import Cadence
-from policies.drafting.goodput import GoodputPolicy
-from profiles.profile import Profile
-from profiles.recording import DraftRecording
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.policies.drafting.cadence import Cadence
+from rlhfspec.policies.drafting.goodput import GoodputPolicy
+from rlhfspec.profiles.profile import Profile
+from rlhfspec.profiles.recording import DraftRecording
 
 BATCH_SIZES = {"quick": (8,), "default": (1, 4, 16, 64), "full": (1, 2, 4, 8, 16, 32, 64)}
 ROUNDS = {"quick": 1, "default": 4, "full": 6}

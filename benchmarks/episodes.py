@@ -19,12 +19,12 @@ from benchmarks.multiturn.calculator_task import calculator_config, calculator_w
 from benchmarks.multiturn.over_instances import play_over
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.result import write_result
-from cluster.reporting.console import PipeConsole
-from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from core.records import Completion, SampleKey
-from engine.build import build_engine
-from policies.migration.move_messages import MoveOutcome
-from policies.reallocation.forced import ForcedMoves
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from rlhfspec.core.records import Completion, SampleKey
+from rlhfspec.engine.build import build_engine
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 EPISODES = {"quick": 24, "default": 100, "full": 400}
 NEW_TOKENS = 320

@@ -29,24 +29,24 @@ from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.result import write_result
 from benchmarks.support.two_actors import generate_on_two_actors
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
-from cluster.placement.ray_session import ray_session
-from cluster.reporting.console import PipeConsole
-from core.config import (
+from rlhfspec.cluster.placement.ray_session import ray_session
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.config import (
     ClusterConfig,
     EngineConfig,
     SpeculationConfig,
 )
-from core.decode_records import GenerationStats
-from core.records import Completion, SampleKey, SampleRequest
-from core.weight_records import WeightManifest
-from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of
-from engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_profile
-from engine.drafters.head.head_weights import HeadWeights
-from engine.drafters.head.published_head import pack_head
-from engine.engine import Engine
-from engine.weights.chunks import pack_weights, unpack_weights
-from profiles.profile import Profile
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.calibration.engine_provenance import provenance_of
+from rlhfspec.engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_profile
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.drafters.head.published_head import pack_head
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
+from rlhfspec.profiles.profile import Profile
 
 SAMPLINGS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"temperature": 0.0})
 REFERENCE_TOLERANCE = 1e-4

@@ -24,10 +24,10 @@ from benchmarks.faulty.judgement import Disturbed, Resumed, fault_figures, probl
 from benchmarks.faulty.kept import kept
 from benchmarks.support.command import run_command, setting_words, start_command
 from benchmarks.support.result import ROOT, machine_provenance, write_result
-from cluster.reporting.console import PipeConsole
-from cluster.run_folder.layout import RunDir
-from core.errors import RlhfSpecError
-from core.metrics import read_metrics
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.metrics import read_metrics
 
 ITERATIONS = {"quick": 6, "default": 75, "full": 75}
 MOST_ROUNDS = 5

@@ -15,10 +15,10 @@ from benchmarks.real.model import real_workload
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload
-from cluster.reporting.console import PipeConsole
-from learning.heads.make_head import HeadRecipe, learn_head
-from learning.heads.own_responses import OwnResponse, Responder
-from learning.heads.target_parts import TargetParts
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.learning.drafts.make_head import HeadRecipe, learn_head
+from rlhfspec.learning.drafts.own_responses import OwnResponse, Responder
+from rlhfspec.learning.drafts.target_parts import TargetParts
 
 POINTS = {
     "quick": (500, 1_000),

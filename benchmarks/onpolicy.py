@@ -21,22 +21,22 @@ from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.grouped import SAMPLES_PER_PROMPT, alternating_rollouts, grouped_requests
 from benchmarks.support.result import write_result
 from benchmarks.support.workload import Workload, demo_workload
-from cluster.reporting.console import PipeConsole
-from cluster.weights.publish import PublishedWeights, publish
-from core.config import (
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.weights.publish import PublishedWeights, publish
+from rlhfspec.core.config import (
     AlgorithmConfig,
     EngineConfig,
     ReallocationConfig,
     SpeculationConfig,
     TrainerConfig,
 )
-from core.records import Rollout, SampleRequest
-from engine.weights.causal_lm import DTYPES
-from engine.weights.chunks import pack_tensors
-from learning.forward.engine_scoring import EngineScorer
-from learning.learner import Learner
-from policies.migration.move_messages import MoveOutcome
-from policies.reallocation.forced import ForcedMoves
+from rlhfspec.core.records import Rollout, SampleRequest
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.chunks import pack_tensors
+from rlhfspec.learning.trainer.engine_scoring import EngineScorer
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 DTYPE_NAMES = ("float32", "bfloat16")
 KINDS = ("ppo", "grpo")

@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.adaptive.pairs import pair_workload, profile_of, with_other_draft
 from benchmarks.support.result import write_result
-from cluster.reporting.console import PipeConsole
-from cluster.reporting.profile_picture import draw_profile
-from profiles.profile import save_profile
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.reporting.profile_picture import draw_profile
+from rlhfspec.profiles.profile import save_profile
 
 BUDGET_S = {"quick": 15.0, "default": 90.0, "full": 240.0}
 FIGURES = (

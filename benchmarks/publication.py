@@ -18,14 +18,14 @@ from benchmarks.real.starting import seconds
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import default_cache_dir, job
-from cluster.placement import machine
-from cluster.placement.ray_session import ray_session
-from cluster.reporting.console import PipeConsole
-from core.config import (
+from rlhfspec.cluster.placement import machine
+from rlhfspec.cluster.placement.ray_session import ray_session
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.config import (
     ClusterConfig,
 )
-from core.errors import ModelError
-from learning.known_models.get import get_model
+from rlhfspec.core.errors import ModelError
+from rlhfspec.learning.models.get import get_model
 
 ROUNDS = {"quick": 3, "default": 10, "full": 20}
 RANDOM_LAYERS = {"0.75 GB": 13, "1.5 GB": 28, "3 GB": 58}

@@ -16,9 +16,9 @@ from benchmarks.oracles.trl_comparison import OURS, differences, frozen
 from benchmarks.support.command import run_command, setting_words
 from benchmarks.support.result import ROOT, write_result
 from benchmarks.support.workload import demo_workload
-from cluster.reporting.console import PipeConsole
-from cluster.reporting.summary import summarise
-from core.metrics import read_metrics
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.reporting.summary import summarise
+from rlhfspec.core.metrics import read_metrics
 
 CONFIGS: Mapping[str, Path] = {"ppo": ROOT / "configs" / "demo.yaml"} | {
     kind: ROOT / "configs" / "algorithms" / f"{kind}.yaml"

@@ -37,17 +37,17 @@ from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload
-from cluster.reporting.console import PipeConsole
-from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from engine.cache.kv_pool import KVShape
-from engine.weights.loading import load_causal_lm
-from policies.migration.move_messages import MoveOutcome
-from policies.reallocation.pool_records import ReallocationPolicy
-from policies.simulate.perfect import perfect_finish_s
-from policies.simulate.simulation import simulate
-from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
-from policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
-from profiles.profile import Profile
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from rlhfspec.engine.cache.kv_pool import KVShape
+from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.simulate.perfect import perfect_finish_s
+from rlhfspec.policies.simulate.simulation import simulate
+from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
+from rlhfspec.policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
+from rlhfspec.profiles.profile import Profile
 
 INSTANCES = 2
 SAMPLES = 256

@@ -21,12 +21,12 @@ from benchmarks.support.command import setting_words, start_command
 from benchmarks.support.growth import JUDGED_FROM_MINUTES, Sample, grown, growth
 from benchmarks.support.process_tree import descendants
 from benchmarks.support.result import ROOT, write_result
-from cluster.placement.ray_session import TERMINATED
-from cluster.reporting.console import PipeConsole
-from cluster.run_folder.layout import of_run
-from core.errors import RlhfSpecError
-from core.metrics import read_metrics
-from core.proc_files import PROC, sizes
+from rlhfspec.cluster.folder.layout import of_run
+from rlhfspec.cluster.placement.ray_session import TERMINATED
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.core.proc_files import PROC, sizes
 
 MINUTES = {"quick": 3.0, "default": 10.0, "full": 60.0}
 EVERY_S = 5.0

@@ -22,15 +22,15 @@ from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload, demo_workload, job
 from benchmarks.update import ALGORITHM, MAX_NEW_TOKENS_REAL, TRAINER, Batch, sample
-from cluster.placement.memory_plan import MemoryNeeds, ModelShape, ModelShapes
-from cluster.preflight.model_check import model_shape
-from cluster.reporting.console import PipeConsole
-from core.config import Config, TrainerConfig
-from core.records import Rollout
-from engine.weights.chunks import WeightPacker
-from engine.weights.loading import load_causal_lm, load_hf_config, meta_model
-from learning.adapter import count_adapter_params
-from learning.learner import Learner
+from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, ModelShape, ModelShapes
+from rlhfspec.cluster.preflight.model_check import model_shape
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.config import Config, TrainerConfig
+from rlhfspec.core.records import Rollout
+from rlhfspec.engine.weights.chunks import WeightPacker
+from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, meta_model
+from rlhfspec.learning.trainer.adapter import count_adapter_params
+from rlhfspec.learning.trainer.learner import Learner
 
 CASES = ("full", "lora", "full_checkpointed", "lora_checkpointed")
 "All weights learn, or adapters; every layer's activations are kept, or one's (`trainer.gradient_checkpointing`)."

@@ -21,22 +21,22 @@ from benchmarks.support.grouped import alternating_rollouts, grouped_requests
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, Rate, interleaved, ratios
 from benchmarks.support.workload import Workload, demo_workload
-from cluster.reporting.console import PipeConsole
-from core.config import (
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.config import (
     AlgorithmConfig,
     EngineConfig,
     SpeculationConfig,
     TrainerConfig,
 )
-from core.records import Rollout
-from engine.build import build_engine
-from engine.decoding.logprobs import token_logprobs
-from learning.algorithms.losses import clipped_policy_loss
-from learning.experience import collate
-from learning.forward.engine_scoring import EngineScorer
-from learning.forward.policy_forward import PolicyForward
-from learning.forward.training_forward import prepare_for_training, response_logits
-from learning.learner import Learner
+from rlhfspec.core.records import Rollout
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.decoding.logprobs import token_logprobs
+from rlhfspec.learning.objectives.losses import clipped_policy_loss
+from rlhfspec.learning.trainer.engine_scoring import EngineScorer
+from rlhfspec.learning.trainer.experience import collate
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.policy_forward import PolicyForward
+from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
 
 ROUNDS = {"quick": 2, "default": 4, "full": 8}
 ROUNDS_REAL = {"quick": 1, "default": 2, "full": 4}

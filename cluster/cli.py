@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cluster.machine_faults import explain_os_error
-from cluster.placement.origin import NAME, shadowed_packages, version
+from rlhfspec.cluster.placement.origin import NAME, shadowed_packages, version
+from rlhfspec.cluster.system.machine_faults import explain_os_error
 
 if TYPE_CHECKING:
-    from cluster.commands.declare import Command, Group
+    from rlhfspec.cluster.commands.declare import Command, Group
 
 _INTRO = """\
 RLHF on Ray with lossless tree speculative decoding.
@@ -37,17 +37,17 @@ _INTERRUPTED = 130
 
 def commands() -> dict[str, Command | Group]:
     """Every command, by what the user types."""
-    from cluster.commands import data, kube, models, serve
-    from cluster.commands.bench import bench, gpu_selftest
-    from cluster.commands.declare import Group
-    from cluster.commands.evaluate import evaluate, profile
-    from cluster.commands.observe import diagnose, monitoring, status, trace
-    from cluster.commands.show import show
-    from cluster.commands.simulate import simulate
-    from cluster.commands.simulating.simulate_cluster import cluster
-    from cluster.commands.supervised import sft, train_reward
-    from cluster.commands.train import check, demo, train
-    from cluster.commands.verify import replay, verify
+    from rlhfspec.cluster.commands import data, kube, models, serve
+    from rlhfspec.cluster.commands.bench import bench, gpu_selftest
+    from rlhfspec.cluster.commands.declare import Group
+    from rlhfspec.cluster.commands.evaluate import evaluate, profile
+    from rlhfspec.cluster.commands.observe import diagnose, monitoring, status, trace
+    from rlhfspec.cluster.commands.show import show
+    from rlhfspec.cluster.commands.simulate import simulate
+    from rlhfspec.cluster.commands.simulating.simulate_cluster import cluster
+    from rlhfspec.cluster.commands.supervised import sft, train_reward
+    from rlhfspec.cluster.commands.train import check, demo, train
+    from rlhfspec.cluster.commands.verify import replay, verify
 
     return {
         "demo": demo,
@@ -77,7 +77,7 @@ def commands() -> dict[str, Command | Group]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    from cluster.commands.declare import add_commands
+    from rlhfspec.cluster.commands.declare import add_commands
 
     parser = argparse.ArgumentParser(
         prog=NAME,
@@ -100,19 +100,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if faults:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
         return 1
-    from actors.serving.loopback import spare_loopback
-    from cluster.reporting.visible_stream import show_escape_sequences
-    from core.errors import RlhfSpecError
+    from rlhfspec.actors.serving.loopback import spare_loopback
+    from rlhfspec.cluster.reporting.visible_stream import show_escape_sequences
+    from rlhfspec.core.errors import RlhfSpecError
 
     show_escape_sequences()
     spare_loopback()  # before anything is started or asked
     try:
         args = build_parser().parse_args(argv)
         # not for --version, --help: it loads the config's classes
-        from cluster.placement.quiet import quiet_libraries
+        from rlhfspec.cluster.placement.quiet import quiet_libraries
 
         quiet_libraries()
-        from cluster.commands.declare import call
+        from rlhfspec.cluster.commands.declare import call
 
         code = call(args)
         sys.stdout.flush()  # here, where a closed pipe can be told, not when Python ends

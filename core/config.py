@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import model_validator
 
-from core.settings.algorithm import AlgorithmConfig, require_groups
-from core.settings.cluster import ClusterConfig, require_publication
-from core.settings.correction import require_correction
-from core.settings.data import DataConfig
-from core.settings.environment import EnvironmentConfig
-from core.settings.evaluation import EvaluationConfig, require_metric
-from core.settings.generation import (
+from rlhfspec.core.settings.algorithm import AlgorithmConfig, require_groups
+from rlhfspec.core.settings.cluster import ClusterConfig, require_publication
+from rlhfspec.core.settings.correction import require_correction
+from rlhfspec.core.settings.data import DataConfig
+from rlhfspec.core.settings.environment import EnvironmentConfig
+from rlhfspec.core.settings.evaluation import EvaluationConfig, require_metric
+from rlhfspec.core.settings.generation import (
     EngineConfig,
     ReallocationConfig,
     RolloutConfig,
@@ -26,11 +26,11 @@ from core.settings.generation import (
     require_schedule,
     require_training_temperature,
 )
-from core.settings.reward import RewardConfig, require_reward
-from core.settings.run import ModelsConfig, RunConfig
-from core.settings.section import Section
-from core.settings.tracking import TrackingConfig
-from core.settings.trainer import (
+from rlhfspec.core.settings.reward import RewardConfig, require_reward
+from rlhfspec.core.settings.run import ModelsConfig, RunConfig
+from rlhfspec.core.settings.section import Section
+from rlhfspec.core.settings.tracking import TrackingConfig
+from rlhfspec.core.settings.trainer import (
     DrafterTrainingConfig,
     TrainerConfig,
     require_cotrain,
@@ -70,7 +70,7 @@ class Config(Section):
 
     @property
     def decodes_on_gpu(self) -> bool:
-        """Whether instances take the GPUs that are asked for (`actors.ray_utils.assigned_device`)."""
+        """Whether instances take the GPUs that are asked for (`actors.waiting.assigned_device`)."""
         return _takes_gpus(self.engine.device, self.cluster.generation.num_gpus)
 
     @property

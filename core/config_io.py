@@ -10,13 +10,13 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from core.config import Config
-from core.errors import ConfigError
-from core.files import write_whole
-from core.outside import cut, is_dir, is_file, quote
-from core.settings.removed import without_removed
-from core.settings.section import Section
-from core.yaml_text import YamlFault, parse_yaml
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.files import write_whole
+from rlhfspec.core.outside import cut, is_dir, is_file, quote
+from rlhfspec.core.settings.removed import without_removed
+from rlhfspec.core.settings.section import Section
+from rlhfspec.core.yaml_text import YamlFault, parse_yaml
 
 _MAX_FAULTS = 8
 "Faults of one config that are spelled out."

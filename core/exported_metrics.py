@@ -2,7 +2,7 @@
 
 Ray exports it as `ray_rlhfspec_NAME`, of a counter with `_total` behind. Every one has the label `run`. What an
 iteration's figures say (`core.metric_registry`) is exported as gauges of the last iteration, by the names of
-`figure_name`. `actors.ray_utils.run_metrics` refuses a name that is neither. No label is called
+`figure_name`. `actors.waiting.run_metrics` refuses a name that is neither. No label is called
 `instance`: Prometheus has that for the node's port.
 """
 
@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from core.metric_registry import declared, find_metric
+from rlhfspec.core.metric_registry import declared, find_metric
 
 Kind = Literal["gauge", "counter", "histogram"]
 MOST_NUMBERS = 64

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from core.errors import RlhfSpecError
+from rlhfspec.core.errors import RlhfSpecError
 
 Kind = Literal["mean", "sum", "last"]
 "Over iterations: averaged, added up, or only the latest counts."

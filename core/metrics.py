@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from core.errors import RlhfSpecError
-from core.files import append_whole
-from core.metric_registry import require_declared
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.files import append_whole
+from rlhfspec.core.metric_registry import require_declared
 
 
 class MetricsLog:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core.errors import ConfigError, one_line
+from rlhfspec.core.errors import ConfigError, one_line
 
 _MAX_CHARS = 200
 _ROOT = Path(__file__).resolve().parents[1]

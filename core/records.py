@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from core.config import SamplingConfig
-from core.ranges import require_sampling_ranges
+from rlhfspec.core.config import SamplingConfig
+from rlhfspec.core.ranges import require_sampling_ranges
 
 
 class Stream(StrEnum):
@@ -326,7 +326,7 @@ class UpdateReport:
     figures: dict[str, float]
     "policy_loss, value_loss, entropy, approx_kl, clip_fraction, grad_norm, ..."
     log_ratio_counts: tuple[int, ...] = ()
-    "tokens in each bin of new over old log-probability (`learning.update_metrics`), over all optimizer steps"
+    "tokens in each bin of new over old log-probability (`learning.trainer.update_metrics`), over all optimizer steps"
     sample_advantages: tuple[float, ...] | None = None
     "mean advantage of each sample's tokens, in the order of the sample index"
 

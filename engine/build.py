@@ -9,31 +9,31 @@ from functools import partial
 
 import torch
 
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
-from engine.admission import MB
-from engine.attention.backends import Attention
-from engine.cache.kv_pool import KVPool
-from engine.decode_step import DecodeStep, decode_step
-from engine.draft_policies import build_policy
-from engine.drafters.drafter import Drafter
-from engine.drafters.head.head_drafter import HeadDrafter
-from engine.drafters.head.head_forward import HeadForward
-from engine.drafters.head.head_weights import HeadWeights, require_fit
-from engine.drafters.head.mtp_forward import MtpForward
-from engine.drafters.head.mtp_weights import MtpConfig
-from engine.drafters.head.tapping import tap_for_head
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.paired_drafter import paired
-from engine.drafters.refinement import Scorer
-from engine.drafters.suffix_drafter import SuffixDrafter
-from engine.engine import Engine
-from engine.model.compute_backend import ComputeBackend, PoolAttention
-from engine.model.cuda_graphs import CudaRecorder
-from engine.model.invariance_probe import prove_invariance
-from engine.model.kept_verdicts import KeptVerdicts, Verdict, facts_of
-from engine.model.runner import ModelRunner
-from engine.numerics import (
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
+from rlhfspec.engine.admission import MB
+from rlhfspec.engine.attention.backends import Attention
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.decode_step import DecodeStep, decode_step
+from rlhfspec.engine.draft_policies import build_policy
+from rlhfspec.engine.drafters.drafter import Drafter
+from rlhfspec.engine.drafters.head.head_drafter import HeadDrafter
+from rlhfspec.engine.drafters.head.head_forward import HeadForward
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
+from rlhfspec.engine.drafters.head.mtp_forward import MtpForward
+from rlhfspec.engine.drafters.head.mtp_weights import MtpConfig
+from rlhfspec.engine.drafters.head.tapping import tap_for_head
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.drafters.paired_drafter import paired
+from rlhfspec.engine.drafters.refinement import Scorer
+from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.compute_backend import ComputeBackend, PoolAttention
+from rlhfspec.engine.model.cuda_graphs import CudaRecorder
+from rlhfspec.engine.model.invariance_probe import prove_invariance
+from rlhfspec.engine.model.kept_verdicts import KeptVerdicts, Verdict, facts_of
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.numerics import (
     attention_for,
     choose_backend,
     describe_numerics,
@@ -42,10 +42,10 @@ from engine.numerics import (
     resolve_numerics,
     use_threads,
 )
-from engine.recorded_step import StepRecordings
-from engine.weights.causal_lm import CausalLM, max_context_tokens
-from policies.drafting.draft_policy import DraftPolicy
-from profiles.profile import Profile
+from rlhfspec.engine.recorded_step import StepRecordings
+from rlhfspec.engine.weights.causal_lm import CausalLM, max_context_tokens
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy
+from rlhfspec.profiles.profile import Profile
 
 logger = logging.getLogger(__name__)
 

@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.decode_records import Budget
-from engine.attention.packing import RaggedRows
-from engine.attention.visibility import count_up
-from engine.decoding.draft_tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.sampling_rule import choose, emitted_logprobs, kept_tokens, scale
-from engine.decoding.step_phases import Phases
-from engine.decoding.verify import verify
-from engine.drafters.drafter import Drafter
-from engine.drafters.refinement import Refinement
-from engine.model.forward_plan import TreePlan
-from engine.model.runner import ModelRunner
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.engine.attention.packing import RaggedRows
+from rlhfspec.engine.attention.visibility import count_up
+from rlhfspec.engine.decoding.draft_tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.sampling_rule import choose, emitted_logprobs, kept_tokens, scale
+from rlhfspec.engine.decoding.step_phases import Phases
+from rlhfspec.engine.decoding.verify import verify
+from rlhfspec.engine.drafters.drafter import Drafter
+from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.model.forward_plan import TreePlan
+from rlhfspec.engine.model.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

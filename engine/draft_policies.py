@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from core.config import SpeculationConfig
-from core.errors import ConfigError
-from policies.drafting.baselines.bandit import BanditPolicy
-from policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
-from policies.drafting.cadence import Cadence
-from policies.drafting.draft_policy import DraftPolicy
-from policies.drafting.goodput import GoodputPolicy
-from policies.drafting.lookup_goodput import LookupGoodput
-from policies.drafting.paired_goodput import PairedGoodput
-from profiles.profile import Profile
+from rlhfspec.core.config import SpeculationConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
+from rlhfspec.policies.drafting.cadence import Cadence
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy
+from rlhfspec.policies.drafting.goodput import GoodputPolicy
+from rlhfspec.policies.drafting.lookup_goodput import LookupGoodput
+from rlhfspec.policies.drafting.paired_goodput import PairedGoodput
+from rlhfspec.profiles.profile import Profile
 
 
 def build_policy(speculation: SpeculationConfig, profile: Profile | None = None) -> DraftPolicy:

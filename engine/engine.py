@@ -15,26 +15,26 @@ from collections.abc import Callable, Collection, Iterable
 import numpy as np
 from torch import Tensor
 
-from core.decode_records import PLAIN, Budget, DecodeState, GenerationStats, InstanceLoad, StepRecord
-from core.errors import WeightsError
-from core.progress import Progress
-from core.records import Completion, SampleKey, SampleRequest
-from core.sample_state import SampleState
-from core.weight_records import WeightManifest
-from engine.counters import Tally
-from engine.decode_step import DecodeStep, decode_step
-from engine.decoding.running_batch import RunningBatch
-from engine.drafters.drafter import Drafter, TrainedDrafter
-from engine.drafters.refinement import Refinement, Scorer
-from engine.exchange import SampleExchange
-from engine.model.prefill import fill_committed
-from engine.model.prefill_plan import PrefillPiece
-from engine.model.runner import ModelRunner
-from engine.numerics import Numerics
-from engine.outcomes import completion_of, goes_on, not_finite_error, where_not_finite
-from engine.requests import require_can_go_on, require_distinct
-from engine.weights.chunks import require_loadable
-from policies.drafting.draft_policy import DraftPolicy, RefiningPolicy, WatchfulPolicy
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, GenerationStats, InstanceLoad, StepRecord
+from rlhfspec.core.errors import WeightsError
+from rlhfspec.core.progress import Progress
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.core.sample_state import SampleState
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.engine.counters import Tally
+from rlhfspec.engine.decode_step import DecodeStep, decode_step
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.drafters.drafter import Drafter, TrainedDrafter
+from rlhfspec.engine.drafters.refinement import Refinement, Scorer
+from rlhfspec.engine.exchange import SampleExchange
+from rlhfspec.engine.model.prefill import fill_committed
+from rlhfspec.engine.model.prefill_plan import PrefillPiece
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.numerics import Numerics
+from rlhfspec.engine.outcomes import completion_of, goes_on, not_finite_error, where_not_finite
+from rlhfspec.engine.requests import require_can_go_on, require_distinct
+from rlhfspec.engine.weights.chunks import require_loadable
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy, RefiningPolicy, WatchfulPolicy
 
 logger = logging.getLogger(__name__)
 STEP_LOG_LENGTH = 4096

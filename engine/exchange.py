@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from core.errors import RlhfSpecError
-from core.records import SampleKey
-from core.sample_state import SampleState
-from engine.admission import KVAdmission
-from engine.cache.kept_caches import CachePiece, KeptCaches
-from engine.cache.kv_pool import KVPool
-from engine.cache.leases import Lease, Leases, as_cells
-from engine.decoding.running_batch import RunningBatch
-from engine.drafters.drafter import Drafter
-from engine.model.prefill import fill_committed
-from engine.model.prefill_plan import PrefillPiece
-from engine.model.runner import ModelRunner
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.records import SampleKey
+from rlhfspec.core.sample_state import SampleState
+from rlhfspec.engine.admission import KVAdmission
+from rlhfspec.engine.cache.kept_caches import CachePiece, KeptCaches
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.cache.leases import Lease, Leases, as_cells
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.drafters.drafter import Drafter
+from rlhfspec.engine.model.prefill import fill_committed
+from rlhfspec.engine.model.prefill_plan import PrefillPiece
+from rlhfspec.engine.model.runner import ModelRunner
 
 TARGET = "target"
 DRAFT = "draft"

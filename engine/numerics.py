@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
-from core.config import EngineConfig
-from core.errors import ConfigError
-from engine.attention.backends import ATTENTION, Attention, plan_attention_once
-from engine.attention.xformers import require_xformers, xformers_attention
-from engine.model.compute_backend import ComputeBackend, PoolAttention
-from engine.triton_here import can_run_triton
+from rlhfspec.core.config import EngineConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.engine.attention.backends import ATTENTION, Attention, plan_attention_once
+from rlhfspec.engine.attention.xformers import require_xformers, xformers_attention
+from rlhfspec.engine.model.compute_backend import ComputeBackend, PoolAttention
+from rlhfspec.engine.triton_here import can_run_triton
 
 Numerics = Literal["invariant", "fast"]
 logger = logging.getLogger(__name__)
@@ -83,13 +83,13 @@ def choose_backend(
     """
     if device.type == "cpu" and (num_threads or torch.get_num_threads()) == 1 and _has_llvm():
         # needs the extra `cpu`
-        from engine.cpu.backend import CpuBackend
-        from engine.cpu.jit import can_make_code
+        from rlhfspec.engine.cpu.backend import CpuBackend
+        from rlhfspec.engine.cpu.jit import can_make_code
 
         if can_make_code():
             return CpuBackend(device)
     if kernels and can_run_triton(device):
-        from engine.cuda.cuda_backend import CudaBackend
+        from rlhfspec.engine.cuda.cuda_backend import CudaBackend
 
         return CudaBackend(device)
     return ComputeBackend(device)
@@ -133,7 +133,7 @@ def attention_for(
                 f"engine.attention split needs engine.device cuda, Triton and a C compiler, got {backend.device.type}; "
                 "use auto, ordered or sdpa"
             )
-        from engine.cuda.attention_kernel import split_attention
+        from rlhfspec.engine.cuda.attention_kernel import split_attention
 
         return split_attention
     return ATTENTION[engine.attention]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.errors import NotFiniteError
-from core.records import Completion, FinishReason, SampleRequest, as_asked
-from core.sample_state import SampleState
+from rlhfspec.core.errors import NotFiniteError
+from rlhfspec.core.records import Completion, FinishReason, SampleRequest, as_asked
+from rlhfspec.core.sample_state import SampleState
 
 
 def completion_of(state: SampleState, *, instance: str, is_cut: bool = False) -> Completion:

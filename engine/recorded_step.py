@@ -24,19 +24,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.decode_records import Budget
-from engine.decode_step import StepOutput, decode_step, forward_and_accept
-from engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import LAST_TOKENS, RunningBatch, StepInputs
-from engine.decoding.sampling_rule import RowSampling
-from engine.decoding.step_phases import Phases
-from engine.drafters.drafter import Drafter
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.refinement import Refinement
-from engine.model.cuda_graphs import SAMPLE_COUNTS, VIEW_LENGTHS, Recorder, Run, at_least
-from engine.model.runner import ModelRunner
-from engine.upload import pack, unpack
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.engine.decode_step import StepOutput, decode_step, forward_and_accept
+from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import LAST_TOKENS, RunningBatch, StepInputs
+from rlhfspec.engine.decoding.sampling_rule import RowSampling
+from rlhfspec.engine.decoding.step_phases import Phases
+from rlhfspec.engine.drafters.drafter import Drafter
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.model.cuda_graphs import SAMPLE_COUNTS, VIEW_LENGTHS, Recorder, Run, at_least
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.upload import pack, unpack
 
 logger = logging.getLogger(__name__)
 CATCH_UPS = (2, LAST_TOKENS)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.errors import DataError
-from core.records import SampleKey, SampleRequest, Stream
-from core.sample_state import SampleState
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.records import SampleKey, SampleRequest, Stream
+from rlhfspec.core.sample_state import SampleState
 
 
 def require_can_be_sampled(request: SampleRequest, *, vocab_size: int, max_total_tokens: int) -> None:
@@ -72,7 +72,9 @@ def require_key(key: SampleKey) -> None:
         if not whole or not 0 <= value < 2**64:
             raise DataError(f"a sample's key: expected a {name} from 0 to 2^64 - 1, got {value!r}")
     if not isinstance(key.stream, Stream):
-        raise DataError(f"a sample's key: expected a stream of core.records.Stream, got {key.stream!r}")
+        raise DataError(
+            f"a sample's key: expected a stream of rlhfspec.core.records.Stream, got {key.stream!r}"
+        )
 
 
 def require_distinct(requests: Sequence[SampleRequest], others: Sequence[SampleRequest]) -> set[SampleKey]:

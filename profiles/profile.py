@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core.errors import ProfileError
-from profiles.acceptance import AcceptanceModel
-from profiles.cost import CostModel, CostTable
-from profiles.provenance import Provenance
-from profiles.recording import DraftRecording
+from rlhfspec.core.errors import ProfileError
+from rlhfspec.profiles.acceptance import AcceptanceModel
+from rlhfspec.profiles.cost import CostModel, CostTable
+from rlhfspec.profiles.provenance import Provenance
+from rlhfspec.profiles.recording import DraftRecording
 
 SCHEMA_VERSION = 2
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from profiles.acceptance import (
+from rlhfspec.profiles.acceptance import (
     AcceptanceModel,
     NodeTable,
     fit_acceptance,
     fit_paper_form,
     paper_features,
 )
-from profiles.cost import CostModel, CostTable
-from profiles.recording import DraftRecording, join_nodes
+from rlhfspec.profiles.cost import CostModel, CostTable
+from rlhfspec.profiles.recording import DraftRecording, join_nodes
 
 BINS = 10
 SELECTED_SCORE = 0.5

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profiles.acceptance import AcceptanceModel, NodeTable
+from rlhfspec.profiles.acceptance import AcceptanceModel, NodeTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

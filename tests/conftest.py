@@ -64,8 +64,8 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from learning.pairs.tokenization import character_tokenizer
-    from learning.tasks.chain_task import ALPHABET
+    from rlhfspec.learning.models.tokenization import character_tokenizer
+    from rlhfspec.learning.tasks.chain_task import ALPHABET
 
     folder = tmp_path_factory.mktemp("tiny_pair")
     tokenizer = character_tokenizer(ALPHABET)
@@ -92,8 +92,8 @@ def local_ray() -> Iterator[None]:
     """One local Ray for the whole test session, ended with it; four CPUs on paper."""
     import ray
 
-    from cluster.placement.slow_start import PATIENCE, start_twice
-    from cluster.run_folder.leftovers import remove_with_processes
+    from rlhfspec.cluster.folder.leftovers import remove_with_processes
+    from rlhfspec.cluster.placement.slow_start import PATIENCE, start_twice
 
     os.environ.update(PATIENCE)
     root = Path(__file__).resolve().parents[1]

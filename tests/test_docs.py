@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from core.settings.algorithm import ALGORITHMS, AlgorithmConfig
-from core.settings.correction import CORRECTIONS, CorrectionConfig
+from rlhfspec.core.settings.algorithm import ALGORITHMS, AlgorithmConfig
+from rlhfspec.core.settings.correction import CORRECTIONS, CorrectionConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

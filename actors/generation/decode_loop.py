@@ -19,9 +19,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from actors.actor_messages import HeldSamples, PollReply
-from actors.generation.loop_engine import EngineHost
-from actors.generation.loop_orders import (
+from rlhfspec.actors.actor_messages import HeldSamples, PollReply
+from rlhfspec.actors.generation.loop_engine import EngineHost
+from rlhfspec.actors.generation.loop_orders import (
     CallOrder,
     CutOrder,
     HoldOrder,
@@ -33,16 +33,16 @@ from actors.generation.loop_orders import (
     StopOrder,
     SubmitOrder,
 )
-from actors.generation.trace_events import TraceLog
-from core.decode_records import InstanceLoad, StepRecord
-from core.errors import RlhfSpecError
-from core.progress import Progress
-from core.records import Completion, SampleKey
-from policies.migration.move_messages import MoveReport
+from rlhfspec.actors.generation.trace_events import TraceLog
+from rlhfspec.core.decode_records import InstanceLoad, StepRecord
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.progress import Progress
+from rlhfspec.core.records import Completion, SampleKey
+from rlhfspec.policies.migration.move_messages import MoveReport
 
 if TYPE_CHECKING:
     # they import torch, which the scheduler has no use for
-    from actors.migration.migrator import Migrator
+    from rlhfspec.actors.migration.migrator import Migrator
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1

@@ -16,33 +16,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.actor_messages import (
+from rlhfspec.actors.actor_messages import (
     GenerationSpec,
     HeadComparison,
     HeadProgress,
     InstanceNumerics,
     LoadedWeights,
 )
-from actors.generation.loop_engine import BucketSource
-from actors.generation.spot_trainer import SpotTrainer
-from actors.ray_utils.assigned_device import assigned_gpus, require_gpu_room, resolve_device
-from core.config import EngineConfig
-from core.errors import ModelError, RlhfSpecError, WeightsError
-from core.weight_records import TensorSpec, WeightManifest, kind_of
-from engine.build import build_engine
-from engine.calibration.engine_provenance import device_name, here
-from engine.drafters.head.head_drafter import HeadDrafter
-from engine.drafters.head.head_weights import HeadWeights, require_fit
-from engine.drafters.head.published_head import head_checksum, published_head
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.paired_drafter import part_of
-from engine.drafters.suffix_drafter import SuffixDrafter
-from engine.engine import Engine
-from engine.model.compute_backend import ComputeBackend
-from engine.model.kept_verdicts import KeptVerdicts, facts_of_start
-from engine.weights.bare_llama import MODEL_TYPES, BareLlama, bare_llama, same_model
-from engine.weights.causal_lm import DTYPES, CausalLM
-from engine.weights.chunks import (
+from rlhfspec.actors.generation.loop_engine import BucketSource
+from rlhfspec.actors.generation.spot_trainer import SpotTrainer
+from rlhfspec.actors.waiting.assigned_device import assigned_gpus, require_gpu_room, resolve_device
+from rlhfspec.core.config import EngineConfig
+from rlhfspec.core.errors import ModelError, RlhfSpecError, WeightsError
+from rlhfspec.core.weight_records import TensorSpec, WeightManifest, kind_of
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.calibration.engine_provenance import device_name, here
+from rlhfspec.engine.drafters.head.head_drafter import HeadDrafter
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
+from rlhfspec.engine.drafters.head.published_head import head_checksum, published_head
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.drafters.paired_drafter import part_of
+from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.kept_verdicts import KeptVerdicts, facts_of_start
+from rlhfspec.engine.weights.bare_llama import MODEL_TYPES, BareLlama, bare_llama, same_model
+from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM
+from rlhfspec.engine.weights.chunks import (
     checksum_of,
     chunk_of,
     chunk_starts,
@@ -51,8 +51,8 @@ from engine.weights.chunks import (
     view_of,
     weight_views,
 )
-from engine.weights.digests import digest
-from engine.weights.host_mirror import HostMirror
+from rlhfspec.engine.weights.digests import digest
+from rlhfspec.engine.weights.host_mirror import HostMirror
 
 
 class ManifestHost:
@@ -283,7 +283,7 @@ class ManifestHost:
             self._engine.step_log = []
         teaches = self._models["target"].config.get_text_config().model_type in MODEL_TYPES
         if self._spec.spot is not None and self._head is not None and teaches and self._engine.drafter:
-            from actors.generation.head_training import begin_training
+            from rlhfspec.actors.generation.head_training import begin_training
 
             self._spot = begin_training(self._spec, self._spec.spot, self._engine, self._head)
         # those that arrived before were confirmed when nothing was laid out yet
@@ -301,7 +301,7 @@ class ManifestHost:
         if verdicts is not None and verdicts.read(self._facts(manifest)) == "equals_stock":
             return bare_llama(manifest.hf_config_json, DTYPES[self._spec.dtype])
         # takes as long as all the rest of a start
-        from engine.weights.loading import build_causal_lm
+        from rlhfspec.engine.weights.loading import build_causal_lm
 
         return build_causal_lm(manifest.hf_config_json, self._spec.dtype)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from actors.actor_messages import GenerationSpec, SpotSpec
-from actors.generation.spot_trainer import SpotTrainer
-from actors.ray_utils import run_metrics
-from engine.admission import MB
-from engine.drafters.head.head_weights import HeadWeights
-from engine.drafters.head.tapping import record_features
-from engine.engine import Engine
-from engine.model.runner import ModelRunner
-from engine.numerics import use_threads
-from learning.heads.feature_buffer import FeatureBuffer
-from learning.heads.head_trainer import HeadTrainer
-from learning.heads.operations import fastest_dtype
+from rlhfspec.actors.actor_messages import GenerationSpec, SpotSpec
+from rlhfspec.actors.generation.spot_trainer import SpotTrainer
+from rlhfspec.actors.waiting import run_metrics
+from rlhfspec.engine.admission import MB
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.drafters.head.tapping import record_features
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.numerics import use_threads
+from rlhfspec.learning.drafts.feature_buffer import FeatureBuffer
+from rlhfspec.learning.drafts.head_trainer import HeadTrainer
+from rlhfspec.learning.drafts.operations import fastest_dtype
 
 RECORDED_SHARE = 0.5
 "Of the buffer's bytes: what samples that run may give, and as much that has finished and is not in it yet."
@@ -25,7 +25,7 @@ RECORDED_SHARE = 0.5
 def begin_training(spec: GenerationSpec, spot: SpotSpec, engine: Engine, head: HeadWeights) -> SpotTrainer:
     """Record what the engine computes from now on, and train on it in spare time.
 
-    The target is of Llama's kin: see `learning.heads.fresh_head.require_kin`.
+    The target is of Llama's kin: see `learning.drafts.fresh_head.require_kin`.
     """
     training = spot.training
     max_bytes = int(training.buffer_mb * MB)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from actors.actor_messages import LoadedWeights
-from core.decode_records import InstanceLoad, StepRecord
-from core.progress import Progress
-from core.records import Completion, SampleKey, SampleRequest
-from core.weight_records import WeightManifest
+from rlhfspec.actors.actor_messages import LoadedWeights
+from rlhfspec.core.decode_records import InstanceLoad, StepRecord
+from rlhfspec.core.progress import Progress
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.core.weight_records import WeightManifest
 
 if TYPE_CHECKING:
     # whoever imports this has not always use for torch

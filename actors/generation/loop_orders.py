@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.generation.loop_engine import BucketSource
-from core.records import SampleKey, SampleRequest
-from core.weight_records import WeightManifest
-from policies.migration.move_messages import News, describe
+from rlhfspec.actors.generation.loop_engine import BucketSource
+from rlhfspec.core.records import SampleKey, SampleRequest
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.policies.migration.move_messages import News, describe
 
 if TYPE_CHECKING:
     # it imports torch, which the scheduler has no use for
-    from engine.exchange import CachePiece
+    from rlhfspec.engine.exchange import CachePiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

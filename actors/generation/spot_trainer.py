@@ -2,7 +2,7 @@
 
 The decode thread brings the features of finished samples into a bounded buffer; a thread of its own learns from them.
 What was learned since the head was last published is handed over at the refit point of the loop
-(`cluster.head_step`); averaging, comparing and publishing are the loop's. No token depends on any of it.
+(`cluster.run.head_step`); averaging, comparing and publishing are the loop's. No token depends on any of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from actors.actor_messages import HeadComparison, HeadProgress
-from actors.generation.spare_time import SpareTime
-from core.config import DrafterTrainingConfig
-from engine.admission import MB
-from engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.actors.actor_messages import HeadComparison, HeadProgress
+from rlhfspec.actors.generation.spare_time import SpareTime
+from rlhfspec.core.config import DrafterTrainingConfig
+from rlhfspec.engine.admission import MB
+from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
 
 HELD_OUT_EVERY = 8
 "Of the sequences that arrive one in so many is never learned from: heads are compared on them."
@@ -34,7 +34,7 @@ RATE_AFTER_SUCCESS = 1.5
 
 
 class StepReport(Protocol):
-    """What the trainer needs of `learning.heads.head_trainer.StepReport`."""
+    """What the trainer needs of `learning.drafts.head_trainer.StepReport`."""
 
     @property
     def num_anchors(self) -> int:
@@ -58,7 +58,7 @@ class StepReport(Protocol):
 
 
 class HeadLearner(Protocol):
-    """What the trainer needs of `learning.heads.head_trainer.HeadTrainer`."""
+    """What the trainer needs of `learning.drafts.head_trainer.HeadTrainer`."""
 
     learning_rate: float
     "of later steps"
@@ -87,7 +87,7 @@ class HeadLearner(Protocol):
 
 
 class HeadBuffer(Protocol):
-    """What the trainer needs of `learning.heads.feature_buffer.FeatureBuffer`."""
+    """What the trainer needs of `learning.drafts.feature_buffer.FeatureBuffer`."""
 
     def add(self, sequence: FeatureSequence) -> bool:
         """Keep a sequence."""

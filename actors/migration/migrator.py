@@ -10,15 +10,15 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from actors.migration.context import MigrationContext
-from actors.migration.migration_destination import MigrationDestination
-from actors.migration.migration_source import MigrationSource
-from core.errors import WeightsError
-from core.records import Completion, SampleKey
-from engine.exchange import CachePiece
-from policies.migration.cache_frames import Frame
-from policies.migration.destination import DestinationStage
-from policies.migration.move_messages import (
+from rlhfspec.actors.migration.context import MigrationContext
+from rlhfspec.actors.migration.migration_destination import MigrationDestination
+from rlhfspec.actors.migration.migration_source import MigrationSource
+from rlhfspec.core.errors import WeightsError
+from rlhfspec.core.records import Completion, SampleKey
+from rlhfspec.engine.exchange import CachePiece
+from rlhfspec.policies.migration.cache_frames import Frame
+from rlhfspec.policies.migration.destination import DestinationStage
+from rlhfspec.policies.migration.move_messages import (
     CallOff,
     Claim,
     HandOver,
@@ -30,7 +30,7 @@ from policies.migration.move_messages import (
     Settle,
     Verdict,
 )
-from policies.migration.source import SampleEnded, SourceStage
+from rlhfspec.policies.migration.source import SampleEnded, SourceStage
 
 Side = TypeVar("Side", MigrationSource, MigrationDestination)
 ENDED_MOVES = 256

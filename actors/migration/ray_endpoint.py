@@ -7,17 +7,17 @@ import time
 import numpy as np
 import ray
 
-from actors.actor_messages import GenerationSpec
-from actors.generation.decode_loop import DecodeLoop
-from actors.generation.engine_host import ManifestHost
-from actors.generation.loop_orders import NewsOrder
-from actors.migration.context import MigrationContext
-from actors.migration.migrator import Migrator
-from actors.migration.peers import Peers
-from actors.migration.transfers import Transfers
-from actors.ray_utils.remote import Handle
-from actors.transport.object_store import ObjectStoreTransport
-from actors.transport.select import make_transport
+from rlhfspec.actors.actor_messages import GenerationSpec
+from rlhfspec.actors.generation.decode_loop import DecodeLoop
+from rlhfspec.actors.generation.engine_host import ManifestHost
+from rlhfspec.actors.generation.loop_orders import NewsOrder
+from rlhfspec.actors.migration.context import MigrationContext
+from rlhfspec.actors.migration.migrator import Migrator
+from rlhfspec.actors.migration.peers import Peers
+from rlhfspec.actors.migration.transfers import Transfers
+from rlhfspec.actors.transport.object_store import ObjectStoreTransport
+from rlhfspec.actors.transport.select import make_transport
+from rlhfspec.actors.waiting.remote import Handle
 
 
 class RayMigrationEndpoint:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
-from learning.rewards.score_request import ScoreRequest
+from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
+from rlhfspec.learning.rewards.score_request import ScoreRequest
 
 
 class Message(BaseModel):

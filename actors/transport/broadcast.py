@@ -18,12 +18,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from actors.transport import device_window
-from actors.transport.channel import new_channel_id, reason_of
-from actors.transport.device_group import finish, open_nccl
-from actors.transport.rendezvous import accept, close_listener, open_listener, reach
-from actors.transport.star_store import StarStore
-from core.errors import PlacementError, WaitTimeout, WeightsError
+from rlhfspec.actors.transport import device_window
+from rlhfspec.actors.transport.channel import new_channel_id, reason_of
+from rlhfspec.actors.transport.device_group import finish, open_nccl
+from rlhfspec.actors.transport.rendezvous import accept, close_listener, open_listener, reach
+from rlhfspec.actors.transport.star_store import StarStore
+from rlhfspec.core.errors import PlacementError, WaitTimeout, WeightsError
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo
 _HEADER_BYTES = 64

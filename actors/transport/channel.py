@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from actors.transport.channels import Ticket
-from core.errors import TransferError
+from rlhfspec.actors.transport.channels import Ticket
+from rlhfspec.core.errors import TransferError
 
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*")
 

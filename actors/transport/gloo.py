@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import torch.distributed
 
-from actors.transport.channel import reason_of
-from actors.transport.process_group import Pair, PairTransport
-from actors.transport.rendezvous import PairStore
-from core.errors import ConfigError
+from rlhfspec.actors.transport.channel import reason_of
+from rlhfspec.actors.transport.process_group import Pair, PairTransport
+from rlhfspec.actors.transport.rendezvous import PairStore
+from rlhfspec.core.errors import ConfigError
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.transport.device_group import finish, open_nccl, require_nccl
-from actors.transport.process_group import Pair, PairTransport
-from actors.transport.rendezvous import PairStore
+from rlhfspec.actors.transport.device_group import finish, open_nccl, require_nccl
+from rlhfspec.actors.transport.process_group import Pair, PairTransport
+from rlhfspec.actors.transport.rendezvous import PairStore
 
 
 class NcclTransport(PairTransport):

@@ -24,10 +24,10 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from actors.ray_utils.remote import Handle
-from actors.transport.channel import ChannelLife, new_channel_id, require_usable
-from actors.transport.channels import Ticket, require_frame
-from core.errors import TransferError
+from rlhfspec.actors.transport.channel import ChannelLife, new_channel_id, require_usable
+from rlhfspec.actors.transport.channels import Ticket, require_frame
+from rlhfspec.actors.waiting.remote import Handle
+from rlhfspec.core.errors import TransferError
 
 IN_FLIGHT_FRAMES = 2
 "Deliveries of a channel that were not answered yet."

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from actors.transport.channels import Sender
+from rlhfspec.actors.transport.channels import Sender
 
 
 class Paced:

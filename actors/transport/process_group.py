@@ -14,10 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
-from actors.transport.channel import ChannelLife, new_channel_id, reason_of, require_usable
-from actors.transport.channels import Ticket, require_frame
-from actors.transport.rendezvous import PairStore, accept, close_listener, open_listener, reach
-from core.errors import TransferError
+from rlhfspec.actors.transport.channel import ChannelLife, new_channel_id, reason_of, require_usable
+from rlhfspec.actors.transport.channels import Ticket, require_frame
+from rlhfspec.actors.transport.rendezvous import PairStore, accept, close_listener, open_listener, reach
+from rlhfspec.core.errors import TransferError
 
 _LEAST_WAIT_S = 0.001
 

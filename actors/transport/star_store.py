@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed
 
-from actors.transport.rendezvous import LENGTHS, MAX_ITEM_BYTES, read_exactly, remaining_s
+from rlhfspec.actors.transport.rendezvous import LENGTHS, MAX_ITEM_BYTES, read_exactly, remaining_s
 
 _c10d: Any = torch.distributed
 _DONE = "done"

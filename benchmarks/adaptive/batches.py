@@ -11,10 +11,10 @@ from benchmarks.adaptive.by_batch_size import BatchTablePolicy, CapacityPolicy
 from benchmarks.adaptive.pairs import Contestant, engine_for
 from benchmarks.support.timing import Rate, interleaved
 from benchmarks.support.workload import Workload
-from core.config import SpeculationConfig
-from core.records import SampleRequest
-from engine.engine import Engine
-from profiles.profile import Profile
+from rlhfspec.core.config import SpeculationConfig
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.engine.engine import Engine
+from rlhfspec.profiles.profile import Profile
 
 FIXED = {
     "chain 2": SpeculationConfig(policy="fixed", num_nodes=2),

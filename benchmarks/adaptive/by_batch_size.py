@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from core.errors import ConfigError
-from policies.drafting.baselines.fixed import bounded_tree, clip_depth, max_tree_nodes, narrowest_width
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.policies.drafting.baselines.fixed import (
+    bounded_tree,
+    clip_depth,
+    max_tree_nodes,
+    narrowest_width,
+)
 
 Row = tuple[int, int, int, int]
 "max_batch, num_nodes, depth, branching"

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.adaptive.pairs import engine_for
 from benchmarks.support.workload import Workload
-from core.config import SpeculationConfig
-from engine.drafters.model_drafter import ModelDrafter
-from profiles.profile import Profile
+from rlhfspec.core.config import SpeculationConfig
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.profiles.profile import Profile
 
 BATCH_SIZE = 8
 HEALTHY_STEPS = 100

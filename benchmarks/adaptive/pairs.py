@@ -1,6 +1,6 @@
 """The pairs on which drafting is judged: the demo pair, and a target twice as deep with the same draft.
 
-`large` is the demo target grown to 16 layers that compute the same function (`learning.pairs.net2net`): the same tokens
+`large` is the demo target grown to 16 layers that compute the same function (`learning.models.net2net`): the same tokens
 and acceptance at twice the cost, so that its draft costs under a twentieth of a target forward.
 """
 
@@ -13,11 +13,11 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.speed.speculation import make_draft
 from benchmarks.support.workload import Workload, default_cache_dir, demo_workload, gsm8k_workload
-from core.config import EngineConfig, SpeculationConfig
-from core.records import SampleRequest
-from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of
-from engine.calibration.profiler import (
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.calibration.engine_provenance import provenance_of
+from rlhfspec.engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     SHAPES,
     MadeProfile,
@@ -26,15 +26,15 @@ from engine.calibration.profiler import (
     record_drafts,
     yield_curves,
 )
-from engine.engine import Engine
-from engine.weights.loading import load_causal_lm
-from learning.pairs.make import PairPaths
-from learning.pairs.net2net import deepen
-from policies.drafting.draft_policy import DraftPolicy
-from profiles.acceptance import fit_acceptance
-from profiles.profile import Profile
-from profiles.quality import acceptance_quality
-from profiles.recording import DraftRecording, join_nodes
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.learning.models.make import PairPaths
+from rlhfspec.learning.models.net2net import deepen
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy
+from rlhfspec.profiles.acceptance import fit_acceptance
+from rlhfspec.profiles.profile import Profile
+from rlhfspec.profiles.quality import acceptance_quality
+from rlhfspec.profiles.recording import DraftRecording, join_nodes
 
 Contestant = SpeculationConfig | DraftPolicy
 "By its settings, or a policy that is no setting."

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.loop import run_training
-from cluster.placement.origin import ROOT
-from cluster.preflight.inputs import read_inputs
-from cluster.preflight.named_models import resolve_models
-from cluster.reporting.console import Reporter
-from cluster.run_folder.layout import RunDir
-from core.config_io import load_config
-from core.metrics import read_metrics
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.placement.origin import ROOT
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.named_models import resolve_models
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.run.loop import run_training
+from rlhfspec.core.config_io import load_config
+from rlhfspec.core.metrics import read_metrics
 
 
 def acceptance_by_iteration(out: Path, *, refit: bool, iterations: int) -> tuple[list[float], float, str]:

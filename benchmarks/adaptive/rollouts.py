@@ -8,8 +8,8 @@ from benchmarks.adaptive.pairs import Contestant, engine_for
 from benchmarks.support.rates import engine_rate, hugging_face_rate
 from benchmarks.support.timing import interleaved
 from benchmarks.support.workload import Workload
-from core.decode_records import GenerationStats
-from profiles.profile import Profile
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.profiles.profile import Profile
 
 SAMPLES = 64
 

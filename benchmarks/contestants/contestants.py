@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 
 from benchmarks.support.timing import Rate
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, SpeculationConfig
-from core.records import Completion, SampleRequest
-from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of
-from engine.calibration.profiler import (
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import Completion, SampleRequest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.calibration.engine_provenance import provenance_of
+from rlhfspec.engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     Placeholder,
     make_profile,
     make_verification_profile,
 )
-from engine.calibration.random_chains import RandomChains
-from engine.drafters.head.head_weights import HeadWeights
-from engine.engine import Engine
-from profiles.profile import Profile
+from rlhfspec.engine.calibration.random_chains import RandomChains
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.engine import Engine
+from rlhfspec.profiles.profile import Profile
 
 PLAIN = "plain"
 TREE = {"num_nodes": 8, "depth": 3, "branching": 3}

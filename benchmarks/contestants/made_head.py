@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.support.workload import Workload, default_cache_dir, job
-from core.files import whole_folder
-from engine.drafters.head.head_weights import HeadWeights, load_head, save_head
-from learning.heads.make_head import HeadRecipe, make_head
+from rlhfspec.core.files import whole_folder
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, save_head
+from rlhfspec.learning.drafts.make_head import HeadRecipe, make_head
 
 BUDGET_S = 900.0
 NUM_TOKENS = {"quick": 2_000, "default": 36_000, "full": 36_000}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from core.records import Prompt
+from rlhfspec.core.records import Prompt
 
 CODE = (
     "Write a Python function that returns the longest common prefix of a list of strings.",

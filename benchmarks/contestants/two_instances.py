@@ -9,9 +9,9 @@ from benchmarks.moving.rollouts import requests_of
 from benchmarks.moving.session import bench_ray
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from engine.drafters.head.head_weights import HeadWeights
-from policies.simulate.workloads import drawn_lengths
+from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.policies.simulate.workloads import drawn_lengths
 
 INSTANCES = 2
 SAMPLES = {"default": 32, "full": 64}

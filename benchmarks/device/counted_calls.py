@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.decoding.noise import Noise, NoiseSource
-from engine.model.cuda_graphs import Run
+from rlhfspec.engine.decoding.noise import Noise, NoiseSource
+from rlhfspec.engine.model.cuda_graphs import Run
 
 META = torch.device("meta")
 LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"}

@@ -11,19 +11,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.device.counted_calls import META, CountedNoiseSource, CountingRecorder, DeviceCalls
-from core.config import SpeculationConfig
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.attention.backends import ATTENTION
-from engine.cuda.cuda_backend import CudaBackend
-from engine.decode_step import decode_step
-from engine.draft_policies import build_policy
-from engine.drafters.model_drafter import ModelDrafter
-from engine.engine import Engine
-from engine.model import runner as runner_module
-from engine.model.compute_backend import ComputeBackend
-from engine.model.runner import ModelRunner
-from engine.recorded_step import StepRecordings
-from engine.weights.loading import freeze
+from rlhfspec.core.config import SpeculationConfig
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.attention.backends import ATTENTION
+from rlhfspec.engine.cuda.cuda_backend import CudaBackend
+from rlhfspec.engine.decode_step import decode_step
+from rlhfspec.engine.draft_policies import build_policy
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model import runner as runner_module
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.recorded_step import StepRecordings
+from rlhfspec.engine.weights.loading import freeze
 
 PLANS = {
     "plain": SpeculationConfig(policy="off"),

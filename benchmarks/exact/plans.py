@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config import SpeculationConfig
+from rlhfspec.core.config import SpeculationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

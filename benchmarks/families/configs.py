@@ -16,7 +16,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from engine.weights.loading import freeze
+from rlhfspec.engine.weights.loading import freeze
 
 VOCAB_SIZE = 307
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE = 2, 64, 4, 2, 16

@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-import engine.cache.kv_pool
-from engine.cache.kv_memory import PoolShape, WholeMemory, round_up
+import rlhfspec.engine.cache.kv_pool
+from rlhfspec.engine.cache.kv_memory import PoolShape, WholeMemory, round_up
 
 CANARY = 0xA5
 MARGIN_BYTES = 512
@@ -66,7 +66,7 @@ class Guards:
         self._usual: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Self:
-        self._replace(engine.cache.kv_pool, "WholeMemory", self._pool)
+        self._replace(rlhfspec.engine.cache.kv_pool, "WholeMemory", self._pool)
         for name in ("new_empty", "new_zeros"):
             self._replace(torch.Tensor, name, self._watched(getattr(torch.Tensor, name), name == "new_zeros"))
         return self

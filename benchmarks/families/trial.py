@@ -19,13 +19,13 @@ import torch
 from benchmarks.families.configs import VOCAB_SIZE, Family, build_model, perturbed
 from benchmarks.families.guards import CorruptionError, Guards
 from benchmarks.support.reference import compare_with_reference
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import NumericsError, RlhfSpecError
-from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.build import build_engine
-from engine.engine import Engine
-from policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
-from policies.drafting.draft_policy import DraftPolicy
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import NumericsError, RlhfSpecError
+from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
 TOLERANCE = 1e-3
 "Largest difference of a log-probability from the oracle's."

@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from core.checkpoint_manifest import verify_checkpoint
-from core.metrics import read_metrics
+from rlhfspec.core.checkpoint_manifest import verify_checkpoint
+from rlhfspec.core.metrics import read_metrics
 
 _KEY = ("run_seed", "stream", "sample_index")
 _EQUAL = ("response_token_ids", "policy_logprobs", "sampling_logprobs", "reward", "finish_reason")

@@ -21,7 +21,7 @@ from benchmarks.faulty import network
 from benchmarks.faulty.deck import DRIVER, STORE, Card
 from benchmarks.faulty.processes import is_zombie, serving_actors
 from benchmarks.faulty.store import fill_store
-from core.errors import RlhfSpecError
+from rlhfspec.core.errors import RlhfSpecError
 
 HEARTBEAT_LIMIT_S = 10.0
 ORDER_LIMIT_S = 40.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from benchmarks.support.process_tree import descendants
-from core.proc_files import PROC, stat_fields
+from rlhfspec.core.proc_files import PROC, stat_fields
 
 POOLS: Mapping[str, str] = {
     "generation": "GenerationActor",

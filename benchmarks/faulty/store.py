@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.support.process_tree import descendants
 from benchmarks.support.result import ROOT
-from core.errors import RlhfSpecError
-from core.proc_files import PROC
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.proc_files import PROC
 
 LIMIT_S = 180.0
 

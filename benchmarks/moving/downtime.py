@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.generation.trace_events import TraceEvent
 from benchmarks.moving.exact import count_mismatches
 from benchmarks.moving.wide_pair import wide_workload
 from benchmarks.support.actor_pool import ActorPool
-from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from policies.migration.move_messages import MoveOutcome
-from policies.reallocation.forced import ForcedMoves
+from rlhfspec.actors.generation.trace_events import TraceEvent
+from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 PROMPT_TOKENS = 400
 NEW_TOKENS = 240

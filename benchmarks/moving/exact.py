@@ -10,10 +10,10 @@ import numpy as np
 
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from core.records import Completion, SampleKey
-from policies.migration.move_messages import MoveOutcome
-from policies.reallocation.forced import ForcedMoves
+from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from rlhfspec.core.records import Completion, SampleKey
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 SPECULATION = SpeculationConfig(policy="fixed", num_nodes=6, depth=4, branching=2)
 MAX_ROLLOUTS = 12

@@ -7,11 +7,11 @@ import time
 
 import numpy as np
 
-from core.records import SampleKey
-from policies.reallocation.by_name import make_reallocation_policy
-from policies.reallocation.gate import Gate
-from policies.reallocation.pool_records import InstanceView, PoolView
-from policies.reallocation.rate_curve import RateCurve
+from rlhfspec.core.records import SampleKey
+from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
+from rlhfspec.policies.reallocation.gate import Gate
+from rlhfspec.policies.reallocation.pool_records import InstanceView, PoolView
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
 
 SAMPLES_PER_INSTANCE = 32
 PLANS = 7

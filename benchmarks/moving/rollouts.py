@@ -13,11 +13,11 @@ import numpy as np
 
 from benchmarks.support.actor_pool import RolloutOutcome
 from benchmarks.support.workload import Workload
-from core.records import SampleRequest
-from policies.reallocation.by_name import make_reallocation_policy
-from policies.reallocation.gate import Gate, GateMode
-from policies.reallocation.pool_records import ReallocationPolicy
-from policies.reallocation.rate_curve import RateCurve
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
+from rlhfspec.policies.reallocation.gate import Gate, GateMode
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster.placement.ray_session import ray_session
-from core.settings.cluster import ClusterConfig
+from rlhfspec.cluster.placement.ray_session import ray_session
+from rlhfspec.core.settings.cluster import ClusterConfig
 
 
 @contextmanager

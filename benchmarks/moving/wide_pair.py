@@ -11,10 +11,10 @@ import numpy as np
 from transformers import LlamaForCausalLM
 
 from benchmarks.support.workload import Workload, default_cache_dir, demo_workload
-from core.records import Prompt
-from engine.weights.loading import load_causal_lm
-from learning.pairs.make import PairPaths
-from learning.pairs.net2net import deepen, widen
+from rlhfspec.core.records import Prompt
+from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.learning.models.make import PairPaths
+from rlhfspec.learning.models.net2net import deepen, widen
 
 LAYERS = 10
 MAX_POSITIONS = 4096

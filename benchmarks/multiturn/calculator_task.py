@@ -10,16 +10,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from benchmarks.support.workload import BENCH_SEED, Workload
-from core.config import Config
-from core.config_io import config_from_dict
-from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
-from engine.engine import Engine
-from learning.environments.environment_protocol import Environment, environment_maker, stop_texts
-from learning.environments.episode import Episode, EpisodeLimits
-from learning.environments.observations import ObservationRenderer, ending_with
-from learning.pairs.make import PairPaths
-from learning.pairs.tokenization import character_tokenizer
-from learning.rewards.written_text import written_text
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
+from rlhfspec.engine.engine import Engine
+from rlhfspec.learning.environments.environment_protocol import Environment, environment_maker, stop_texts
+from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
+from rlhfspec.learning.environments.observations import ObservationRenderer, ending_with
+from rlhfspec.learning.models.make import PairPaths
+from rlhfspec.learning.models.tokenization import character_tokenizer
+from rlhfspec.learning.rewards.written_text import written_text
 
 ALPHABET = "0123456789+-*/=<>#. abcdefghijklmnopqrstuvwxyz"
 MAX_TURNS = 24

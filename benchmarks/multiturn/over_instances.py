@@ -9,15 +9,15 @@ from typing import Any
 
 import ray
 
-from actors.environment_actors import EnvironmentActor, EnvironmentPool
 from benchmarks.support.actor_pool import ActorPool, ask
 from benchmarks.support.workload import Workload
-from cluster.episodes import Episodes
-from core.config import Config
-from core.errors import WaitTimeout
-from core.records import Completion, SampleKey, SampleRequest
-from policies.reallocation.pool_records import ReallocationPolicy
-from policies.scheduling.events import Alarm, MoveRecord
+from rlhfspec.actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
+from rlhfspec.cluster.run.episodes import Episodes
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import WaitTimeout
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.scheduling.events import Alarm, MoveRecord
 
 LIMIT_S = 400.0
 ENVIRONMENT_ACTORS = 2

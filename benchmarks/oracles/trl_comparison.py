@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.config import AlgorithmConfig
-from learning.algorithms.losses import Sequences, token_weights
-from learning.algorithms.objective import LossInputs, objective
-from learning.update_metrics import MinibatchFigures
+from rlhfspec.core.config import AlgorithmConfig
+from rlhfspec.learning.objectives.losses import Sequences, token_weights
+from rlhfspec.learning.objectives.objective import LossInputs, objective
+from rlhfspec.learning.trainer.update_metrics import MinibatchFigures
 
 FROZEN_FILE = Path(__file__).resolve().parents[2] / "tests" / "learning" / "algorithms" / "trl_losses.json"
 OURS: Mapping[str, Mapping[str, object]] = {

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.published.dimensions import QWEN3_8B, QWEN3_235B
 from benchmarks.published.rollouts import rollout_speedup
 from benchmarks.published.row import Row, ranged
-from policies.simulate.cluster_simulation import bound
+from rlhfspec.policies.simulate.cluster_simulation import bound
 
 MEASURED = {"zero": (100.0, 151.2, 1.77, 1.41), "think": (133.6, 185.3, 1.54, 1.35)}
 "Plain seconds of generation and of the step; speed-ups of both."

@@ -9,9 +9,9 @@ import itertools
 
 from benchmarks.published.dimensions import LLAMA_8B
 from benchmarks.published.row import Row, ranged
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.cluster_simulation import bound, simulate_cluster
-from policies.simulate.described_cluster import describe
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate.cluster_simulation import bound, simulate_cluster
+from rlhfspec.policies.simulate.described_cluster import describe
 
 GENERATION, WHOLE = 3.01, 2.32
 LEAST_SHARE = 0.684

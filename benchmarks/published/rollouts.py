@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.cluster_simulation import simulate_cluster
-from policies.simulate.described_cluster import describe
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
+from rlhfspec.policies.simulate.described_cluster import describe
 
 
 def rollout_speedup(sections: Mapping[str, Mapping[str, Any]]) -> float:

@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.published.dimensions import QWEN25_32B
 from benchmarks.published.row import Row, ranged
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.analytic_instance import AnalyticInstance
-from policies.simulate.described_cluster import describe
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate.analytic_instance import AnalyticInstance
+from rlhfspec.policies.simulate.described_cluster import describe
 
 DEPTHS = (4, 6, 8, 10, 12, 16)
 VERIFIED = (16, 32, 48, 64, 96, 128)

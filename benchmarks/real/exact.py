@@ -22,10 +22,10 @@ from benchmarks.support.rates import new_engine
 from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.result import write_result
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from core.records import Completion, SampleKey, SampleRequest
-from policies.migration.move_messages import MoveOutcome
-from policies.reallocation.forced import ForcedMoves
+from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 SAMPLINGS: tuple[dict[str, float], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
 MAX_NEW_TOKENS = {"quick": 64, "default": 128, "full": 128}

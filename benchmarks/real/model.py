@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.support.workload import BENCH_SEED, Workload, default_cache_dir, job
-from core.config import DataConfig, SamplingConfig
-from core.errors import ModelError
-from core.files import whole_folder
-from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.data.prompts import load_prompts, sampling_params
-from learning.known_models.get import get_model
-from learning.pairs.make import PairPaths
+from rlhfspec.core.config import DataConfig, SamplingConfig
+from rlhfspec.core.errors import ModelError
+from rlhfspec.core.files import whole_folder
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
+from rlhfspec.learning.data.prompts import load_prompts, sampling_params
+from rlhfspec.learning.models.get import get_model
+from rlhfspec.learning.models.make import PairPaths
 
 NAME = "smollm2-135m-instruct"
 DRAFT_LAYERS = 4

@@ -14,19 +14,25 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.actor_messages import GenerationSpec, TrainerSpec
-from actors.generation.generation_actor import GenerationActor
-from actors.trainer_actor import TrainerActor
 from benchmarks.support.actor_pool import ask
 from benchmarks.support.process_tree import descendants
-from cluster.trainer_pool import TrainerPool
-from cluster.weights.group_publication import Broadcast
-from cluster.weights.publish import PublishedWeights, from_trainer, publish
-from core.config import AlgorithmConfig, ClusterConfig, EngineConfig, SpeculationConfig, TrainerConfig
-from core.errors import RlhfSpecError
-from core.settings.cluster import PublicationConfig
-from engine.weights.chunks import pack_weights
-from engine.weights.loading import load_causal_lm
+from rlhfspec.actors.actor_messages import GenerationSpec, TrainerSpec
+from rlhfspec.actors.generation.generation_actor import GenerationActor
+from rlhfspec.actors.workers.trainer_actor import TrainerActor
+from rlhfspec.cluster.system.trainer_pool import TrainerPool
+from rlhfspec.cluster.weights.group_publication import Broadcast
+from rlhfspec.cluster.weights.publish import PublishedWeights, from_trainer, publish
+from rlhfspec.core.config import (
+    AlgorithmConfig,
+    ClusterConfig,
+    EngineConfig,
+    SpeculationConfig,
+    TrainerConfig,
+)
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.settings.cluster import PublicationConfig
+from rlhfspec.engine.weights.chunks import pack_weights
+from rlhfspec.engine.weights.loading import load_causal_lm
 
 TIMEOUT_S = 300.0
 WARM_COPIES = 5

@@ -14,10 +14,10 @@ from benchmarks.real.model import real_workload
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
-from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from engine.cache.kv_pool import KVShape
-from policies.migration.move_messages import MoveOutcome
-from policies.simulate.workloads import drawn_lengths
+from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from rlhfspec.engine.cache.kv_pool import KVShape
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.simulate.workloads import drawn_lengths
 
 INSTANCES = 2
 SAMPLES = {"quick": 16, "default": 48, "full": 64}

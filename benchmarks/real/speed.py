@@ -19,7 +19,7 @@ from benchmarks.real.model import DRAFT_LAYERS, real_workload
 from benchmarks.support.rates import engine_rate, hugging_face_rate, new_engine
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, interleaved, ratios
-from core.config import SpeculationConfig
+from rlhfspec.core.config import SpeculationConfig
 
 MAX_NEW_TOKENS = {"quick": 32, "default": 96, "full": 128}
 BATCH_SIZES = {"quick": (8,), "default": (1, 8, 16), "full": (1, 4, 8, 16, 32)}

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from core.errors import RlhfSpecError
-from core.records import SampleRequest
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.records import SampleRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400.0
@@ -51,10 +51,10 @@ def _bare() -> None:
 
 
 def _run(target: str, cache: str) -> None:
-    from cluster.placement.ray_session import ray_session
-    from cluster.preflight.run_check import check_run
-    from cluster.system import running_system
-    from core.config_io import load_config
+    from rlhfspec.cluster.placement.ray_session import ray_session
+    from rlhfspec.cluster.preflight.run_check import check_run
+    from rlhfspec.cluster.system.system import running_system
+    from rlhfspec.core.config_io import load_config
 
     overrides = [f"models.target={target}", f"run.cache_dir={cache}", "cluster.dashboard=false"]
     config = load_config(ROOT / "configs" / "smollm2_grpo.yaml", overrides)

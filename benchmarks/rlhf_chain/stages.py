@@ -8,10 +8,10 @@ import numpy as np
 
 from benchmarks.rlhf_chain.task_files import Chain
 from benchmarks.support.command import run_command
-from core.metrics import read_metrics
-from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.pairs.hf_sampling import sample_responses
-from learning.tasks.preference_task import MAX_ANSWER_WORDS, draw_question, gold_score
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
+from rlhfspec.learning.models.hf_sampling import sample_responses
+from rlhfspec.learning.tasks.preference_task import MAX_ANSWER_WORDS, draw_question, gold_score
 
 STAGES = ("sft", "reward", "ppo")
 NUM_GOLD_SAMPLES = 512

@@ -17,9 +17,9 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learning.pairs.tokenization import token_id
-from learning.tasks.one_sentence import draw_prompts
-from learning.tasks.preference_task import (
+from rlhfspec.learning.models.tokenization import token_id
+from rlhfspec.learning.tasks.one_sentence import draw_prompts
+from rlhfspec.learning.tasks.preference_task import (
     MAX_ANSWER_WORDS,
     chat_tokenizer,
     draw_answer,

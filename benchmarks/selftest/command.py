@@ -11,8 +11,8 @@ from benchmarks.real.model import real_workload
 from benchmarks.selftest.run import device_tests, run_parts, write_report
 from benchmarks.selftest.subject import Subject
 from benchmarks.support.workload import demo_workload
-from cluster.reporting.console import PipeConsole
-from core.errors import ConfigError
+from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.core.errors import ConfigError
 
 NUM_PROMPTS = 16
 

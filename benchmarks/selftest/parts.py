@@ -13,10 +13,10 @@ from transformers.modeling_utils import PreTrainedModel
 from benchmarks.selftest.subject import CHAIN, PLAIN, TREE, Subject
 from benchmarks.support.rates import engine_rate, hugging_face_rate
 from benchmarks.support.timing import interleaved, ratios
-from core.errors import RlhfSpecError
-from core.records import Completion
-from engine.engine import Engine
-from engine.recorded_step import StepRecordings
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.records import Completion
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.recorded_step import StepRecordings
 
 PLANS = {"chain": CHAIN, "tree": TREE}
 LOGPROB_TOLERANCE = 2e-3

@@ -17,7 +17,7 @@ import torch
 from benchmarks.selftest.parts import bandwidth, distribution, logprobs, speed
 from benchmarks.selftest.subject import Subject
 from benchmarks.support.result import ROOT, machine_provenance
-from core.errors import RlhfSpecError
+from rlhfspec.core.errors import RlhfSpecError
 
 TESTS_TIMEOUT_S = 1800
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from core.config import EngineConfig, SpeculationConfig
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.build import build_engine
-from engine.engine import Engine
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
 
 PLAIN = SpeculationConfig(policy="off")
 CHAIN = SpeculationConfig(policy="fixed", num_nodes=4)

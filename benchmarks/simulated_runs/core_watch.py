@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks.support.process_tree import descendants
-from core.proc_files import PROC, SYSTEM_TICKS, USER_TICKS, stat_fields
+from rlhfspec.core.proc_files import PROC, SYSTEM_TICKS, USER_TICKS, stat_fields
 
 INTERVAL_S = 0.2
 GENERATES = 0.3

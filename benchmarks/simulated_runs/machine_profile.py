@@ -13,10 +13,10 @@ from pathlib import Path
 from benchmarks.simulated_runs.core_watch import CoreWatch
 from benchmarks.support.command import TIMEOUT_S, run_command, setting_words, start_command
 from benchmarks.support.result import ROOT
-from core.errors import RlhfSpecError
-from policies.reallocation.rate_curve import rate_curve_from_profile
-from profiles.cost import CostModel
-from profiles.profile import Profile, load_profile
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
+from rlhfspec.profiles.cost import CostModel
+from rlhfspec.profiles.profile import Profile, load_profile
 
 CONTEXT_TOKENS = 64
 BATCHES = (1, 2, 4, 8)
@@ -50,7 +50,7 @@ def measure_machine(
 
 def is_command(line: str) -> bool:
     """Whether a process is one of ours."""
-    return "cluster.cli" in line
+    return "rlhfspec.cluster.cli" in line
 
 
 def _run_both(words: Sequence[str], folders: Mapping[str, Path], out: Path, name: str) -> None:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.generation.decode_loop import GATHER_S
 from benchmarks.simulated_runs.core_watch import Background
 from benchmarks.simulated_runs.machine_profile import MachineProfile
 from benchmarks.simulated_runs.recorded_run import Batch, RecordedRun
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.cluster_simulation import simulate_cluster
-from policies.simulate.described_cluster import describe
-from policies.simulate.simulated_instance import SharedMachine
+from rlhfspec.actors.generation.decode_loop import GATHER_S
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
+from rlhfspec.policies.simulate.described_cluster import describe
+from rlhfspec.policies.simulate.simulated_instance import SharedMachine
 
 FORWARD_SHARE = 1 / 3
 "Of a trained token's seconds: a forward's, as a backward pass is two of them."

@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from benchmarks.simulated_runs.core_watch import Background
-from cluster.proof.recorded_samples import rollout_files
-from core.config import Config
-from core.config_io import load_config
-from core.metrics import read_metrics
-from policies.simulate.simulation_records import Samples
+from rlhfspec.cluster.proof.recorded_samples import rollout_files
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import load_config
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.policies.simulate.simulation_records import Samples
 
 _COLUMNS = ("prompt_token_ids", "response_token_ids", "advantage", "group_id")
 

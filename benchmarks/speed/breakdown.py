@@ -11,8 +11,8 @@ from rich.table import Table
 from benchmarks.speed.shares import SHARE_BATCH_SIZE, STEPS, Stopwatch, share_engine
 from benchmarks.speed.speculation import PLANS
 from benchmarks.support.model_p import model_p_requests
-from core.config import SpeculationConfig
-from engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.core.config import SpeculationConfig
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 
 PHASES = ("draft", "select", "verify", "accept", "compact", "other")
 SHOWN = {

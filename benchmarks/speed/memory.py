@@ -15,10 +15,10 @@ from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_reque
 from benchmarks.support.peak_memory import measured_in_a_process, peak_bytes
 from benchmarks.support.rates import plain_engine
 from benchmarks.support.timing import Figures
-from cluster.placement.memory_plan import MemoryNeeds, ModelShapes
-from cluster.preflight.model_check import model_shape
-from core.config import Config
-from engine.weights.loading import load_hf_config
+from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, ModelShapes
+from rlhfspec.cluster.preflight.model_check import model_shape
+from rlhfspec.core.config import Config
+from rlhfspec.engine.weights.loading import load_hf_config
 
 SLOTS, TOKENS = 48, 640
 NEW_TOKENS = 8

@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_requests
 from benchmarks.support.rates import engine_rate, plain_engine
 from benchmarks.support.timing import Figures, interleaved, ratios
-from core.records import SampleRequest
-from engine.engine import Engine
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.engine.engine import Engine
 
 RESERVED_SLOTS, PAGED_SLOTS = 4, 32
 LONGEST, USUAL, SPREAD = 900, 70, 1.0

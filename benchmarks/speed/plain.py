@@ -13,8 +13,8 @@ from benchmarks.peers.client import Peer, available_peers
 from benchmarks.support.model_p import NEW_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, model_p_folder, model_p_requests
 from benchmarks.support.rates import engine_rate, hugging_face_rate, plain_engine
 from benchmarks.support.timing import Figures, Rate, interleaved, ratios
-from core.records import SampleRequest
-from engine.weights.loading import load_causal_lm
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.engine.weights.loading import load_causal_lm
 
 BATCH_SIZES = (1, 8, 32)
 BFLOAT16_BATCH_SIZE = 8

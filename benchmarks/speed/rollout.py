@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.support.rates import engine_rate, hugging_face_rate, new_engine
 from benchmarks.support.timing import Figures, Rate, interleaved, ratios
 from benchmarks.support.workload import Workload
-from core.config import SpeculationConfig
+from rlhfspec.core.config import SpeculationConfig
 
 COST_BATCH_SIZE = 8
 

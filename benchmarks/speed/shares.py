@@ -16,14 +16,14 @@ from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_reque
 from benchmarks.support.rates import new_engine, plain_engine
 from benchmarks.support.timing import Figures, interleaved, ratios
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, SpeculationConfig
-from core.records import SampleRequest
-from engine.build import build_engine
-from engine.drafters.model_drafter import ModelDrafter
-from engine.engine import Engine
-from engine.model.forward_plan import TreePlan
-from engine.model.runner import ModelRunner
-from engine.weights.loading import load_causal_lm
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.forward_plan import TreePlan
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.weights.loading import load_causal_lm
 
 SHARE_BATCH_SIZE = 16
 STEPS = 40

@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from benchmarks.support.rates import engine_rate, hugging_face_rate, new_engine
 from benchmarks.support.timing import Figures, Rate, interleaved, ratios
 from benchmarks.support.workload import Workload
-from core.config import SpeculationConfig
+from rlhfspec.core.config import SpeculationConfig
 
 PLANS: dict[str, SpeculationConfig] = {
     "chain n=2": SpeculationConfig(policy="fixed", num_nodes=2),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.support.result import ROOT
-from core.errors import RlhfSpecError
+from rlhfspec.core.errors import RlhfSpecError
 
 TIMEOUT_S = 1800.0
 _LAST_CHARS = 1500
@@ -40,7 +40,7 @@ def start_command(arguments: Sequence[str], *, folder: Path, log: Path) -> subpr
     """Start `rlhfspec ARGUMENTS` in a folder, its output in `log`; the caller waits for it."""
     with log.open("wb") as said:
         return subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", *arguments],
+            [sys.executable, "-m", "rlhfspec.cluster.cli", *arguments],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=said,

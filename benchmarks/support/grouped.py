@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from benchmarks.support.workload import Workload
-from core.records import Completion, Reward, Rollout, SampleRequest
+from rlhfspec.core.records import Completion, Reward, Rollout, SampleRequest
 
 SAMPLES_PER_PROMPT = 2
 

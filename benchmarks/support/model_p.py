@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 
 VOCAB_SIZE = 4096
 PROMPT_TOKENS = 64

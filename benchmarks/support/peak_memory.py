@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.errors import RlhfSpecError, WaitTimeout
+from rlhfspec.core.errors import RlhfSpecError, WaitTimeout
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 600.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.proc_files import PARENT, PROC, stat_fields
+from rlhfspec.core.proc_files import PARENT, PROC, stat_fields
 
 
 def descendants(root: int) -> set[int]:

@@ -12,11 +12,11 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from benchmarks.support.timing import Rate
-from core.config import EngineConfig, SpeculationConfig
-from core.records import SampleRequest
-from engine.build import build_engine
-from engine.engine import Engine
-from engine.weights.loading import load_causal_lm
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.loading import load_causal_lm
 
 
 def new_engine(

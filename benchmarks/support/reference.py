@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from core.records import Completion, SampleRequest
-from engine.decoding.noise import gumbel_noise, key_words
-from engine.decoding.sampling_rule import RowSampling, emitted_logprobs, perturb, scale
+from rlhfspec.core.records import Completion, SampleRequest
+from rlhfspec.engine.decoding.noise import gumbel_noise, key_words
+from rlhfspec.engine.decoding.sampling_rule import RowSampling, emitted_logprobs, perturb, scale
 
 TIE_GAP = 1e-4
 "A perturbed gap below this, divided by T, may fall either way in float32."

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, SpeculationConfig
-from core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 
 
 def generate_on_two_actors(

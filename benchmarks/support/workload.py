@@ -15,11 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from core.config import DataConfig, RunConfig, SamplingConfig
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
-from learning.data.prompts import load_prompts, sampling_params
-from learning.pairs.make import PairPaths, make_demo_pair, make_pair_from_text
+from rlhfspec.core.config import DataConfig, RunConfig, SamplingConfig
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from rlhfspec.learning.data.prompts import load_prompts, sampling_params
+from rlhfspec.learning.models.make import PairPaths, make_demo_pair, make_pair_from_text
 
 BENCH_SEED = 7
 

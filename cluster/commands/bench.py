@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from cluster.commands.arguments import folder
-from cluster.commands.declare import Arg
-from cluster.placement.origin import ROOT
-from core.errors import ConfigError, DataError
+from rlhfspec.cluster.commands.arguments import folder
+from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.cluster.placement.origin import ROOT
+from rlhfspec.core.errors import ConfigError, DataError
 
 WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "onpolicy", "training", "chain")
 

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cluster.commands.arguments import set_flag
-from cluster.commands.declare import Arg
+from rlhfspec.cluster.commands.arguments import set_flag
+from rlhfspec.cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
-    from cluster.reporting.console import Reporter
-    from core.config import Config
+    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.core.config import Config
 
 ABOUT = """What a data set holds, and what is wrong with it (data check).
 
@@ -50,15 +50,15 @@ def check_data(
     FILE is what data.path may be: a file, a pattern, a folder, or the name of a `datasets` data set.
     Exit code 2 where a run would stop: a malformed row, a missing field, an empty or too long prompt.
     """
-    from cluster.reporting.console import PipeConsole, Reporter
-    from core.errors import DataError
+    from rlhfspec.cluster.reporting.console import PipeConsole, Reporter
+    from rlhfspec.core.errors import DataError
 
     # the report alone goes to standard output
     with Reporter(PipeConsole(highlight=False, soft_wrap=True, stderr=True)) as report:
         read = _config(file, config, overrides)
         loaded = _tokenizer(tokenizer, read, report)
-        from cluster.reporting.data_text import data_lines
-        from learning.data.statistics import data_report
+        from rlhfspec.cluster.reporting.data_text import data_lines
+        from rlhfspec.learning.data.statistics import data_report
 
         report.stop()
         with _late_bar(report, "reading") as tick:
@@ -71,8 +71,8 @@ def check_data(
 
 
 def _config(file: str | None, config: Path | None, overrides: list[str]) -> Config:
-    from core.config_io import config_from_dict, load_config, read_tree
-    from core.errors import ConfigError
+    from rlhfspec.core.config_io import config_from_dict, load_config, read_tree
+    from rlhfspec.core.errors import ConfigError
 
     if file is None:
         if config is None:
@@ -97,8 +97,8 @@ def _tokenizer(name: str | None, config: Config, report: Reporter) -> Any:
     if name is None:
         return None
     report.stage("loading the tokenizer")
-    from engine.weights.loading import load_tokenizer
-    from learning.data.template_time import keep_time
+    from rlhfspec.engine.weights.loading import load_tokenizer
+    from rlhfspec.learning.data.template_time import keep_time
 
     tokenizer = load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
     return keep_time(tokenizer, config.run.template_time)

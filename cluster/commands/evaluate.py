@@ -7,12 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.arguments import SECONDS, ConfigFile, Overrides, folder, set_flag
-from cluster.commands.declare import Arg
+from rlhfspec.cluster.commands.arguments import SECONDS, ConfigFile, Overrides, folder, set_flag
+from rlhfspec.cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
-    from cluster.evaluate_models import ModelResult
-    from cluster.reporting.console import Reporter
+    from rlhfspec.cluster.jobs.evaluate_models import ModelResult
+    from rlhfspec.cluster.reporting.console import Reporter
 
 
 def evaluate(
@@ -45,8 +45,8 @@ def evaluate(
       rlhfspec eval --model base runs/a/checkpoints/target --config configs/gsm8k_ppo.yaml --data test.jsonl \
           --samples-per-prompt 8 --temperature 0.7 --out results
     """
-    from cluster.reporting.console import Reporter
-    from core.config_io import read_tree
+    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.core.config_io import read_tree
 
     tree = read_tree(config) if config is not None else {}
     if reward is not None:
@@ -60,9 +60,9 @@ def evaluate(
     sampling = {key: value for key, value in wishes.items() if value is not None}
     with Reporter() as report:
         report.stage("loading torch and transformers")
-        from cluster.evaluate_models import evaluate_model, evaluation_config, write_results
-        from cluster.preflight.named_models import resolve_models
-        from cluster.run_folder.run_time import with_time
+        from rlhfspec.cluster.folder.run_time import with_time
+        from rlhfspec.cluster.jobs.evaluate_models import evaluate_model, evaluation_config, write_results
+        from rlhfspec.cluster.preflight.named_models import resolve_models
 
         now = datetime.now()
         configs = [
@@ -113,13 +113,13 @@ def profile(
 
     Without this, `speculation.profile: auto` measures one at the start of a run and keeps it in the cache.
     """
-    from cluster.preflight.inputs import read_inputs
-    from cluster.preflight.named_models import resolve_models
-    from cluster.preflight.run_profile import describe, measure
-    from cluster.reporting.console import Reporter
-    from cluster.reporting.profile_picture import draw_profile
-    from core.config_io import load_config
-    from profiles.profile import save_profile
+    from rlhfspec.cluster.preflight.inputs import read_inputs
+    from rlhfspec.cluster.preflight.named_models import resolve_models
+    from rlhfspec.cluster.preflight.run_profile import describe, measure
+    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.reporting.profile_picture import draw_profile
+    from rlhfspec.core.config_io import load_config
+    from rlhfspec.profiles.profile import save_profile
 
     with Reporter() as report:
         report.stage("loading torch and transformers")

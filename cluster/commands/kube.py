@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cluster.commands.arguments import ConfigFile, Like, Overrides
-from cluster.commands.declare import Arg
-from cluster.placement.origin import NAME, version
-from core.errors import ConfigError
+from rlhfspec.cluster.commands.arguments import ConfigFile, Like, Overrides
+from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.cluster.placement.origin import NAME, version
+from rlhfspec.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.kuberay.pool_pods import RunPods
-    from core.config import Config
+    from rlhfspec.cluster.kuberay.pool_pods import RunPods
+    from rlhfspec.core.config import Config
 
 ABOUT = """Write the Kubernetes manifests of a run (kube render).
 
@@ -50,8 +50,8 @@ def render(
     Paths in the config are those of the pods; /runs is the volume that they share. A Secret rlhfspec-ray-token and the
     volume must be there before: docs/kubernetes.md.
     """
-    from cluster.kuberay import ray_manifests as manifests
-    from core.config_io import config_from_dict, read_tree
+    from rlhfspec.cluster.kuberay import ray_manifests as manifests
+    from rlhfspec.core.config_io import config_from_dict, read_tree
 
     tree = manifests.cluster_config(read_tree(config), overrides)
     loaded = config_from_dict(tree)
@@ -67,7 +67,7 @@ def render(
     if out is None:
         print(text, end="")
     else:
-        from core.files import write_whole
+        from rlhfspec.core.files import write_whole
 
         write_whole(out, text)
         print(f"{out}: {_describe(pods)}")
@@ -77,8 +77,8 @@ def render(
 def pods_of(config: Config, *, like: list[str]) -> RunPods:
     """The pods that a config needs. Raises ConfigError, ModelError."""
     # torch and transformers
-    from cluster.kuberay.planned_memory import ROLES, plan_remote_memory
-    from cluster.kuberay.pool_pods import plan_pods
+    from rlhfspec.cluster.kuberay.planned_memory import ROLES, plan_remote_memory
+    from rlhfspec.cluster.kuberay.pool_pods import plan_pods
 
     found = {}
     for text in like:

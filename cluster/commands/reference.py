@@ -1,4 +1,4 @@
-"""The reference page of all commands: `python -m cluster.commands.reference > docs/reference-commands.md`."""
+"""The reference page of all commands: `python -m rlhfspec.cluster.commands.reference > docs/reference-commands.md`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 _HEAD = """\
 # Commands
 
-Written by `python -m cluster.commands.reference` from the commands' own declarations; a test compares them.
+Written by `python -m rlhfspec.cluster.commands.reference` from the commands' own declarations; a test compares them.
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted.
 """
 
@@ -48,6 +48,6 @@ def _row(action: argparse.Action) -> str:
 
 
 if __name__ == "__main__":
-    from cluster.cli import build_parser
+    from rlhfspec.cluster.cli import build_parser
 
     print(page(build_parser()), end="")

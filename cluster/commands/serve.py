@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from cluster.commands.arguments import set_flag
-from cluster.commands.declare import Arg
-from core.errors import ConfigError
+from rlhfspec.cluster.commands.arguments import set_flag
+from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.core.errors import ConfigError
 
 ABOUT = """Serve a reward to many runs (serve reward).
 
@@ -45,8 +45,8 @@ def serve(
     In a running Ray cluster (--address auto) the route is /NAME/score, and runs of the same cluster may use
     reward.app=NAME instead of an address.
     """
-    from cluster.reporting.console import Reporter
-    from cluster.reward_server import ServerPlace, caller_dir, serve_reward
+    from rlhfspec.cluster.jobs.reward_server import ServerPlace, caller_dir, serve_reward
+    from rlhfspec.cluster.reporting.console import Reporter
 
     low, high = _replicas(replicas)
     arguments: dict[str, Any] = {
@@ -79,7 +79,7 @@ def _replicas(text: str) -> tuple[int, int]:
 
 
 def _settings(overrides: list[str]) -> dict[str, Any]:
-    from core.yaml_text import YamlFault, parse_yaml
+    from rlhfspec.core.yaml_text import YamlFault, parse_yaml
 
     found: dict[str, Any] = {}
     for override in overrides:

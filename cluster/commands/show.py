@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.declare import Arg
-from core.errors import ConfigError
+from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.reporting.console import Reporter
-    from cluster.reporting.run_record import RunRecord
+    from rlhfspec.cluster.folder.run_record import RunRecord
+    from rlhfspec.cluster.reporting.console import Reporter
 
 
 def show(
@@ -38,9 +38,9 @@ def show(
       rlhfspec show runs/a runs/b --metric 'reward/*' --out compared.png
       rlhfspec show runs/a --samples --iteration 12
     """
-    from cluster.reporting.console import Reporter
-    from cluster.reporting.run_record import RunRecord
-    from cluster.reporting.run_tables import run_tree, shown_names
+    from rlhfspec.cluster.folder.run_record import RunRecord
+    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.reporting.run_tables import run_tree, shown_names
 
     report = Reporter()
     notes: list[str] = []
@@ -69,11 +69,11 @@ def show(
 
 
 def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
-    from cluster.reporting.run_tables import curves_table, histogram_table
-    from cluster.reporting.summary import summarise
-    from cluster.reporting.supervised_summary import summarise_supervised
-    from cluster.run_folder.run_status import describe_status
-    from cluster.tracking.histograms import read_histograms
+    from rlhfspec.cluster.folder.histograms import read_histograms
+    from rlhfspec.cluster.folder.run_status import describe_status
+    from rlhfspec.cluster.reporting.run_tables import curves_table, histogram_table
+    from rlhfspec.cluster.reporting.summary import summarise
+    from rlhfspec.cluster.reporting.supervised_summary import summarise_supervised
 
     for line in describe_status(one.run_dir.status()):
         report.note(line)
@@ -86,8 +86,8 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
 
 
 def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
-    from cluster.reporting.run_tables import comparison_table
-    from cluster.run_folder.run_status import describe_status
+    from rlhfspec.cluster.folder.run_status import describe_status
+    from rlhfspec.cluster.reporting.run_tables import comparison_table
 
     for one in runs:
         report.note(f"{one.name}: {describe_status(one.run_dir.status())[0]}")
@@ -95,7 +95,7 @@ def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
 
 
 def _draw(runs: list[RunRecord], names: list[str], path: Path, report: Reporter | None) -> None:
-    from cluster.reporting.run_picture import write_run_picture
+    from rlhfspec.cluster.reporting.run_picture import write_run_picture
 
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise ConfigError(f"--out {path}: expected a .png file in a folder that exists")
@@ -109,7 +109,7 @@ def _samples(one: RunRecord, iteration: int | None) -> str:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from cluster.tracking.sample_table import SampleRow, as_markdown, choose_samples
+    from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
 
     if iteration is not None:
         files = [one.run_dir.rollouts_file(iteration - 1)] if iteration > 0 else []

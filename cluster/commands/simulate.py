@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cluster.commands.arguments import SEED
-from cluster.commands.declare import Arg
-from core.outside import user_path
+from rlhfspec.cluster.commands.arguments import SEED
+from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
-    from policies.simulate.compare import Comparison
-    from policies.simulate.simulation_records import PoolSetup, Samples
+    from rlhfspec.policies.simulate.compare import Comparison
+    from rlhfspec.policies.simulate.simulation_records import PoolSetup, Samples
 
 PRESETS = ("skewed", "long_tail", "balanced")
 POLLS = 500
@@ -87,9 +87,9 @@ def simulate(
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print a table, write JSON. Raises InputError for bad input."""
-    from cluster.commands.simulating.simulation_bar import simulation_bar
-    from cluster.reporting.console import PipeConsole
-    from policies.simulate.compare import COMPARED, compare
+    from rlhfspec.cluster.commands.simulating.simulation_bar import simulation_bar
+    from rlhfspec.cluster.reporting.console import PipeConsole
+    from rlhfspec.policies.simulate.compare import COMPARED, compare
 
     _check(args)
     console = PipeConsole(highlight=False)
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from core.errors import ConfigError
+    from rlhfspec.core.errors import ConfigError
 
     for name, (lowest, highest) in RANGES.items():
         value = getattr(args, name)
@@ -137,9 +137,9 @@ def _check(args: argparse.Namespace) -> None:
 
 def _samples(args: argparse.Namespace) -> tuple[Samples, int]:
     """The rollout's samples and the limit of a response."""
-    from cluster.run_folder.recorded_lengths import read_lengths
-    from core.errors import DataError
-    from policies.simulate.workloads import drawn_lengths, samples_of
+    from rlhfspec.cluster.folder.recorded_lengths import read_lengths
+    from rlhfspec.core.errors import DataError
+    from rlhfspec.policies.simulate.workloads import drawn_lengths, samples_of
 
     if args.lengths in PRESETS:
         limit = args.max_new_tokens or 4096
@@ -162,11 +162,11 @@ def _setup(args: argparse.Namespace, samples: Samples, max_new_tokens: int) -> t
     """The pool, and what its rates come from."""
     from dataclasses import replace
 
-    from policies.reallocation.rate_curve import rate_curve_from_profile
-    from policies.simulate.described_cluster import H100_CLASS, H100_LABEL, describe
-    from policies.simulate.perfect import least_finish_s
-    from policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup
-    from profiles.profile import load_profile
+    from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
+    from rlhfspec.policies.simulate.described_cluster import H100_CLASS, H100_LABEL, describe
+    from rlhfspec.policies.simulate.perfect import least_finish_s
+    from rlhfspec.policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup
+    from rlhfspec.profiles.profile import load_profile
 
     context = args.prompt_tokens + int(samples.response_tokens.mean())
     if args.profile is not None:

@@ -7,18 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.arguments import ConfigFile, Like, Overrides, RunFolder
-from cluster.commands.declare import Arg
-from cluster.placement.origin import ROOT
-from core.errors import ConfigError
+from rlhfspec.cluster.commands.arguments import ConfigFile, Like, Overrides, RunFolder
+from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.cluster.placement.origin import ROOT
+from rlhfspec.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.preflight.inputs import Inputs
-    from cluster.preflight.prepared_run import PreparedRun
-    from cluster.reporting.console import Reporter
-    from cluster.resuming.run_state import RunState
-    from cluster.run_folder.layout import RunDir
-    from core.config import Config
+    from rlhfspec.cluster.folder.layout import RunDir
+    from rlhfspec.cluster.preflight.inputs import Inputs
+    from rlhfspec.cluster.preflight.prepared_run import PreparedRun
+    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.resume.run_state import RunState
+    from rlhfspec.core.config import Config
 
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 
@@ -51,8 +51,8 @@ def train(
       rlhfspec train --resume RUN                             go on with a run that was cut off, to the same result
       rlhfspec train --config configs/demo.yaml --dry-run     print the resolved config and the plan, run nothing
     """
-    from cluster.preflight.prepared_run import prepare_run
-    from cluster.reporting.console import Reporter
+    from rlhfspec.cluster.preflight.prepared_run import prepare_run
+    from rlhfspec.cluster.reporting.console import Reporter
 
     with Reporter() as report:
         prepared = prepare_run(config, overrides, report, out=out, resume=resume, dry_run=dry_run)
@@ -103,7 +103,7 @@ def check(
     With --manifest FILE the plan is compared with a RayJob or RayCluster for Kubernetes instead of this machine: groups
     too small for their actors, missing GPUs, memory below the plan are named. Data and weights are not read then.
     """
-    from cluster.reporting.console import Reporter
+    from rlhfspec.cluster.reporting.console import Reporter
 
     with Reporter() as report:
         if manifest is not None:
@@ -111,11 +111,11 @@ def check(
             return 0
         if like:
             raise ConfigError("--like is for --manifest: without it the models are those of the config")
-        from cluster.preflight.prepared_run import prepare_run
+        from rlhfspec.cluster.preflight.prepared_run import prepare_run
 
         prepared = prepare_run(config, overrides, report, resume=resume, dry_run=True)
-        from cluster.preflight.model_files import require_finite_weights
-        from cluster.preflight.run_check import require_place_in_cluster
+        from rlhfspec.cluster.preflight.model_files import require_finite_weights
+        from rlhfspec.cluster.preflight.run_check import require_place_in_cluster
 
         report.stage("reading the weights")
         checked = prepared.config
@@ -130,16 +130,16 @@ def check(
 def _check_manifest(
     config: Path | None, overrides: list[str], manifest: Path, like: list[str], report: Reporter
 ) -> None:
-    from core.config_io import load_config
+    from rlhfspec.core.config_io import load_config
 
     if config is None:
         raise ConfigError("--manifest is compared with a config: expected --config FILE, got none")
     loaded = load_config(config, overrides)
     report.stage("reckoning the plan")
-    from cluster.commands.kube import pods_of
+    from rlhfspec.cluster.commands.kube import pods_of
 
     pods = pods_of(loaded, like=like)
-    from cluster.kuberay.manifest_check import require_manifest
+    from rlhfspec.cluster.kuberay.manifest_check import require_manifest
 
     require_manifest(manifest, pods)
     report.stop()
@@ -147,10 +147,10 @@ def _check_manifest(
 
 
 def _run(prepared: PreparedRun, report: Reporter) -> None:
-    from cluster.preflight.run_profile import resolve_profile
-    from cluster.run_folder.layout import RunDir
-    from cluster.run_folder.leftovers import sweep_run_folders
-    from cluster.run_folder.remote_copy import copying
+    from rlhfspec.cluster.folder.layout import RunDir
+    from rlhfspec.cluster.folder.leftovers import sweep_run_folders
+    from rlhfspec.cluster.folder.remote_copy import copying
+    from rlhfspec.cluster.preflight.run_profile import resolve_profile
 
     config, path, checked, resumed = prepared.config, prepared.path, prepared.checked, prepared.resumed
     inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
@@ -173,9 +173,9 @@ def _train(
 ) -> None:
     """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
     report.stage("starting Ray")
-    from cluster.loop import run_training
-    from core.errors import RunTaken, StorageError
-    from core.files import storage_errors
+    from rlhfspec.cluster.run.loop import run_training
+    from rlhfspec.core.errors import RunTaken, StorageError
+    from rlhfspec.core.files import storage_errors
 
     try:
         # beside the run's files, the log may be on the full disk
@@ -204,8 +204,8 @@ def _train(
 
 
 def _set_ending(run_dir: RunDir, error: BaseException) -> None:
-    from cluster.run_folder.run_status import STOPPING
-    from core.errors import describe_error
+    from rlhfspec.cluster.folder.run_status import STOPPING
+    from rlhfspec.core.errors import describe_error
 
     if isinstance(error, KeyboardInterrupt):
         run_dir.set_status("interrupted", run_dir.stopped("stopped by Ctrl-C"))
@@ -220,10 +220,10 @@ def _set_ending(run_dir: RunDir, error: BaseException) -> None:
 
 def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_picture: bool = True) -> None:
     """Print the closing table, write it and its picture; what goes wrong is a note."""
-    from cluster.reporting.summary import summarise
-    from core.errors import describe_error
-    from core.files import write_whole
-    from core.metrics import read_metrics
+    from rlhfspec.cluster.reporting.summary import summarise
+    from rlhfspec.core.errors import describe_error
+    from rlhfspec.core.files import write_whole
+    from rlhfspec.core.metrics import read_metrics
 
     summary = None
     try:
@@ -235,7 +235,7 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_p
             write_whole(run_dir.summary_file, summary.text())
             if with_picture:
                 # matplotlib takes a while to load
-                from cluster.reporting.progress_picture import write_picture
+                from rlhfspec.cluster.reporting.progress_picture import write_picture
 
                 write_picture(metrics, run_dir.picture_file)
     except Exception as error:

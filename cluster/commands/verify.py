@@ -6,12 +6,12 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.arguments import SEED, number, set_flag
-from cluster.commands.declare import Arg
+from rlhfspec.cluster.commands.arguments import SEED, number, set_flag
+from rlhfspec.cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
-    from cluster.proof.proof_record import Proof
-    from core.decode_records import StepRecord
+    from rlhfspec.cluster.proof.proof_record import Proof
+    from rlhfspec.core.decode_records import StepRecord
 
 _MOST_DIFFERENCES = 20
 
@@ -56,11 +56,11 @@ def verify(
     Samples can be generated again where their weights are kept: run.checkpoint_every=1 keeps every version.
     Exit codes: 0 nothing differs, 1 something differs, or nothing at all could be verified, 2 no run folder.
     """
-    from cluster.reporting.console import Reporter
+    from rlhfspec.cluster.reporting.console import Reporter
 
     with Reporter() as report:
         report.stage("loading torch and transformers")
-        from cluster.proof.verify_run import verify_run
+        from rlhfspec.cluster.proof.verify_run import verify_run
 
         with report.job("verify") as tick:
             proof = verify_run(
@@ -123,9 +123,9 @@ def replay(
     """
     if sample is not None:
         return _replay_sample(log, sample)
-    from engine.draft_policies import build_policy
-    from policies.drafting.replay import replay as replay_log
-    from profiles.step_log import read_step_log
+    from rlhfspec.engine.draft_policies import build_policy
+    from rlhfspec.policies.drafting.replay import replay as replay_log
+    from rlhfspec.profiles.step_log import read_step_log
 
     records, origin = read_step_log(log)
     _require_whole(records, log)
@@ -143,13 +143,13 @@ def replay(
 
 
 def _replay_sample(run_dir: Path, index: int) -> int:
-    from cluster.reporting.console import Reporter
+    from rlhfspec.cluster.reporting.console import Reporter
 
     with Reporter() as report:
         report.stage("loading torch and transformers")
-        from cluster.proof.choice import run_config
-        from cluster.proof.replay_sample import replay_sample
-        from cluster.proof.sample_text import sample_lines
+        from rlhfspec.cluster.proof.choice import run_config
+        from rlhfspec.cluster.proof.replay_sample import replay_sample
+        from rlhfspec.cluster.proof.sample_text import sample_lines
 
         replayed = replay_sample(run_dir.absolute(), run_config(run_dir), index)
     for line in sample_lines(replayed):
@@ -159,7 +159,7 @@ def _replay_sample(run_dir: Path, index: int) -> int:
 
 def _require_whole(records: list[StepRecord], path: Path) -> None:
     """Raise DataError for a log that a fresh policy cannot follow: it decides by all steps before."""
-    from core.errors import DataError
+    from rlhfspec.core.errors import DataError
 
     if not records:
         raise DataError(f"{path} holds no decode step")

@@ -9,21 +9,21 @@ from pathlib import Path
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import PretrainedConfig
 
-from cluster.placement.memory_plan import MemoryNeeds, MemoryPlan, ModelShapes
-from cluster.placement.ray_session import MIN_OBJECT_STORE_BYTES
-from cluster.preflight.draft_head import head_shape
-from cluster.preflight.model_check import model_shape
-from cluster.preflight.model_files import count_params
-from cluster.preflight.named_models import DEMO
-from cluster.weights.first_weights import mtp_checkpoint
-from core.config import Config, DataConfig
-from core.errors import ModelError
-from engine.drafters.head.head_weights import load_head_config
-from engine.drafters.head.mtp_weights import mtp_config
-from engine.weights.loading import load_hf_config, meta_model
-from learning.adapter import count_adapter_params
-from learning.known_models.catalog import KNOWN_MODELS
-from learning.pairs.demo_pair import demo_configs
+from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, MemoryPlan, ModelShapes
+from rlhfspec.cluster.placement.ray_session import MIN_OBJECT_STORE_BYTES
+from rlhfspec.cluster.preflight.draft_head import head_shape
+from rlhfspec.cluster.preflight.model_check import model_shape
+from rlhfspec.cluster.preflight.model_files import count_params
+from rlhfspec.cluster.preflight.named_models import DEMO
+from rlhfspec.cluster.weights.first_weights import mtp_checkpoint
+from rlhfspec.core.config import Config, DataConfig
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.drafters.head.head_weights import load_head_config
+from rlhfspec.engine.drafters.head.mtp_weights import mtp_config
+from rlhfspec.engine.weights.loading import load_hf_config, meta_model
+from rlhfspec.learning.models.catalog import KNOWN_MODELS
+from rlhfspec.learning.models.demo_pair import demo_configs
+from rlhfspec.learning.trainer.adapter import count_adapter_params
 
 ROLES = ("target", "draft", "reward")
 

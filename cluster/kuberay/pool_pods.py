@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.placement.memory_plan import (
+from rlhfspec.cluster.placement.memory_plan import (
     MIB,
     PLAIN_PROCESS_BYTES,
     MemoryPlan,
 )
-from cluster.placement.topology import Place, Topology, plan
-from cluster.preflight.run_profile import needs_profile
-from core.config import Config
-from core.errors import ConfigError
+from rlhfspec.cluster.placement.topology import Place, Topology, plan
+from rlhfspec.cluster.preflight.run_profile import needs_profile
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ConfigError
 
 WORKER_RAY_BYTES = 400 * MIB
 "Raylet and its two agents, of a node that is not the head."

@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
-from cluster.kuberay.pool_pods import IDLE_TIMEOUT_S, PodSize, PoolPods, RunPods
-from cluster.placement.memory_plan import MIB
-from cluster.placement.topology import POOL_LABEL
-from core.config_io import apply_overrides, config_from_dict
-from core.errors import ConfigError
+from rlhfspec.cluster.kuberay.pool_pods import IDLE_TIMEOUT_S, PodSize, PoolPods, RunPods
+from rlhfspec.cluster.placement.memory_plan import MIB
+from rlhfspec.cluster.placement.topology import POOL_LABEL
+from rlhfspec.core.config_io import apply_overrides, config_from_dict
+from rlhfspec.core.errors import ConfigError
 
 RAY_VERSION = "2.60.0"
 "That of constraints.txt."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cluster.monitoring.queries import promql
+from rlhfspec.cluster.monitoring.queries import promql
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

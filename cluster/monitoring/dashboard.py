@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.monitoring.panels import ROWS, Panel
-from cluster.monitoring.queries import promql
+from rlhfspec.cluster.monitoring.panels import ROWS, Panel
+from rlhfspec.cluster.monitoring.queries import promql
 
 UID = "rlhfspec"
 TITLE = "RLHFSpec"

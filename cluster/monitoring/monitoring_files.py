@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from cluster.monitoring.alerts import rule_groups
-from cluster.monitoring.dashboard import dashboard
-from core.files import storage_errors, write_whole
+from rlhfspec.cluster.monitoring.alerts import rule_groups
+from rlhfspec.cluster.monitoring.dashboard import dashboard
+from rlhfspec.core.files import storage_errors, write_whole
 
 LOCAL_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
 "Where a head writes the addresses of its nodes' metrics ports; `_temp_dir` of `ray start` takes the place of /tmp/ray."

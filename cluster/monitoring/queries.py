@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from core.errors import RlhfSpecError
-from core.exported_metrics import RAY_SERIES, exported_figure, find_live
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.exported_metrics import RAY_SERIES, exported_figure, find_live
 
 SUFFIXES = ("_bucket", "_sum", "_count")
 "Of a histogram's parts."

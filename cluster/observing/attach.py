@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.observing.live_page import LivePage
-from cluster.observing.page_store import stored_pages
-from cluster.run_folder.layout import RunDir
-from core.errors import ConfigError, WaitTimeout
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observing.live_page import LivePage
+from rlhfspec.cluster.observing.page_store import stored_pages
+from rlhfspec.core.errors import ConfigError, WaitTimeout
 
 T = TypeVar("T")
 ANSWER_S = 20.0

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.observing.attach import ANSWER_S, ClusterRun, run_name, within
-from cluster.observing.live_page import LivePage
-from cluster.observing.processes import STACKS_TIMEOUT_S, SeenNode, SeenProcess, look_here
+from rlhfspec.cluster.observing.attach import ANSWER_S, ClusterRun, run_name, within
+from rlhfspec.cluster.observing.live_page import LivePage
+from rlhfspec.cluster.observing.processes import STACKS_TIMEOUT_S, SeenNode, SeenProcess, look_here
 
 NODE_TIMEOUT_S = 60.0
 

@@ -8,14 +8,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.observing.diagnosis import Diagnosis
-from cluster.observing.processes import SeenProcess
-from cluster.observing.stacks import Frame, ThreadStack
-from cluster.observing.status_text import clock_time, page_lines, span
+from rlhfspec.cluster.observing.diagnosis import Diagnosis
+from rlhfspec.cluster.observing.processes import SeenProcess
+from rlhfspec.cluster.observing.stacks import Frame, ThreadStack
+from rlhfspec.cluster.observing.status_text import clock_time, page_lines, span
 
 _OURS = re.compile(r"(?:^|/)((?:core|profiles|policies|engine|learning|actors|cluster)/[\w/]+\.py)$")
 _LIBRARIES = ("site-packages", "dist-packages")
-_HELPERS = ("actors/ray_utils/", "cluster/observing/", "cluster/run_folder/run_status.py")
+_HELPERS = ("actors/waiting/", "cluster/observing/", "cluster/folder/run_status.py")
 "Whoever waits does so there: what counts is who called them. Threads that run nothing else only look on."
 _SHOWN_THREADS = 2
 _MOVES = 3

@@ -7,9 +7,9 @@ import re
 import zlib
 from pathlib import Path
 
-from cluster.run_folder.layout import KEPT_TRACES, RunDir
-from core.errors import ConfigError
-from core.files import write_whole
+from rlhfspec.cluster.folder.layout import KEPT_TRACES, RunDir
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.files import write_whole
 
 _NAME = re.compile(r"iteration_(\d+)\.json\.gz")
 

@@ -18,25 +18,32 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.actor_messages import InstanceSight, SchedulerSight
-from actors.ray_utils import run_metrics
-from actors.ray_utils.process_log import begin_process_log
-from actors.ray_utils.stack_page import begin_stack_page, end_stack_page
-from actors.ray_utils.vitals import tell_vitals
-from actors.ray_utils.watch import open_waits
-from cluster.observing.live_page import PAGE_EVERY_S, STARTING, EventRow, InstanceRow, LivePage, WaitRow
-from cluster.observing.page_store import drop_old_pages, store_page
-from cluster.placement.ray_session import RaySession
-from cluster.reporting.console import Reporter
-from cluster.run_folder.kept_logs import drop_old_logs
-from cluster.run_folder.layout import RunDir
-from core.decode_records import Budget
-from core.errors import RlhfSpecError, StorageError
-from core.exported_metrics import bounded_label
-from core.files import write_whole
+from rlhfspec.actors.actor_messages import InstanceSight, SchedulerSight
+from rlhfspec.actors.waiting import run_metrics
+from rlhfspec.actors.waiting.process_log import begin_process_log
+from rlhfspec.actors.waiting.stack_page import begin_stack_page, end_stack_page
+from rlhfspec.actors.waiting.vitals import tell_vitals
+from rlhfspec.actors.waiting.watch import open_waits
+from rlhfspec.cluster.folder.kept_logs import drop_old_logs
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observing.live_page import (
+    PAGE_EVERY_S,
+    STARTING,
+    EventRow,
+    InstanceRow,
+    LivePage,
+    WaitRow,
+)
+from rlhfspec.cluster.observing.page_store import drop_old_pages, store_page
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.core.errors import RlhfSpecError, StorageError
+from rlhfspec.core.exported_metrics import bounded_label
+from rlhfspec.core.files import write_whole
 
 if TYPE_CHECKING:
-    from cluster.system import System
+    from rlhfspec.cluster.system.system import System
 
 logger = logging.getLogger(__name__)
 LOOP = "loop"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from cluster.observing.live_page import STORE, LivePage
+from rlhfspec.cluster.observing.live_page import STORE, LivePage
 
 KEPT_PAGES = 20
 "Of runs that tell nothing any more; one that was killed cannot take its own away."

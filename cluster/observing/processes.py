@@ -1,6 +1,6 @@
 """The processes of a run on this machine, found and read from /proc alone: none of them need answer, nor Ray.
 
-Each has a memory file whose name says run and actor (`actors.ray_utils.stack_page`).
+Each has a memory file whose name says run and actor (`actors.waiting.stack_page`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.ray_utils.stack_page import PAGE_STEM, page_name
-from cluster.observing.stacks import ThreadStack, is_stopped, read_stacks
-from core.proc_files import NUM_THREADS, PARENT, PROC, SYSTEM_TICKS, USER_TICKS, sizes, stat_fields
+from rlhfspec.actors.waiting.stack_page import PAGE_STEM, page_name
+from rlhfspec.cluster.observing.stacks import ThreadStack, is_stopped, read_stacks
+from rlhfspec.core.proc_files import NUM_THREADS, PARENT, PROC, SYSTEM_TICKS, USER_TICKS, sizes, stat_fields
 
 STACKS_TIMEOUT_S = 8.0
 _LINK = f"/memfd:{PAGE_STEM}:"

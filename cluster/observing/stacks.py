@@ -1,7 +1,7 @@
 """Stacks of another process of this machine, whatever it does: by py-spy, else from its stack page.
 
 py-spy reads the memory of a process, of a stopped one too. Without it, or without the right to use it, the process's
-own `faulthandler` is asked by a signal (`actors.ray_utils.stack_page`), which a stopped one does not hear.
+own `faulthandler` is asked by a signal (`actors.waiting.stack_page`), which a stopped one does not hear.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.ray_utils.stack_page import STACKS_SIGNAL
-from core.proc_files import stat_fields
+from rlhfspec.actors.waiting.stack_page import STACKS_SIGNAL
+from rlhfspec.core.proc_files import stat_fields
 
 LOOK_S = 0.05
 _FAULTHANDLER_THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)")

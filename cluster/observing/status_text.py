@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.observing.live_page import STALE_AFTER_S, STARTING, LivePage
-from cluster.reporting.console import describe_figures
+from rlhfspec.cluster.observing.live_page import STALE_AFTER_S, STARTING, LivePage
+from rlhfspec.cluster.reporting.console import describe_figures
 
 SHOWN_EVENTS = 8
 

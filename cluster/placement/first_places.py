@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 from ray.util.placement_group import PlacementGroup
 
-from cluster.placement.single_places import living_nodes, nodes_of
-from cluster.placement.topology import Place
+from rlhfspec.cluster.placement.single_places import living_nodes, nodes_of
+from rlhfspec.cluster.placement.topology import Place
 
 
 class FirstPlaces:

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.config import Config
-from core.errors import PlacementError
-from engine.admission import MB
-from engine.cache.cuda_memory import mapped_pages
-from engine.cache.kv_memory import Pages, host_pages
-from engine.cache.kv_pool import KVShape
-from engine.calibration.cost_sweep import MAX_PROFILED_NODES
-from engine.draft_policies import most_nodes
-from engine.weights.chunks import CHUNK_BYTES
-from learning.forward.engine_scoring import MOST_SLOTS
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import PlacementError
+from rlhfspec.engine.admission import MB
+from rlhfspec.engine.cache.cuda_memory import mapped_pages
+from rlhfspec.engine.cache.kv_memory import Pages, host_pages
+from rlhfspec.engine.cache.kv_pool import KVShape
+from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES
+from rlhfspec.engine.draft_policies import most_nodes
+from rlhfspec.engine.weights.chunks import CHUNK_BYTES
+from rlhfspec.learning.trainer.engine_scoring import MOST_SLOTS
 
 GIB = 1 << 30
 GPU_PAGE_BYTES = 2 << 20

@@ -16,10 +16,10 @@ from pathlib import Path
 from ray._private import services
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from cluster.placement.temporary_folder import SHORT
-from cluster.placement.variables import environment
-from cluster.run_folder.leftovers import RAY_FOLDER, is_left, own_folders
-from core.files import write_whole
+from rlhfspec.cluster.folder.leftovers import RAY_FOLDER, is_left, own_folders
+from rlhfspec.cluster.placement.temporary_folder import SHORT
+from rlhfspec.cluster.placement.variables import environment
+from rlhfspec.core.files import write_whole
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 TOKEN_FILE = "auth_token"

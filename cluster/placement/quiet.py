@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from core.config import RunConfig
+from rlhfspec.core.config import RunConfig
 
 _DEFAULTS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

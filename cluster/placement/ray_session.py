@@ -26,18 +26,29 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from actors.ray_utils.actor_start import actor_environment
-from cluster.placement import machine
-from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
-from cluster.placement.origin import ROOT
-from cluster.placement.private_token import LOOPBACK_NAMES, make_token, note_address, token_of, using_token
-from cluster.placement.slow_start import PATIENCE, start_twice
-from cluster.placement.temporary_folder import BELOW, temporary_base, temporary_environment, temporary_notes
-from cluster.placement.variables import environment
-from cluster.run_folder.folder_watch import removed_when_gone, uninterrupted
-from cluster.run_folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
-from core.errors import NodeDied, PlacementError
-from core.settings.cluster import ClusterConfig
+from rlhfspec.actors.waiting.actor_start import actor_environment
+from rlhfspec.cluster.folder.folder_watch import removed_when_gone, uninterrupted
+from rlhfspec.cluster.folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
+from rlhfspec.cluster.placement import machine
+from rlhfspec.cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
+from rlhfspec.cluster.placement.origin import ROOT
+from rlhfspec.cluster.placement.private_token import (
+    LOOPBACK_NAMES,
+    make_token,
+    note_address,
+    token_of,
+    using_token,
+)
+from rlhfspec.cluster.placement.slow_start import PATIENCE, start_twice
+from rlhfspec.cluster.placement.temporary_folder import (
+    BELOW,
+    temporary_base,
+    temporary_environment,
+    temporary_notes,
+)
+from rlhfspec.cluster.placement.variables import environment
+from rlhfspec.core.errors import NodeDied, PlacementError
+from rlhfspec.core.settings.cluster import ClusterConfig
 
 MIN_OBJECT_STORE_BYTES = 100 << 20
 LOOPBACK = "127.0.0.1"

@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray._private import parameter, ray_constants, services
 
-from cluster.run_folder.leftovers import end_processes
-from core.proc_files import PARENT, PROC, STATE, stat_fields
+from rlhfspec.cluster.folder.leftovers import end_processes
+from rlhfspec.core.proc_files import PARENT, PROC, STATE, stat_fields
 
 SLOW_START = "timed out during startup"
 "What Ray says when its own processes did not come up in time."

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from cluster.placement.machine import num_cores
-from cluster.placement.topology import Topology
-from core.config import Config
+from rlhfspec.cluster.placement.machine import num_cores
+from rlhfspec.cluster.placement.topology import Topology
+from rlhfspec.core.config import Config
 
 ONE_MACHINE = ""
 "Name of the node where there is only one."

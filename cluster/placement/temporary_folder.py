@@ -7,9 +7,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.run_folder.leftovers import RAY_FOLDER
-from core.errors import PlacementError
-from core.outside import try_folder
+from rlhfspec.cluster.folder.leftovers import RAY_FOLDER
+from rlhfspec.core.errors import PlacementError
+from rlhfspec.core.outside import try_folder
 
 _MAX_SOCKET_PATH_BYTES = 107
 "Of Linux."

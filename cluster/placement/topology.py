@@ -17,10 +17,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.placement.quiet import quiet_environment
-from core.config import Config
-from core.errors import ConfigError, PlacementError
-from core.settings.cluster import PoolConfig
+from rlhfspec.cluster.placement.quiet import quiet_environment
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ConfigError, PlacementError
+from rlhfspec.core.settings.cluster import PoolConfig
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class PlacementContext:
     group: PlacementGroup
     namespace: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    "variables that tell actors their run (`actors.ray_utils.actor_start`)"
+    "variables that tell actors their run (`actors.waiting.actor_start`)"
 
 
 def actor_options(place: Place, context: PlacementContext) -> dict[str, Any]:

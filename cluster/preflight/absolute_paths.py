@@ -9,9 +9,9 @@ from glob import glob
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.run_folder.layout import is_ray_working_dir
-from core.outside import is_dir
-from core.settings.section import Section
+from rlhfspec.cluster.folder.layout import is_ray_working_dir
+from rlhfspec.core.outside import is_dir
+from rlhfspec.core.settings.section import Section
 
 PLACES = frozenset({"run.output_dir", "run.cache_dir", "run.copy_to"})
 "Keys of folders that need not be there; of lists of sections without the number."

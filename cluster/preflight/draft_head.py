@@ -6,12 +6,12 @@ from pathlib import Path
 
 from transformers.configuration_utils import PretrainedConfig
 
-from cluster.placement.memory_plan import ModelShape
-from cluster.weights.first_weights import mtp_checkpoint, read_mtp
-from core.config import Config
-from engine.cache.kv_pool import KVShape, cell_size
-from engine.drafters.head.head_weights import HeadConfig, HeadWeights, load_head, require_fit
-from engine.weights.bare_llama import MODEL_TYPES
+from rlhfspec.cluster.placement.memory_plan import ModelShape
+from rlhfspec.cluster.weights.first_weights import mtp_checkpoint, read_mtp
+from rlhfspec.core.config import Config
+from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
+from rlhfspec.engine.drafters.head.head_weights import HeadConfig, HeadWeights, load_head, require_fit
+from rlhfspec.engine.weights.bare_llama import MODEL_TYPES
 
 
 def check_head(folder: str, target: PretrainedConfig) -> tuple[ModelShape, str]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from core.config import Config, SamplingConfig
-from core.errors import DataError, InputError
-from core.records import Prompt, SamplingParams
-from engine.weights.causal_lm import max_context_tokens
-from learning.data.end_tokens import find_end_tokens
-from learning.data.prompts import PromptDataset, load_prompts, sampling_params
+from rlhfspec.core.config import Config, SamplingConfig
+from rlhfspec.core.errors import DataError, InputError
+from rlhfspec.core.records import Prompt, SamplingParams
+from rlhfspec.engine.weights.causal_lm import max_context_tokens
+from rlhfspec.learning.data.end_tokens import find_end_tokens
+from rlhfspec.learning.data.prompts import PromptDataset, load_prompts, sampling_params
 
 _OTHER_PROBLEMS = 0xE7A1
 "Added to the seed: a generated task draws other problems for evaluations than for training."

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.placement.machine import num_cores
-from cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evaluation
-from core.config import Config
-from core.errors import ConfigError
-from core.settings.cluster import ClusterConfig
-from core.settings.run import ModelsConfig
-from engine.weights.loading import load_tokenizer, num_token_ids
-from learning.data.end_tokens import EndTokens, find_end_tokens
-from learning.data.prompts import PromptDataset, load_prompts
-from learning.data.template_time import keep_time
-from profiles.profile import Profile
+from rlhfspec.cluster.placement.machine import num_cores
+from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evaluation
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.core.settings.run import ModelsConfig
+from rlhfspec.engine.weights.loading import load_tokenizer, num_token_ids
+from rlhfspec.learning.data.end_tokens import EndTokens, find_end_tokens
+from rlhfspec.learning.data.prompts import PromptDataset, load_prompts
+from rlhfspec.learning.data.template_time import keep_time
+from rlhfspec.profiles.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

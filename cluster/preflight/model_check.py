@@ -10,27 +10,27 @@ from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.placement.memory_plan import ModelShape
-from cluster.preflight.draft_head import check_head, check_mtp, describe_training
-from cluster.preflight.inputs import read_tokenizer
-from cluster.preflight.model_files import TEMPLATE_FILE, count_params, other_templates
-from core.checkpoint_manifest import has_manifest, verify_checkpoint
-from core.config import Config
-from core.errors import ModelError
-from core.outside import quote
-from engine.cache.kv_pool import KVShape
-from engine.calibration.cost_sweep import MAX_PROFILED_NODES
-from engine.draft_policies import most_nodes
-from engine.model.support import refuse_unsupported
-from engine.weights.draft_vocabulary import foreign_ids
-from engine.weights.loading import (
+from rlhfspec.cluster.placement.memory_plan import ModelShape
+from rlhfspec.cluster.preflight.draft_head import check_head, check_mtp, describe_training
+from rlhfspec.cluster.preflight.inputs import read_tokenizer
+from rlhfspec.cluster.preflight.model_files import TEMPLATE_FILE, count_params, other_templates
+from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ModelError
+from rlhfspec.core.outside import quote
+from rlhfspec.engine.cache.kv_pool import KVShape
+from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES
+from rlhfspec.engine.draft_policies import most_nodes
+from rlhfspec.engine.model.support import refuse_unsupported
+from rlhfspec.engine.weights.draft_vocabulary import foreign_ids
+from rlhfspec.engine.weights.loading import (
     load_hf_config,
     load_tokenizer,
     meta_model,
     num_token_ids,
 )
-from engine.weights.weight_files import indexed_too
-from learning.adapter import count_adapter_params
+from rlhfspec.engine.weights.weight_files import indexed_too
+from rlhfspec.learning.trainer.adapter import count_adapter_params
 
 _ROWS_A_PADDING, _LARGEST_PADDING = 16, 1024
 "Rows beyond the tokenizer: more than a part of all and more than is ever padded is another tokenizer."

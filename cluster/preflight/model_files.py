@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
-from core.outside import is_file
-from core.settings.run import ModelsConfig
-from engine.weights.causal_lm import DTYPES
-from engine.weights.chunks import not_finite
-from engine.weights.left_over import require_writer
-from engine.weights.loading import load_hf_config, meta_model, refuse_not_finite
-from engine.weights.quantized import quantization_of, require_plain_weights
-from engine.weights.weight_files import check_weight_files, local_folder, weight_files
+from rlhfspec.core.outside import is_file
+from rlhfspec.core.settings.run import ModelsConfig
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.chunks import not_finite
+from rlhfspec.engine.weights.left_over import require_writer
+from rlhfspec.engine.weights.loading import load_hf_config, meta_model, refuse_not_finite
+from rlhfspec.engine.weights.quantized import quantization_of, require_plain_weights
+from rlhfspec.engine.weights.weight_files import check_weight_files, local_folder, weight_files
 
 TEMPLATE_FILE = "chat_template.jinja"
 "Read before all others."

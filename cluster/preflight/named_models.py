@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.reporting.console import Reporter
-from core.config import Config
-from core.errors import ConfigError
-from learning.known_models.catalog import KNOWN_MODELS, KnownModel
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel
 
 DEMO = "demo"
 
@@ -29,7 +29,7 @@ def resolve_models(
     names = {field: name for field, name in fields.items() if name in known and not Path(name).is_dir()}
     if not names:
         return config
-    from learning.known_models.get import get_model
+    from rlhfspec.learning.models.get import get_model
 
     cache = Path(config.run.cache_dir)
     paths = {}
@@ -51,7 +51,7 @@ def _with_demo_pair(config: Config, report: Reporter) -> Config:
             f"target '{models.target}' and draft '{models.draft}'; a draft head goes with speculation.drafter=head, "
             "a checkpoint with such a layer with mtp"
         )
-    from learning.pairs.make import make_demo_pair
+    from rlhfspec.learning.models.make import make_demo_pair
 
     cache = Path(config.run.cache_dir).expanduser()
     with report.job("making the demo pair") as tick:

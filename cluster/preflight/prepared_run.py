@@ -7,13 +7,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.outside import user_path
+from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
-    from cluster.preflight.run_check import CheckReport
-    from cluster.reporting.console import Reporter
-    from cluster.resuming.resumed_run import ResumedRun
-    from core.config import Config
+    from rlhfspec.cluster.preflight.run_check import CheckReport
+    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.resume.resumed_run import ResumedRun
+    from rlhfspec.core.config import Config
 
 AUTO = "auto"
 "Of --resume: the newest run of the config that is not finished, else a new one."
@@ -44,7 +44,7 @@ def prepare_run(
     Raises InputError for all that a run is refused for before Ray starts.
     """
     if out is not None and resume is not None:
-        from core.errors import ConfigError
+        from rlhfspec.core.errors import ConfigError
 
         raise ConfigError(
             f"--out {out} names a new run's folder; expected none beside --resume, which goes on in the run's own"
@@ -54,13 +54,13 @@ def prepare_run(
     else:
         config, resumed = _named_run(resume, file, overrides, report)
     path = _path(config, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
-    from cluster.preflight.named_models import resolve_models
-    from cluster.run_folder.run_time import with_time
+    from rlhfspec.cluster.folder.run_time import with_time
+    from rlhfspec.cluster.preflight.named_models import resolve_models
 
     report.stage("loading torch and transformers")
     config = with_time(resolve_models(config, report))
     report.stage("checking models, data and memory")
-    from cluster.preflight.run_check import check_run
+    from rlhfspec.cluster.preflight.run_check import check_run
 
     checked = check_run(config, output_dir=path)
     if resumed is not None:
@@ -74,11 +74,11 @@ def prepare_run(
 def _named_run(
     resume: str, file: Path | None, overrides: list[str], report: Reporter
 ) -> tuple[Config, ResumedRun]:
-    from cluster.resuming.resumed_run import open_run
-    from cluster.run_folder.layout import run_base
-    from cluster.run_folder.remote_copy import fetch_run, is_url
-    from core.config import RunConfig
-    from core.errors import ConfigError
+    from rlhfspec.cluster.folder.layout import run_base
+    from rlhfspec.cluster.folder.remote_copy import fetch_run, is_url
+    from rlhfspec.cluster.resume.resumed_run import open_run
+    from rlhfspec.core.config import RunConfig
+    from rlhfspec.core.errors import ConfigError
 
     if file is not None:
         raise ConfigError(
@@ -95,31 +95,31 @@ def _named_run(
 def _of_config(
     file: Path | None, overrides: list[str], report: Reporter, *, may_resume: bool
 ) -> tuple[Config, ResumedRun | None]:
-    from cluster.preflight.absolute_paths import with_absolute_paths
-    from cluster.run_folder.layout import run_base
-    from core.config_io import load_config
-    from core.errors import ConfigError
+    from rlhfspec.cluster.folder.layout import run_base
+    from rlhfspec.cluster.preflight.absolute_paths import with_absolute_paths
+    from rlhfspec.core.config_io import load_config
+    from rlhfspec.core.errors import ConfigError
 
     if file is None:
         raise ConfigError("expected --config FILE, got none; or --resume RUN to go on with a run by its own")
     config = with_absolute_paths(load_config(file, overrides), Path.cwd())
     if not may_resume:
         return config, None
-    from cluster.preflight.named_models import resolve_models
-    from cluster.resuming.resumed_run import newest_run
+    from rlhfspec.cluster.preflight.named_models import resolve_models
+    from rlhfspec.cluster.resume.resumed_run import newest_run
 
     # what a run's own config has
     config = resolve_models(config, report)
     base = run_base(config.run, caller_dir=Path.cwd())
     if config.run.copy_to is not None:
-        from cluster.run_folder.remote_copy import fetch_newest
+        from rlhfspec.cluster.folder.remote_copy import fetch_newest
 
         fetch_newest(config.run.copy_to, config.run.name, base, report.note)
     return config, newest_run(config, base, report.note)
 
 
 def _path(config: Config, out: Path | None, report: Reporter, *, dry_run: bool) -> Path:
-    from cluster.run_folder.layout import choose_run_path, is_ray_working_dir
+    from rlhfspec.cluster.folder.layout import choose_run_path, is_ray_working_dir
 
     path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now(), out=out)
     report.note(f"run folder {path}" + (" (dry run: not made)" if dry_run else ""))

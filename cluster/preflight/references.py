@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from core.errors import DataError, InputError, one_line
-from core.records import Prompt
-from core.settings.environment import EnvironmentConfig
-from core.settings.reward import RewardConfig
-from learning.environments.environment_protocol import Environment, prompt_check
-from learning.tasks.gsm8k import reference_number
+from rlhfspec.core.errors import DataError, InputError, one_line
+from rlhfspec.core.records import Prompt
+from rlhfspec.core.settings.environment import EnvironmentConfig
+from rlhfspec.core.settings.reward import RewardConfig
+from rlhfspec.learning.environments.environment_protocol import Environment, prompt_check
+from rlhfspec.learning.tasks.gsm8k import reference_number
 
 
 def require_references(

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from cluster.preflight.model_files import count_params
-from core.records import Prompt
-from core.settings.data import DataConfig
-from core.settings.evaluation import EvaluationConfig
-from core.settings.reward import RewardConfig
-from engine.weights.loading import load_hf_config, load_tokenizer
-from learning.rewards.format_note import format_notes
-from learning.rewards.reward_function import build_reward
-from learning.rewards.reward_model import require_one_output
+from rlhfspec.cluster.preflight.model_files import count_params
+from rlhfspec.core.records import Prompt
+from rlhfspec.core.settings.data import DataConfig
+from rlhfspec.core.settings.evaluation import EvaluationConfig
+from rlhfspec.core.settings.reward import RewardConfig
+from rlhfspec.engine.weights.loading import load_hf_config, load_tokenizer
+from rlhfspec.learning.rewards.format_note import format_notes
+from rlhfspec.learning.rewards.reward_function import build_reward
+from rlhfspec.learning.rewards.reward_model import require_one_output
 
 _LOOKED_AT = 4096
 "Prompts of which it is seen what they begin the turn with."

@@ -17,8 +17,10 @@ import torch
 from ray.util.placement_group import remove_placement_group
 from transformers.configuration_utils import PretrainedConfig
 
-from cluster.placement import machine
-from cluster.placement.memory_plan import (
+from rlhfspec.cluster.folder.remote_copy import require_place
+from rlhfspec.cluster.folder.trackers import require_trackers
+from rlhfspec.cluster.placement import machine
+from rlhfspec.cluster.placement.memory_plan import (
     MemoryNeeds,
     MemoryPlan,
     ModelShape,
@@ -27,7 +29,7 @@ from cluster.placement.memory_plan import (
     require_gpu_room,
     require_trainer_gpu_room,
 )
-from cluster.placement.ray_session import (
+from rlhfspec.cluster.placement.ray_session import (
     check_local_ray,
     is_local,
     joined_address,
@@ -35,25 +37,23 @@ from cluster.placement.ray_session import (
     ray_session,
     require_reachable,
 )
-from cluster.placement.topology import Topology, place, require_machine
-from cluster.placement.topology import plan as plan_topology
-from cluster.preflight.inputs import Inputs, read_inputs
-from cluster.preflight.model_check import check_models, require_served
-from cluster.preflight.references import require_references
-from cluster.preflight.reward_plan import check_reward, pattern_notes, reward_columns
-from cluster.preflight.run_profile import known_profile
-from cluster.run_folder.remote_copy import require_place
-from cluster.tracking.trackers import require_trackers
-from core.config import Config
-from core.errors import ConfigError, DataError, PlacementError
-from core.settings.correction import correction_warning
-from engine.admission import MB, require_room_for_one
-from engine.model.compute_backend import ComputeBackend
-from engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
-from engine.weights.causal_lm import max_context_tokens
-from learning.data.prompts import PromptDataset
-from learning.environments.environment_protocol import environment_maker, is_raw, stop_texts
-from learning.forward.engine_scoring import require_engine_scoring
+from rlhfspec.cluster.placement.topology import Topology, place, require_machine
+from rlhfspec.cluster.placement.topology import plan as plan_topology
+from rlhfspec.cluster.preflight.inputs import Inputs, read_inputs
+from rlhfspec.cluster.preflight.model_check import check_models, require_served
+from rlhfspec.cluster.preflight.references import require_references
+from rlhfspec.cluster.preflight.reward_plan import check_reward, pattern_notes, reward_columns
+from rlhfspec.cluster.preflight.run_profile import known_profile
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ConfigError, DataError, PlacementError
+from rlhfspec.core.settings.correction import correction_warning
+from rlhfspec.engine.admission import MB, require_room_for_one
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
+from rlhfspec.engine.weights.causal_lm import max_context_tokens
+from rlhfspec.learning.data.prompts import PromptDataset
+from rlhfspec.learning.environments.environment_protocol import environment_maker, is_raw, stop_texts
+from rlhfspec.learning.trainer.engine_scoring import require_engine_scoring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

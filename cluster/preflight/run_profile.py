@@ -13,29 +13,29 @@ from pathlib import Path
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from cluster.preflight.inputs import Inputs
-from cluster.reporting.console import Reporter
-from cluster.weights.first_weights import load_draft_model, read_head, read_mtp
-from core.config import Config
-from core.errors import ConfigError, ProfileError
-from core.records import SampleKey, SampleRequest, Stream
-from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of
-from engine.calibration.profiler import (
+from rlhfspec.cluster.preflight.inputs import Inputs
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.weights.first_weights import load_draft_model, read_head, read_mtp
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ConfigError, ProfileError
+from rlhfspec.core.records import SampleKey, SampleRequest, Stream
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.calibration.engine_provenance import provenance_of
+from rlhfspec.engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     MadeProfile,
     Placeholder,
     make_profile,
     make_verification_profile,
 )
-from engine.calibration.random_chains import RandomChains
-from engine.drafters.head.head_weights import HeadWeights
-from engine.numerics import on_threads
-from engine.weights.loading import load_causal_lm, num_token_ids
-from learning.data.prompts import sampling_params
-from learning.pairs.make import require_writable
-from profiles.profile import Profile, load_profile, save_profile
-from profiles.provenance import Provenance
+from rlhfspec.engine.calibration.random_chains import RandomChains
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.numerics import on_threads
+from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
+from rlhfspec.learning.data.prompts import sampling_params
+from rlhfspec.learning.models.make import require_writable
+from rlhfspec.profiles.profile import Profile, load_profile, save_profile
+from rlhfspec.profiles.provenance import Provenance
 
 AUTO = "auto"
 AUTO_BUDGET_S = 40.0

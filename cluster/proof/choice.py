@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cluster.proof.difference import Difference
-from cluster.proof.kept_weights import KeptWeights
-from cluster.proof.proof_record import Proof
-from cluster.proof.recorded_samples import Place, places_in, rollout_files
-from cluster.run_folder.layout import RunDir
-from cluster.run_folder.run_time import of_folder
-from core.config import Config
-from core.config_io import load_config
-from core.errors import ConfigError, DataError
-from core.settings.generation import EngineConfig
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.run_time import of_folder
+from rlhfspec.cluster.proof.difference import Difference
+from rlhfspec.cluster.proof.kept_weights import KeptWeights
+from rlhfspec.cluster.proof.proof_record import Proof
+from rlhfspec.cluster.proof.recorded_samples import Place, places_in, rollout_files
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import load_config
+from rlhfspec.core.errors import ConfigError, DataError
+from rlhfspec.core.settings.generation import EngineConfig
 
 
 def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:

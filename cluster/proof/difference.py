@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.records import Completion, Reward
+from rlhfspec.core.records import Completion, Reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.proof.difference import Difference
-from cluster.run_folder.layout import RunDir
-from cluster.run_folder.weights_log import read_weights_log
-from core.checkpoint_manifest import MANIFEST, CheckpointDamaged, has_manifest, verify_checkpoint
-from core.errors import ModelError
-from core.files import PARTIAL, REPLACED
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.weights_log import read_weights_log
+from rlhfspec.cluster.proof.difference import Difference
+from rlhfspec.core.checkpoint_manifest import MANIFEST, CheckpointDamaged, has_manifest, verify_checkpoint
+from rlhfspec.core.errors import ModelError
+from rlhfspec.core.files import PARTIAL, REPLACED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

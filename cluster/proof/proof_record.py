@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from cluster.proof.difference import Difference
+from rlhfspec.cluster.proof.difference import Difference
 
 
 @dataclass(slots=True, kw_only=True)

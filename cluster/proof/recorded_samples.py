@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core.errors import DataError
-from core.records import (
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,

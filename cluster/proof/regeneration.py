@@ -16,26 +16,26 @@ from queue import SimpleQueue
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.proof.kept_weights import KeptModel
-from cluster.proof.recorded_samples import Recorded
-from core.config import Config
-from core.errors import DataError, ModelError, NotFiniteError, WeightsError
-from core.records import Completion, FinishReason, History, SampleKey, SampleRequest, SamplingParams
-from core.sample_state import SampleState
-from core.weight_records import kind_of
-from engine.build import build_engine
-from engine.drafters.head.head_weights import HeadWeights
-from engine.drafters.record_drafter import RecordDrafter
-from engine.engine import Engine
-from engine.model.kept_verdicts import KeptVerdicts
-from engine.numerics import use_threads
-from engine.requests import require_can_go_on
-from engine.weights.causal_lm import CausalLM
-from engine.weights.chunks import pack_tensors, pack_weights, weight_views
-from engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
-from engine.weights.stored_weights import stored_weights
-from policies.drafting.baselines.fixed import FixedPolicy
-from policies.drafting.draft_policy import DraftPolicy
+from rlhfspec.cluster.proof.kept_weights import KeptModel
+from rlhfspec.cluster.proof.recorded_samples import Recorded
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import DataError, ModelError, NotFiniteError, WeightsError
+from rlhfspec.core.records import Completion, FinishReason, History, SampleKey, SampleRequest, SamplingParams
+from rlhfspec.core.sample_state import SampleState
+from rlhfspec.core.weight_records import kind_of
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.drafters.record_drafter import RecordDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.kept_verdicts import KeptVerdicts
+from rlhfspec.engine.numerics import use_threads
+from rlhfspec.engine.requests import require_can_go_on
+from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.weights.chunks import pack_tensors, pack_weights, weight_views
+from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
+from rlhfspec.engine.weights.stored_weights import stored_weights
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
 KEPT_MB = 1e6
 "For caches that outlive a version: what the run had must be here, however many samples there are."

@@ -9,29 +9,29 @@ from typing import cast
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.preflight.inputs import read_tokenizer
-from cluster.proof.choice import all_places, why_not_here
-from cluster.proof.difference import Difference, completion_differences
-from cluster.proof.kept_weights import KeptWeights, find_weights
-from cluster.proof.proof_record import Proof
-from cluster.proof.recorded_samples import Recorded, read_recorded
-from cluster.proof.regeneration import Regenerator, Work, works_of
-from cluster.run_folder.layout import RunDir
-from cluster.weights.first_weights import load_draft_model, read_head, read_mtp
-from core.checkpoint_manifest import has_manifest
-from core.config import Config
-from core.errors import DataError, ModelError, WeightsError
-from core.records import Completion
-from core.settings.generation import SpeculationConfig
-from engine.decoding.draft_tree import DraftTree
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.verify import Verdict
-from engine.drafters.drafter import Drafter
-from engine.drafters.head.head_weights import HeadWeights
-from engine.weights.causal_lm import CausalLM
-from learning.data.prompts import sampling_params
-from policies.drafting.baselines.fixed import FixedPolicy
-from policies.drafting.draft_policy import DraftPolicy
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.preflight.inputs import read_tokenizer
+from rlhfspec.cluster.proof.choice import all_places, why_not_here
+from rlhfspec.cluster.proof.difference import Difference, completion_differences
+from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
+from rlhfspec.cluster.proof.proof_record import Proof
+from rlhfspec.cluster.proof.recorded_samples import Recorded, read_recorded
+from rlhfspec.cluster.proof.regeneration import Regenerator, Work, works_of
+from rlhfspec.cluster.weights.first_weights import load_draft_model, read_head, read_mtp
+from rlhfspec.core.checkpoint_manifest import has_manifest
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import DataError, ModelError, WeightsError
+from rlhfspec.core.records import Completion
+from rlhfspec.core.settings.generation import SpeculationConfig
+from rlhfspec.engine.decoding.draft_tree import DraftTree
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.engine.drafters.drafter import Drafter
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.learning.data.prompts import sampling_params
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

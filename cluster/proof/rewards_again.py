@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.preflight.reward_plan import resolved_reward
-from cluster.proof.difference import Difference, reward_differences
-from cluster.proof.recorded_samples import Recorded
-from core.config import Config
-from core.errors import InputError
-from core.records import Completion, Prompt, ResponseFacts, Reward
-from learning.data.prompts import load_prompts
-from learning.rewards.reward_function import build_reward
+from rlhfspec.cluster.preflight.reward_plan import resolved_reward
+from rlhfspec.cluster.proof.difference import Difference, reward_differences
+from rlhfspec.cluster.proof.recorded_samples import Recorded
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import InputError
+from rlhfspec.core.records import Completion, Prompt, ResponseFacts, Reward
+from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.rewards.reward_function import build_reward
 
 _RULES = ("chain", "one_sentence", "gsm8k", "format")
 "Read text and reference alone, which rollout files keep."

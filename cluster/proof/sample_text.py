@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.proof.replay_sample import Replayed, Step
-from core.records import Completion
-from engine.decoding.draft_tree import DEAD
+from rlhfspec.cluster.proof.replay_sample import Replayed, Step
+from rlhfspec.core.records import Completion
+from rlhfspec.engine.decoding.draft_tree import DEAD
 
 
 def sample_lines(replayed: Replayed) -> Iterator[str]:

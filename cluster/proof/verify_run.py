@@ -11,15 +11,16 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.placement.machine import memory_bytes, num_cores
-from cluster.preflight.inputs import read_tokenizer
-from cluster.preflight.model_files import count_params
-from cluster.proof.choice import all_places, drawn, run_config, verifiable, why_not_here
-from cluster.proof.difference import Difference, completion_differences
-from cluster.proof.kept_weights import KeptWeights, find_weights
-from cluster.proof.proof_record import Proof
-from cluster.proof.recorded_samples import Place, Recorded, read_recorded
-from cluster.proof.regeneration import (
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.placement.machine import memory_bytes, num_cores
+from rlhfspec.cluster.preflight.inputs import read_tokenizer
+from rlhfspec.cluster.preflight.model_files import count_params
+from rlhfspec.cluster.proof.choice import all_places, drawn, run_config, verifiable, why_not_here
+from rlhfspec.cluster.proof.difference import Difference, completion_differences
+from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
+from rlhfspec.cluster.proof.proof_record import Proof
+from rlhfspec.cluster.proof.recorded_samples import Place, Recorded, read_recorded
+from rlhfspec.cluster.proof.regeneration import (
     NotLoaded,
     OtherWeights,
     Regenerated,
@@ -28,18 +29,17 @@ from cluster.proof.regeneration import (
     regenerate,
     works_of,
 )
-from cluster.proof.rewards_again import RewardsAgain
-from cluster.run_folder.layout import RunDir
-from core.config import Config
-from core.errors import DataError, InputError
-from core.metrics import read_metrics
-from core.records import Completion
-from core.settings.run import ModelsConfig
-from engine.model.compute_backend import ComputeBackend
-from engine.weights.causal_lm import max_context_tokens
-from engine.weights.loading import load_hf_config
-from learning.data.prompts import sampling_params
-from learning.rewards.written_text import response_text, text_without_special_tokens
+from rlhfspec.cluster.proof.rewards_again import RewardsAgain
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import DataError, InputError
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.core.records import Completion
+from rlhfspec.core.settings.run import ModelsConfig
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.weights.causal_lm import max_context_tokens
+from rlhfspec.engine.weights.loading import load_hf_config
+from rlhfspec.learning.data.prompts import sampling_params
+from rlhfspec.learning.rewards.written_text import response_text, text_without_special_tokens
 
 Tick = Callable[[str, float], None]
 "Told a stage and how much of it is done, from 0 to 1."

@@ -21,10 +21,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from cluster.reporting.summary import Summary
-from cluster.reporting.supervised_summary import SupervisedSummary
-from cluster.run_folder.layout import RunDir
-from core.outside import visible
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.reporting.summary import Summary
+from rlhfspec.cluster.reporting.supervised_summary import SupervisedSummary
+from rlhfspec.core.outside import visible
 
 _PLAIN_LINE_EVERY_S = 10.0
 "Without a terminal, a long job says something this often, and at every new stage."

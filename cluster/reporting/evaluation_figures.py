@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from core.records import FinishReason, Rollout
+from rlhfspec.core.records import FinishReason, Rollout
 
 CORRECT = "correct"
 "The part of a reward that says whether a response is right; from 0.5 on it counts as passed."

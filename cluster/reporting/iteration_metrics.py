@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cluster.reporting.reward_figures import reward_figures
-from cluster.reporting.summary import amdahl_bound
-from core.decode_records import GenerationStats
-from core.records import Rollout, UpdateReport
+from rlhfspec.cluster.reporting.reward_figures import reward_figures
+from rlhfspec.cluster.reporting.summary import amdahl_bound
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.records import Rollout, UpdateReport
 
 
 def iteration_figures(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from cluster.reporting.timeline import Timeline, overlap_s
-from core.decode_records import GenerationStats
-from policies.migration.move_messages import MoveOutcome
-from policies.reallocation.pool_records import MoveMode
-from policies.scheduling.events import MoveRecord
+from rlhfspec.cluster.reporting.timeline import Timeline, overlap_s
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.scheduling.events import MoveRecord
 
 OUTCOMES = tuple(MoveOutcome)
 

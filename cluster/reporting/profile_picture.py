@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profiles.cost import CostModel, CostTable, Shape
-from profiles.quality import predict, reliability
-from profiles.recording import join_nodes
+from rlhfspec.profiles.cost import CostModel, CostTable, Shape
+from rlhfspec.profiles.quality import predict, reliability
+from rlhfspec.profiles.recording import join_nodes
 
 if TYPE_CHECKING:
-    from engine.calibration.profiler import MadeProfile
+    from rlhfspec.engine.calibration.profiler import MadeProfile
 
 KNEE = 2.0
 "Where verification costs this many times one token of every sample."

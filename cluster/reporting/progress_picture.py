@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cluster.reporting.summary import STEP_PARTS
-from core.files import write_whole
+from rlhfspec.cluster.reporting.summary import STEP_PARTS
+from rlhfspec.core.files import write_whole
 
 
 def write_picture(metrics: Sequence[Mapping[str, float]], path: Path) -> None:

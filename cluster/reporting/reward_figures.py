@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.records import Reward
+from rlhfspec.core.records import Reward
 
 _CORRECT = "correct"
 

@@ -13,9 +13,9 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cluster.reporting.run_record import RunRecord
-from core.files import write_whole
-from core.metric_registry import find_metric
+from rlhfspec.cluster.folder.run_record import RunRecord
+from rlhfspec.core.files import write_whole
+from rlhfspec.core.metric_registry import find_metric
 
 _COLUMNS = 3
 MOST_DRAWN = 30

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from cluster.reporting.run_record import RunRecord
-from cluster.reporting.summary import STEP_PARTS, Summary, summarise
-from cluster.tracking.histograms import Histogram
+from rlhfspec.cluster.folder.histograms import Histogram
+from rlhfspec.cluster.folder.run_record import RunRecord
+from rlhfspec.cluster.reporting.summary import STEP_PARTS, Summary, summarise
 
 SHOWN = (
     "reward/mean",

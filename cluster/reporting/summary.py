@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.reporting.learning_signal import signal_rows
+from rlhfspec.cluster.reporting.learning_signal import signal_rows
 
 STEP_PARTS = ("generate", "score", "update", "publish", "refit", "evaluate")
 "Parts of an iteration that the loop times as `time/<part>_s`."

@@ -12,8 +12,8 @@ matplotlib.use("Agg")
 
 from matplotlib.figure import Figure
 
-from core.files import write_whole
-from policies.simulate.sweep import Tried, best
+from rlhfspec.core.files import write_whole
+from rlhfspec.policies.simulate.sweep import Tried, best
 
 MOST_ROWS = 40
 "The shortest steps; more are no picture."

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.generation.trace_events import TraceEvent, TraceKind
-from policies.scheduling.events import MoveRecord
+from rlhfspec.actors.generation.trace_events import TraceEvent, TraceKind
+from rlhfspec.policies.scheduling.events import MoveRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from cluster.reporting.timeline import Interval, Lane, Timeline, merge
-from core.files import write_whole
-from policies.reallocation.pool_records import MoveMode
+from rlhfspec.cluster.reporting.timeline import Interval, Lane, Timeline, merge
+from rlhfspec.core.files import write_whole
+from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 _COLORS = {
     "idle": "#eeeeee",

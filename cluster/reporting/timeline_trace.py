@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cluster.reporting.timeline import Interval, Journey, Lane, Timeline
-from core.files import write_whole
-from policies.scheduling.events import MoveRecord
+from rlhfspec.cluster.reporting.timeline import Interval, Journey, Lane, Timeline
+from rlhfspec.core.files import write_whole
+from rlhfspec.policies.scheduling.events import MoveRecord
 
 DECODE_THREAD = 1
 _LEAST_US = 0.001

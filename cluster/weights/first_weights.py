@@ -9,22 +9,22 @@ from typing import Literal
 import ray
 from transformers import PreTrainedModel
 
-from cluster.weights.publish import PublishedWeights
-from core.config import Config
-from engine.drafters.head.head_weights import HeadWeights, load_head, require_fit
-from engine.drafters.head.mtp_weights import FoundMtp, load_mtp
-from engine.drafters.head.published_head import pack_head, rounded
-from engine.weights.causal_lm import DTYPES
-from engine.weights.chunks import WeightPacker, pack_weights
-from engine.weights.draft_vocabulary import fit_draft, foreign_ids
-from engine.weights.loading import (
+from rlhfspec.cluster.weights.publish import PublishedWeights
+from rlhfspec.core.config import Config
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, require_fit
+from rlhfspec.engine.drafters.head.mtp_weights import FoundMtp, load_mtp
+from rlhfspec.engine.drafters.head.published_head import pack_head, rounded
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.chunks import WeightPacker, pack_weights
+from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
+from rlhfspec.engine.weights.loading import (
     load_causal_lm,
     load_hf_config,
     load_tokenizer,
     num_token_ids,
     require_finite,
 )
-from engine.weights.stored_weights import stored_weights
+from rlhfspec.engine.weights.stored_weights import stored_weights
 
 
 def load_and_put(config: Config, name: str, model: Literal["target", "draft"]) -> PublishedWeights:

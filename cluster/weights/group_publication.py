@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.actor_messages import LoadedWeights, SentWeights
-from actors.ray_utils.remote import Handle
-from actors.ray_utils.waiting import awake_s, get
-from cluster.trainer_pool import TrainerPool
-from cluster.weights.publish import PublishedWeights, confirm, part_seconds
-from core.config import ClusterConfig
-from core.errors import InstanceLost, NumericsError, RlhfSpecError
-from core.weight_records import WORDS, WeightManifest
+from rlhfspec.actors.actor_messages import LoadedWeights, SentWeights
+from rlhfspec.actors.waiting.remote import Handle
+from rlhfspec.actors.waiting.waiting import awake_s, get
+from rlhfspec.cluster.system.trainer_pool import TrainerPool
+from rlhfspec.cluster.weights.publish import PublishedWeights, confirm, part_seconds
+from rlhfspec.core.config import ClusterConfig
+from rlhfspec.core.errors import InstanceLost, NumericsError, RlhfSpecError
+from rlhfspec.core.weight_records import WORDS, WeightManifest
 
 if TYPE_CHECKING:
-    from actors.transport.broadcast import BroadcastForm
+    from rlhfspec.actors.transport.broadcast import BroadcastForm
 
 DEVICE_BUCKET_BYTES = 256 << 20
 "Between devices a larger bucket costs memory alone: the trainer has two of them, an instance one."

@@ -14,13 +14,13 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
-from actors.actor_messages import LoadedWeights
-from actors.ray_utils.group_wait import get_all
-from actors.ray_utils.remote import Handle
-from actors.ray_utils.waiting import awake_s, get
-from actors.ray_utils.watch import LOOK_S
-from core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout, WeightsError
-from core.weight_records import DigestKind, WeightManifest
+from rlhfspec.actors.actor_messages import LoadedWeights
+from rlhfspec.actors.waiting.group_wait import get_all
+from rlhfspec.actors.waiting.remote import Handle
+from rlhfspec.actors.waiting.waiting import awake_s, get
+from rlhfspec.actors.waiting.watch import LOOK_S
+from rlhfspec.core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout, WeightsError
+from rlhfspec.core.weight_records import DigestKind, WeightManifest
 
 _Brought = TypeVar("_Brought")
 _GRACE_S = 5.0

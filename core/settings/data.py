@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from core.settings.section import Name, Section, UserPath
+from rlhfspec.core.settings.section import Name, Section, UserPath
 
 MAX_DRAWN_PROBLEMS = 1_000_000
 _TEMPLATE_ARGUMENTS = frozenset(

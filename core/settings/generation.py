@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from core.ranges import LEAST_TEMPERATURE
-from core.settings.section import MAX_THREADS, Seconds, Section, UserPath
+from rlhfspec.core.ranges import LEAST_TEMPERATURE
+from rlhfspec.core.settings.section import MAX_THREADS, Seconds, Section, UserPath
 
 
 class SamplingConfig(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from core.settings.section import Moment, Name, Section, UserPath, folder_name
+from rlhfspec.core.settings.section import Moment, Name, Section, UserPath, folder_name
 
 
 class RunConfig(Section):

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from core.settings.cluster import ClusterConfig
-from core.settings.section import MAX_THREADS, Moment, Name, Section, UserPath, folder_name
-from core.settings.trainer import Beta, LoraConfig
+from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.core.settings.section import MAX_THREADS, Moment, Name, Section, UserPath, folder_name
+from rlhfspec.core.settings.trainer import Beta, LoraConfig
 
 USUAL_TOKENS = 1024
 "Of a sequence at most, where data.max_tokens says nothing."

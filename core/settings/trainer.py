@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from core.settings.algorithm import AlgorithmConfig
-from core.settings.generation import SpeculationConfig
-from core.settings.section import MAX_THREADS, Name, Section
+from rlhfspec.core.settings.algorithm import AlgorithmConfig
+from rlhfspec.core.settings.generation import SpeculationConfig
+from rlhfspec.core.settings.section import MAX_THREADS, Name, Section
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.backends import MIN_ROWS
-from engine.upload import upload
+from rlhfspec.engine.attention.backends import MIN_ROWS
+from rlhfspec.engine.upload import upload
 
 
 def pack_queries(qkv: Float[Tensor, "M Hkv G E"], batch: int) -> Float[Tensor, "N R E"]:

@@ -16,11 +16,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from core.errors import ModelError
-from engine.attention.visibility import count_up
-from engine.cache.cuda_memory import MappedMemory
-from engine.cache.cuda_pages import CudaPages
-from engine.cache.kv_memory import KVMemory, PagedHostMemory, PoolShape, WholeMemory, copy_slot, round_up
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.attention.visibility import count_up
+from rlhfspec.engine.cache.cuda_memory import MappedMemory
+from rlhfspec.engine.cache.cuda_pages import CudaPages
+from rlhfspec.engine.cache.kv_memory import (
+    KVMemory,
+    PagedHostMemory,
+    PoolShape,
+    WholeMemory,
+    copy_slot,
+    round_up,
+)
 
 CELL_STEP = 8
 "Floats of a head's cell are a multiple of this: whole vectors on every processor."

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from core.records import SampleKey, SampleRequest, Stream
-from engine.engine import Engine
-from profiles.cost import CostTable, Shape
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from rlhfspec.core.records import SampleKey, SampleRequest, Stream
+from rlhfspec.engine.engine import Engine
+from rlhfspec.profiles.cost import CostTable, Shape
 
 SHAPES = ((1, 1, 16), (2, 2, 8), (3, 3, 5))
 "Branching, width, levels of the recorded drafts; the chain first."

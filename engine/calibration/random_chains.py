@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.decode_records import Budget
-from engine.decoding.draft_tree import DraftTree, chain, keep
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.drafters.cacheless import CachelessDrafter
-from engine.drafters.refinement import Refinement
-from engine.upload import upload
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, keep
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.drafters.cacheless import CachelessDrafter
+from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.upload import upload
 
 
 class RandomChains(CachelessDrafter):

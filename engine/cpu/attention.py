@@ -15,11 +15,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.cache.segments import SEGMENT_FIELDS
-from engine.cpu.part import Part
-from engine.cpu.scores import pack_queries, write_scores
-from engine.cpu.weighted_values import write_means
-from engine.cpu.writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
+from rlhfspec.engine.cache.segments import SEGMENT_FIELDS
+from rlhfspec.engine.cpu.part import Part
+from rlhfspec.engine.cpu.scores import pack_queries, write_scores
+from rlhfspec.engine.cpu.weighted_values import write_means
+from rlhfspec.engine.cpu.writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
 
 BLOCK_ROWS = 32
 "Rows whose weights are kept at a time."

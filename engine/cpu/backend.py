@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cache.kv_pool import KVPool
-from engine.cpu.chain import NativeChain
-from engine.cpu.forward import NativeForward, NativeLayer
-from engine.cpu.noise_source import CpuNoiseSource
-from engine.cpu.pool_attention import CpuAttention
-from engine.cpu.sampling import LEAST_VOCABULARY
-from engine.cpu.streamed_linear import StreamedLinear
-from engine.model.compute_backend import ComputeBackend, FusedForward
-from engine.model.linears import Decoder, Linear
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.cpu.chain import NativeChain
+from rlhfspec.engine.cpu.forward import NativeForward, NativeLayer
+from rlhfspec.engine.cpu.noise_source import CpuNoiseSource
+from rlhfspec.engine.cpu.pool_attention import CpuAttention
+from rlhfspec.engine.cpu.sampling import LEAST_VOCABULARY
+from rlhfspec.engine.cpu.streamed_linear import StreamedLinear
+from rlhfspec.engine.model.compute_backend import ComputeBackend, FusedForward
+from rlhfspec.engine.model.linears import Decoder, Linear
 
 
 class CpuBackend(ComputeBackend):

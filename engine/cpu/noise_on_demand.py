@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from engine.cpu.tokens import CpuNoise, gumbel_rows
-from engine.decoding.noise import values_of_levels
+from rlhfspec.engine.cpu.tokens import CpuNoise, gumbel_rows
+from rlhfspec.engine.decoding.noise import values_of_levels
 
 
 class NoiseOnDemand(CpuNoise):

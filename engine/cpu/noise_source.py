@@ -5,9 +5,9 @@ from __future__ import annotations
 from jaxtyping import Int
 from torch import Tensor
 
-from engine.cpu.noise_on_demand import NoiseOnDemand
-from engine.cpu.sampling import LEAST_VOCABULARY
-from engine.decoding.noise import Noise, NoiseSource, id_words
+from rlhfspec.engine.cpu.noise_on_demand import NoiseOnDemand
+from rlhfspec.engine.cpu.sampling import LEAST_VOCABULARY
+from rlhfspec.engine.decoding.noise import Noise, NoiseSource, id_words
 
 
 class CpuNoiseSource(NoiseSource):

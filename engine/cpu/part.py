@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.cpu.writer import INTEGER, Writer
+from rlhfspec.engine.cpu.writer import INTEGER, Writer
 
 
 class Part:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.attention.backends import LOG2_E
-from engine.cache.kv_pool import KVPool
-from engine.cache.segments import Segments
-from engine.cpu.attention import BLOCK_ROWS
-from engine.cpu.program import native_code
-from engine.model.compute_backend import PoolAttention
+from rlhfspec.engine.attention.backends import LOG2_E
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.cache.segments import Segments
+from rlhfspec.engine.cpu.attention import BLOCK_ROWS
+from rlhfspec.engine.cpu.program import native_code
+from rlhfspec.engine.model.compute_backend import PoolAttention
 
 
 class CpuAttention(PoolAttention):

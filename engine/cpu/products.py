@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from engine.cpu.writer import ADDRESS, INTEGER
+from rlhfspec.engine.cpu.writer import ADDRESS, INTEGER
 
 PANEL = 16
 "Columns of a panel: the layout of the weights is the same on every processor."

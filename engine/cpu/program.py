@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from engine.cpu.attention import ATTEND, STORE, write_attend, write_store
-from engine.cpu.jit import SHARED, compile_modules, share_functions, widest_vector
-from engine.cpu.layers import (
+from rlhfspec.engine.cpu.attention import ATTEND, STORE, write_attend, write_store
+from rlhfspec.engine.cpu.jit import SHARED, compile_modules, share_functions, widest_vector
+from rlhfspec.engine.cpu.layers import (
     ADVANCE,
     EMBED,
     GATE,
@@ -33,8 +33,8 @@ from engine.cpu.layers import (
     write_rotate,
     write_turn,
 )
-from engine.cpu.products import PRODUCT, product_name, products_text
-from engine.cpu.sampling import (
+from rlhfspec.engine.cpu.products import PRODUCT, product_name, products_text
+from rlhfspec.engine.cpu.sampling import (
     GUMBEL,
     LEADERS,
     MOST_LEADERS,
@@ -42,7 +42,7 @@ from engine.cpu.sampling import (
     write_gumbel,
     write_leaders,
 )
-from engine.cpu.writer import ADDRESS, FLOAT, INTEGER, Writer
+from rlhfspec.engine.cpu.writer import ADDRESS, FLOAT, INTEGER, Writer
 
 COMMON: dict[str, Mapping[str, ir.Type]] = {
     "norms": NORMS,

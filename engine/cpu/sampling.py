@@ -7,8 +7,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.attention.backends import LOG2_E
-from engine.cpu.writer import (
+from rlhfspec.engine.attention.backends import LOG2_E
+from rlhfspec.engine.cpu.writer import (
     ADDRESS,
     FLOAT,
     INTEGER,

@@ -10,8 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.cpu.part import Part
-from engine.cpu.writer import FLOAT, INTEGER, WIDTH, Writer
+from rlhfspec.engine.cpu.part import Part
+from rlhfspec.engine.cpu.writer import FLOAT, INTEGER, WIDTH, Writer
 
 
 def pack_queries(part: Part, packed: Any, *, abreast: int) -> None:

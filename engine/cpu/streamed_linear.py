@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.cpu.products import PANEL, product_name
-from engine.cpu.program import common_code
-from engine.model.linears import same_bits, with_rows
+from rlhfspec.engine.cpu.products import PANEL, product_name
+from rlhfspec.engine.cpu.program import common_code
+from rlhfspec.engine.model.linears import same_bits, with_rows
 
 
 class StreamedLinear:

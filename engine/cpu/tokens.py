@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.cpu.program import common_code
-from engine.cpu.sampling import MOST_LEADERS, leaders_name
-from engine.decoding.noise import Noise
+from rlhfspec.engine.cpu.program import common_code
+from rlhfspec.engine.cpu.sampling import MOST_LEADERS, leaders_name
+from rlhfspec.engine.decoding.noise import Noise
 
 
 class CpuNoise(Noise):

@@ -11,8 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.cpu.part import Part
-from engine.cpu.writer import FLOAT, INTEGER, WIDTH
+from rlhfspec.engine.cpu.part import Part
+from rlhfspec.engine.cpu.writer import FLOAT, INTEGER, WIDTH
 
 VECTORS_TOGETHER = 4
 "Of a head: their means are summed at a time, and the sums of at least two rows stay in registers."

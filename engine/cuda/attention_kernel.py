@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.backends import SHARE_BIAS, reference_attention, sdpa_attention
+from rlhfspec.engine.attention.backends import SHARE_BIAS, reference_attention, sdpa_attention
 
 SPLIT = 512
 "Cached positions of one program."

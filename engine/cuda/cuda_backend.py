@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cuda.row_operators import FusedRows
-from engine.model.compute_backend import ComputeBackend
-from engine.model.linears import Linear, MatrixLinear
+from rlhfspec.engine.cuda.row_operators import FusedRows
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.linears import Linear, MatrixLinear
 
 
 class CudaBackend(ComputeBackend):

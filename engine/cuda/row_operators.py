@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.compute_backend import RowOperators
+from rlhfspec.engine.model.compute_backend import RowOperators
 
 _LIBRARY = torch.library.Library("rlhfspec", "DEF")
 _LIBRARY.define("norm(Tensor x, Tensor? gain, float eps) -> Tensor")
@@ -113,13 +113,13 @@ def _turn_meta(
 
 
 def _norm_kernel(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    from engine.cuda import row_kernels
+    from rlhfspec.engine.cuda import row_kernels
 
     return row_kernels.norm(x, gain, eps)
 
 
 def _gated_kernel(gate_up: Tensor) -> Tensor:
-    from engine.cuda import row_kernels
+    from rlhfspec.engine.cuda import row_kernels
 
     return row_kernels.gated(gate_up)
 
@@ -135,7 +135,7 @@ def _turn_kernel(
     eps: float,
     heads: int,
 ) -> Tensor:
-    from engine.cuda import row_kernels
+    from rlhfspec.engine.cuda import row_kernels
 
     return row_kernels.turn(qkv, positions, cells, rows, num_tokens, rope, head_gain, eps, heads)
 

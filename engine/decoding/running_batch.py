@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from core.records import SampleKey, SampleRequest, WeightSpan
-from core.sample_state import SampleState
-from engine.attention.visibility import count_up
-from engine.decoding.noise import Noise, NoiseSource, key_words, row_words
-from engine.decoding.sampling_rule import RowSampling
-from engine.upload import upload
+from rlhfspec.core.records import SampleKey, SampleRequest, WeightSpan
+from rlhfspec.core.sample_state import SampleState
+from rlhfspec.engine.attention.visibility import count_up
+from rlhfspec.engine.decoding.noise import Noise, NoiseSource, key_words, row_words
+from rlhfspec.engine.decoding.sampling_rule import RowSampling
+from rlhfspec.engine.upload import upload
 
 NO_STOP = -1
 LAST_TOKENS = 4

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from engine.decoding.draft_tree import DEAD, DraftTree, chain
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.verify import Verdict
-from engine.upload import upload
+from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree, chain
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.engine.upload import upload
 
 
 class CachelessDrafter:

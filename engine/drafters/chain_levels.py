@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.sampling_rule import TopK, choose, leaders
-from engine.drafters.refinement import Refinement
-from engine.model.compute_backend import FusedChain
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.sampling_rule import TopK, choose, leaders
+from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.model.compute_backend import FusedChain
 
 ForwardLevel = Callable[[RunningBatch, Tensor, Tensor | None, Tensor, Tensor | None], Float[Tensor, "B n V"]]
 "`LevelDrafter.forward_level`."

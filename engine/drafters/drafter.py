@@ -12,13 +12,13 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from core.decode_records import Budget
-from engine.cache.kv_pool import KVPool
-from engine.decoding.draft_tree import DraftTree
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.verify import Verdict
-from engine.drafters.refinement import Refinement
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.decoding.draft_tree import DraftTree
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.engine.drafters.refinement import Refinement
 
 
 @runtime_checkable

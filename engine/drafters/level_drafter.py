@@ -15,18 +15,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from core.decode_records import Budget
-from engine.attention.backends import Attention
-from engine.cache.kv_pool import KVPool
-from engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.sampling_rule import leader_shares, leaders
-from engine.drafters.chain_levels import ChainLevels, FusedLevels, LevelByLevel, noise_at_level
-from engine.drafters.refinement import Refinement
-from engine.model.compute_backend import FusedChain, PoolAttention
-from engine.model.forward_plan import TreePlan
-from engine.upload import upload
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.engine.attention.backends import Attention
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.sampling_rule import leader_shares, leaders
+from rlhfspec.engine.drafters.chain_levels import ChainLevels, FusedLevels, LevelByLevel, noise_at_level
+from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.model.compute_backend import FusedChain, PoolAttention
+from rlhfspec.engine.model.forward_plan import TreePlan
+from rlhfspec.engine.upload import upload
 
 
 class LevelDrafter(ABC):

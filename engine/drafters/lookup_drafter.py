@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from core.decode_records import Budget
-from engine.decoding.draft_tree import DEAD, DraftTree, chain, keep
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.drafters.cacheless import CachelessDrafter, chains
-from engine.drafters.match_acceptance import MatchAcceptance
-from engine.drafters.refinement import Refinement
-from engine.upload import upload
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree, chain, keep
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.drafters.cacheless import CachelessDrafter, chains
+from rlhfspec.engine.drafters.match_acceptance import MatchAcceptance
+from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.upload import upload
 
 
 class Found(NamedTuple):

@@ -8,20 +8,20 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.attention.visibility import count_up
-from engine.cache.kv_pool import KVPool
-from engine.decoding.draft_tree import DraftTree
-from engine.decoding.running_batch import LAST_TOKENS, RunningBatch
-from engine.decoding.verify import Verdict
-from engine.drafters.level_drafter import LevelDrafter, level_plan
-from engine.model.compute_backend import FusedChain
-from engine.model.forward_plan import TreePlan
-from engine.model.prefill import fill_committed
-from engine.model.prefill_plan import PrefillPiece
-from engine.model.runner import ModelRunner
-from engine.weights.causal_lm import CausalLM
-from engine.weights.chunks import model_checksum
-from engine.weights.shared_ids import foreign_of, without
+from rlhfspec.engine.attention.visibility import count_up
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.decoding.draft_tree import DraftTree
+from rlhfspec.engine.decoding.running_batch import LAST_TOKENS, RunningBatch
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.engine.drafters.level_drafter import LevelDrafter, level_plan
+from rlhfspec.engine.model.compute_backend import FusedChain
+from rlhfspec.engine.model.forward_plan import TreePlan
+from rlhfspec.engine.model.prefill import fill_committed
+from rlhfspec.engine.model.prefill_plan import PrefillPiece
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.weights.chunks import model_checksum
+from rlhfspec.engine.weights.shared_ids import foreign_of, without
 
 MAX_CATCH_UP_TOKENS = LAST_TOKENS
 "More missing tokens than this are prefilled sample by sample instead of batched with the root."

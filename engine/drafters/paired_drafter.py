@@ -16,16 +16,16 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from core.decode_records import Budget
-from engine.cache.kv_pool import KVPool
-from engine.decoding.draft_tree import DEAD, DraftTree, chain
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.verify import Verdict
-from engine.drafters.drafter import Drafter, TrainedDrafter
-from engine.drafters.lookup_drafter import LookedUp, LookupDrafter
-from engine.drafters.refinement import Refinement
-from engine.upload import upload
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree, chain
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.engine.drafters.drafter import Drafter, TrainedDrafter
+from rlhfspec.engine.drafters.lookup_drafter import LookedUp, LookupDrafter
+from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.upload import upload
 
 FOLLOW = 1.0 / 32.0
 "How fast the mean of what the computing drafter gets accepted follows."

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.decode_records import Budget
-from core.records import SampleKey
-from engine.decoding.draft_tree import DEAD, DraftTree
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.drafters.cacheless import CachelessDrafter, chains
-from engine.drafters.refinement import Refinement
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.core.records import SampleKey
+from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.drafters.cacheless import CachelessDrafter, chains
+from rlhfspec.engine.drafters.refinement import Refinement
 
 
 class RecordDrafter(CachelessDrafter):

@@ -16,13 +16,13 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from core.decode_records import DraftLog, LookUpLog
-from core.records import SampleRequest
-from engine.decoding.draft_tree import DraftTree
-from engine.decoding.sampling_rule import TopK
-from engine.decoding.verify import Verdict
-from policies.drafting.draft_policy import PairedPolicy, RefiningPolicy
-from profiles.acceptance import AcceptanceModel, Coefficients, acceptance
+from rlhfspec.core.decode_records import DraftLog, LookUpLog
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.engine.decoding.draft_tree import DraftTree
+from rlhfspec.engine.decoding.sampling_rule import TopK
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.policies.drafting.draft_policy import PairedPolicy, RefiningPolicy
+from rlhfspec.profiles.acceptance import AcceptanceModel, Coefficients, acceptance
 
 FARTHEST = 50.0
 "Largest margin and least log-probability that the model is shown, nats."

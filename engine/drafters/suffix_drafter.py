@@ -13,10 +13,10 @@ from collections.abc import Iterable
 import numpy as np
 from jaxtyping import Int
 
-from core.records import SampleKey
-from engine.decoding.running_batch import RunningBatch
-from engine.drafters.lookup_drafter import Found, LookupDrafter
-from engine.drafters.suffix_automaton import ROOT, SuffixAutomaton
+from rlhfspec.core.records import SampleKey
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.drafters.lookup_drafter import Found, LookupDrafter
+from rlhfspec.engine.drafters.suffix_automaton import ROOT, SuffixAutomaton
 
 STATE_BYTES = 420
 "Of a state in memory: a dictionary and four numbers, 357 bytes measured over 200,000 tokens, and some room."

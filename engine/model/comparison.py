@@ -18,17 +18,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from core.errors import NotFiniteError, RlhfSpecError
-from engine.attention.backends import Attention
-from engine.cache.kv_pool import KVPool
-from engine.cache.segments import Segments
-from engine.decoding.draft_tree import DraftTree, ancestors_or_self, chain
-from engine.model.compute_backend import PoolAttention
-from engine.model.forward_plan import ForwardPlan, TreePlan, TurnRows
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from engine.model.support import switch_attention, unsupported
-from engine.weights.causal_lm import CausalLM, max_context_tokens
-from engine.weights.chunks import describe_not_finite, not_finite
+from rlhfspec.core.errors import NotFiniteError, RlhfSpecError
+from rlhfspec.engine.attention.backends import Attention
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.cache.segments import Segments
+from rlhfspec.engine.decoding.draft_tree import DraftTree, ancestors_or_self, chain
+from rlhfspec.engine.model.compute_backend import PoolAttention
+from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan, TurnRows
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from rlhfspec.engine.model.support import switch_attention, unsupported
+from rlhfspec.engine.weights.causal_lm import CausalLM, max_context_tokens
+from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
 
 COMPARED_TOKENS = 96
 SINGLE_TOKENS = 4

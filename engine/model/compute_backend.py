@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from engine.attention.backends import Attention, ordered_attention
-from engine.cache.kv_pool import KVPool
-from engine.cache.segments import Segments
-from engine.decoding.noise import NoiseSource, noise_source
-from engine.model.linears import (
+from rlhfspec.engine.attention.backends import Attention, ordered_attention
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.cache.segments import Segments
+from rlhfspec.engine.decoding.noise import NoiseSource, noise_source
+from rlhfspec.engine.model.linears import (
     Decoder,
     LayOut,
     Linear,

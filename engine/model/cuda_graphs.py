@@ -19,9 +19,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from engine.cache.kv_memory import round_up
-from engine.cache.kv_pool import KVPool
-from engine.model.forward_plan import TreePlan
+from rlhfspec.engine.cache.kv_memory import round_up
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.model.forward_plan import TreePlan
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.backends import SHARE_BIAS, Attention, num_biases
-from engine.attention.packing import RaggedRows, pack_queries, unpack_queries
-from engine.attention.visibility import as_bias, chain_visibility, tree_visibility
-from engine.cache.kv_memory import round_up
-from engine.cache.kv_pool import KVPool
-from engine.cache.segments import Segments, segments_of
-from engine.model.compute_backend import PoolAttention
+from rlhfspec.engine.attention.backends import SHARE_BIAS, Attention, num_biases
+from rlhfspec.engine.attention.packing import RaggedRows, pack_queries, unpack_queries
+from rlhfspec.engine.attention.visibility import as_bias, chain_visibility, tree_visibility
+from rlhfspec.engine.cache.kv_memory import round_up
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.cache.segments import Segments, segments_of
+from rlhfspec.engine.model.compute_backend import PoolAttention
 
 
 @runtime_checkable

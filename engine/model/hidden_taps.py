@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.decoding.running_batch import RunningBatch
-from engine.model.prefill_plan import PrefillPiece
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.model.prefill_plan import PrefillPiece
 
 
 @runtime_checkable

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.errors import NotInvariantError, NumericsError
-from engine.attention.backends import CHUNK
-from engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes
-from engine.model.comparison import is_rounding, tree_logits
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from engine.model.runner import ModelRunner
+from rlhfspec.core.errors import NotInvariantError, NumericsError
+from rlhfspec.engine.attention.backends import CHUNK
+from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes
+from rlhfspec.engine.model.comparison import is_rounding, tree_logits
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from rlhfspec.engine.model.runner import ModelRunner
 
 PATH_TOKENS = 4
 PROBE_SEED = 20251

@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 import xxhash
 
-import engine
-from core.errors import StorageError
-from core.files import write_whole
-from core.weight_records import WeightManifest
-from engine.model.runner import ModelRunner
+import rlhfspec.engine
+from rlhfspec.core.errors import StorageError
+from rlhfspec.core.files import write_whole
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.engine.model.runner import ModelRunner
 
 Verdict = Literal["holds", "holds_unpacked", "equals_stock"]
 """Of the probe, the second with plain products, where prepacked ones do not round alike; the third of the comparison,

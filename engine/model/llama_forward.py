@@ -25,14 +25,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.cache.kv_pool import KVPool, KVShape, cell_size
-from engine.model.compute_backend import ComputeBackend, FusedChain, FusedForward, PoolAttention
-from engine.model.forward_plan import ForwardPlan
-from engine.model.hidden_taps import HiddenTaps
-from engine.model.linears import Decoder, Layer, MatrixLinear, Same, first_altered, same_bits, taken
-from engine.model.llama_layout import LlamaLayout, head_size
-from engine.weights.bare_llama import MODEL_TYPES
-from engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.cache.kv_pool import KVPool, KVShape, cell_size
+from rlhfspec.engine.model.compute_backend import ComputeBackend, FusedChain, FusedForward, PoolAttention
+from rlhfspec.engine.model.forward_plan import ForwardPlan
+from rlhfspec.engine.model.hidden_taps import HiddenTaps
+from rlhfspec.engine.model.linears import Decoder, Layer, MatrixLinear, Same, first_altered, same_bits, taken
+from rlhfspec.engine.model.llama_layout import LlamaLayout, head_size
+from rlhfspec.engine.weights.bare_llama import MODEL_TYPES
+from rlhfspec.engine.weights.causal_lm import CausalLM
 
 MAX_ROTATION_BYTES = 8 << 20
 "A table of every position's rotation for all heads is kept up to this size; beyond, one for each pair."

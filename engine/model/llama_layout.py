@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.compute_backend import ComputeBackend
-from engine.model.linears import ROW_BLOCK, ByRows, Layer, Linear, Same, same_bits, taken, with_rows
-from engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.linears import ROW_BLOCK, ByRows, Layer, Linear, Same, same_bits, taken, with_rows
+from rlhfspec.engine.weights.causal_lm import CausalLM
 
 INNER_STEP = 32
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
-from engine.model.runner import ModelRunner
-from engine.upload import upload
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.upload import upload
 
 
 def fill_committed(

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from engine.attention.backends import Attention, num_biases
-from engine.attention.packing import pack_queries, queries_by_head, unpack_queries
-from engine.attention.visibility import as_bias, chain_visibility
-from engine.cache.kv_memory import round_up
-from engine.cache.kv_pool import KVPool
-from engine.cache.segments import Segments, segments_of
-from engine.model.compute_backend import PoolAttention
-from engine.model.forward_plan import ForwardPlan, TurnRows
-from engine.upload import upload
+from rlhfspec.engine.attention.backends import Attention, num_biases
+from rlhfspec.engine.attention.packing import pack_queries, queries_by_head, unpack_queries
+from rlhfspec.engine.attention.visibility import as_bias, chain_visibility
+from rlhfspec.engine.cache.kv_memory import round_up
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.cache.segments import Segments, segments_of
+from rlhfspec.engine.model.compute_backend import PoolAttention
+from rlhfspec.engine.model.forward_plan import ForwardPlan, TurnRows
+from rlhfspec.engine.upload import upload
 
 MAX_SCORES_TOGETHER = 1 << 20
 "Attention scores of prompts attended together; more would fall out of a processor's cache."

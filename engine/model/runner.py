@@ -10,19 +10,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from core.errors import ModelError, NumericsError, WeightsError
-from engine.attention.backends import Attention
-from engine.cache.kv_pool import KVPool, KVShape
-from engine.model.comparison import Comparison, failing_is_refused, require_finite_logits
-from engine.model.compute_backend import ComputeBackend, FusedChain, PoolAttention
-from engine.model.cuda_graphs import ForwardGraphs, Recorder
-from engine.model.forward_plan import ForwardPlan, TreePlan
-from engine.model.hidden_taps import HiddenTaps
-from engine.model.llama_forward import LlamaForward, can_serve
-from engine.model.support import refuse_unsupported, unsupported
-from engine.weights.bare_llama import BareLlama
-from engine.weights.causal_lm import CausalLM
-from engine.weights.chunks import copy_over, require_names, unique_tensors
+from rlhfspec.core.errors import ModelError, NumericsError, WeightsError
+from rlhfspec.engine.attention.backends import Attention
+from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.model.comparison import Comparison, failing_is_refused, require_finite_logits
+from rlhfspec.engine.model.compute_backend import ComputeBackend, FusedChain, PoolAttention
+from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Recorder
+from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan
+from rlhfspec.engine.model.hidden_taps import HiddenTaps
+from rlhfspec.engine.model.llama_forward import LlamaForward, can_serve
+from rlhfspec.engine.model.support import refuse_unsupported, unsupported
+from rlhfspec.engine.weights.bare_llama import BareLlama
+from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.weights.chunks import copy_over, require_names, unique_tensors
 
 
 @runtime_checkable
@@ -306,6 +306,6 @@ def _stock_forward(model: Any, backend: ComputeBackend) -> Forward:
     if isinstance(model, BareLlama):
         raise unsupported(model, "our own forward does not fit these weights, and they have no other")
     # imports transformers' modelling code, which most instances never need
-    from engine.model.stock_forward import StockForward
+    from rlhfspec.engine.model.stock_forward import StockForward
 
     return StockForward(model, backend)

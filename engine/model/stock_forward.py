@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.modeling_utils import PreTrainedModel
 
-from engine.cache.kv_pool import KVShape, cell_size
-from engine.model.compute_backend import ComputeBackend
-from engine.model.forward_plan import ForwardPlan
-from engine.model.hidden_taps import HiddenTaps
-from engine.model.linears import same_bits
-from engine.model.stock_linears import OwnProduct, with_own_products
-from engine.model.support import switch_attention, unsupported
+from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.forward_plan import ForwardPlan
+from rlhfspec.engine.model.hidden_taps import HiddenTaps
+from rlhfspec.engine.model.linears import same_bits
+from rlhfspec.engine.model.stock_linears import OwnProduct, with_own_products
+from rlhfspec.engine.model.support import switch_attention, unsupported
 
 ATTENTION_NAME = "rlhfspec"
 

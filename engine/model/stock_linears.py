@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.model.linears import LayOut
+from rlhfspec.engine.model.linears import LayOut
 
 _READ = (torch.float32, torch.bfloat16)
 "Types of weights that products read."

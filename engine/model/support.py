@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from core.errors import ModelError
-from engine.weights.causal_lm import CausalLM
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.weights.causal_lm import CausalLM
 
 
 def refuse_unsupported(model: CausalLM, capacity: int) -> None:

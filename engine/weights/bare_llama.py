@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.errors import ModelError
-from engine.weights.causal_lm import CausalLM
-from engine.weights.chunks import unique_tensors
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.weights.chunks import unique_tensors
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Of `engine.model.llama_forward`."

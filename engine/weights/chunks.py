@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.errors import NotFiniteError, WeightsError
-from core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, WeightManifest, kind_of
-from engine.weights.causal_lm import CausalLM
-from engine.weights.digests import Digest, digest
-from engine.weights.host_mirror import HostMirror
+from rlhfspec.core.errors import NotFiniteError, WeightsError
+from rlhfspec.core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, WeightManifest, kind_of
+from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.weights.digests import Digest, digest
+from rlhfspec.engine.weights.host_mirror import HostMirror
 
 CHUNK_BYTES = 32 << 20
 "A tensor that is larger is a chunk of its own."

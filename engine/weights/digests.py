@@ -15,8 +15,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from core.weight_records import ALIGNMENT_BYTES, WORDS, DigestKind
-from engine.triton_here import can_run_triton
+from rlhfspec.core.weight_records import ALIGNMENT_BYTES, WORDS, DigestKind
+from rlhfspec.engine.triton_here import can_run_triton
 
 _PIECE_WORDS = 4 << 20
 "So many words at once: what is computed on the way takes a few times 32 MiB."
@@ -81,7 +81,7 @@ def word_sums(tensor: Tensor) -> Int[Tensor, " 2"]:
     words = flat.view(torch.int64)
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     if can_run_triton(words.device):
-        from engine.weights.word_sums_cuda import add_word_sums
+        from rlhfspec.engine.weights.word_sums_cuda import add_word_sums
 
         add_word_sums(words, sums)
         return sums

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.errors import ModelError
+from rlhfspec.core.errors import ModelError
 
 _GIVEN_BACK = ("fp8",)
 "Methods that transformers dequantizes while it loads."

@@ -14,10 +14,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from core.errors import ModelError
-from engine.weights.bare_llama import bare_llama
-from engine.weights.causal_lm import DTYPES
-from engine.weights.weight_files import (
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.weights.bare_llama import bare_llama
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.weight_files import (
     ADAPTER_FILE,
     first_line,
     names_of_each_tensor,

@@ -10,10 +10,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from core.errors import DataError
-from core.outside import cut
-from learning.data.messages import Tools, Turn
-from learning.data.template_time import told_time
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.outside import cut
+from rlhfspec.learning.data.messages import Tools, Turn
+from rlhfspec.learning.data.template_time import told_time
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 "What messages call what the assistant thought before its content."

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from core.errors import DataError
-from core.outside import quote
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from learning.data.mixing import EpochOrder
-from learning.data.prompts import PromptDataset
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.outside import quote
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.learning.data.mixing import EpochOrder
+from rlhfspec.learning.data.prompts import PromptDataset
 
 
 class PromptCursor:

@@ -11,13 +11,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from core.config import DataConfig
-from core.errors import DataError
-from core.outside import cut, is_file
-from learning.data.chat_format import named_template, no_template, own_template, render_chat, require_written
-from learning.data.messages import Messages, Tools, Turn, pairs_of
-from learning.data.records_io import Row
-from learning.rewards.written_text import chat_prefill, text_prefill, unbegun_turn
+from rlhfspec.core.config import DataConfig
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.outside import cut, is_file
+from rlhfspec.learning.data.chat_format import (
+    named_template,
+    no_template,
+    own_template,
+    render_chat,
+    require_written,
+)
+from rlhfspec.learning.data.messages import Messages, Tools, Turn, pairs_of
+from rlhfspec.learning.data.records_io import Row
+from rlhfspec.learning.rewards.written_text import chat_prefill, text_prefill, unbegun_turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from core.config import DataConfig
-from engine.weights.generation_settings import as_ids, config_end_tokens, load_generation_settings
-from engine.weights.loading import num_token_ids
-from learning.data.chat_format import own_template, render_chat
-from learning.data.encoding import encode_texts, read_template
-from learning.data.messages import Turn
+from rlhfspec.core.config import DataConfig
+from rlhfspec.engine.weights.generation_settings import as_ids, config_end_tokens, load_generation_settings
+from rlhfspec.engine.weights.loading import num_token_ids
+from rlhfspec.learning.data.chat_format import own_template, render_chat
+from rlhfspec.learning.data.encoding import encode_texts, read_template
+from rlhfspec.learning.data.messages import Turn
 
 _SAID = "what-the-assistant-said"
 _ASKED: Turn = {"role": "user", "content": "-"}

@@ -12,8 +12,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core.errors import DataError
-from core.outside import cut
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.outside import cut
 
 Turn = Mapping[str, Any]
 "One message: role and content, and whatever else a template may read (tool_calls, reasoning_content, name)."

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from core.errors import DataError
+from rlhfspec.core.errors import DataError
 
 MAX_EPOCH_PROMPTS = 200_000_000
 _EXTRA_STREAM = 0xE87A

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from core.config import DataConfig, SamplingConfig
-from core.errors import DataError
-from core.records import Prompt, SamplingParams
-from learning.data.encoding import PromptEncoder, Rendered, longest_token
-from learning.data.end_tokens import model_end_tokens
-from learning.data.left_out import LeftOut, Remarks, RowFilter, Seen
-from learning.data.messages import whole_text
-from learning.data.mixing import repeats_of
-from learning.data.packed_prompts import PackedPrompts, PromptPacker
-from learning.data.raw_records import ReadProgress
-from learning.data.records_io import Row, iter_rows
-from learning.tasks.chain_task import draw_problem
-from learning.tasks.one_sentence import draw_prompts
+from rlhfspec.core.config import DataConfig, SamplingConfig
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.records import Prompt, SamplingParams
+from rlhfspec.learning.data.encoding import PromptEncoder, Rendered, longest_token
+from rlhfspec.learning.data.end_tokens import model_end_tokens
+from rlhfspec.learning.data.left_out import LeftOut, Remarks, RowFilter, Seen
+from rlhfspec.learning.data.messages import whole_text
+from rlhfspec.learning.data.mixing import repeats_of
+from rlhfspec.learning.data.packed_prompts import PackedPrompts, PromptPacker
+from rlhfspec.learning.data.raw_records import ReadProgress
+from rlhfspec.learning.data.records_io import Row, iter_rows
+from rlhfspec.learning.tasks.chain_task import draw_problem
+from rlhfspec.learning.tasks.one_sentence import draw_prompts
 
 DRAWN_PROMPTS = 4096
 """Prompts a generated task draws when data.limit says nothing."""

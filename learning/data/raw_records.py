@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core.errors import DataError
-from learning.data.data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
-from learning.data.messages import ROLE_KEYS
-from learning.data.record import Record
-from learning.data.text_records import form_of, text_records
+from rlhfspec.core.errors import DataError
+from rlhfspec.learning.data.data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
+from rlhfspec.learning.data.messages import ROLE_KEYS
+from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.data.text_records import form_of, text_records
 
 ROWS_AT_ONCE = 1024
 "Rows of a Parquet file that are Python objects at the same time."

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.errors import DataError
-from core.outside import cut
-from learning.data.messages import ROLES, Turn, parse_turns, require_whole_text, tools_of, turn_list
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.outside import cut
+from rlhfspec.learning.data.messages import ROLES, Turn, parse_turns, require_whole_text, tools_of, turn_list
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.config import DataConfig
-from core.errors import DataError
-from learning.data.left_out import LeftOut, RowFilter
-from learning.data.messages import (
+from rlhfspec.core.config import DataConfig
+from rlhfspec.core.errors import DataError
+from rlhfspec.learning.data.left_out import LeftOut, RowFilter
+from rlhfspec.learning.data.messages import (
     Messages,
     Turn,
     asked_and_answered,
@@ -21,8 +21,8 @@ from learning.data.messages import (
     readable,
     whole_text,
 )
-from learning.data.raw_records import ReadProgress, iter_records
-from learning.data.record import Record, has_field, missing_field
+from rlhfspec.learning.data.raw_records import ReadProgress, iter_records
+from rlhfspec.learning.data.record import Record, has_field, missing_field
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations")
 "Columns that hold conversations in TRL's, verl's, LMSYS's and ShareGPT's data."

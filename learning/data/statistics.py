@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from core.config import DataConfig
-from core.errors import DataError
-from learning.data.encoding import PromptEncoder, Rendered
-from learning.data.left_out import LeftOut, Seen
-from learning.data.prompts import Tick, source_rows
-from learning.data.raw_records import ReadProgress
-from learning.data.records_io import Row
+from rlhfspec.core.config import DataConfig
+from rlhfspec.core.errors import DataError
+from rlhfspec.learning.data.encoding import PromptEncoder, Rendered
+from rlhfspec.learning.data.left_out import LeftOut, Seen
+from rlhfspec.learning.data.prompts import Tick, source_rows
+from rlhfspec.learning.data.raw_records import ReadProgress
+from rlhfspec.learning.data.records_io import Row
 
 MAX_FAULTS = 10
 "Faults that are spelled out."

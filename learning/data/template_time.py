@@ -19,7 +19,7 @@ from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from core.errors import DataError, ModelError
+from rlhfspec.core.errors import DataError, ModelError
 
 _KEPT = "rlhfspec_template_time"
 "Attribute of a tokenizer whose templates are told a time."

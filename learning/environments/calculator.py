@@ -11,9 +11,9 @@ import operator
 import re
 from fractions import Fraction
 
-from core.records import Prompt
-from learning.environments.environment_protocol import Step
-from learning.tasks.gsm8k import Gsm8kReward, reference_number
+from rlhfspec.core.records import Prompt
+from rlhfspec.learning.environments.environment_protocol import Step
+from rlhfspec.learning.tasks.gsm8k import Gsm8kReward, reference_number
 
 _CALL = re.compile(r"<<(?P<sum>[^<>=]{1,80})=$")
 _BARE = re.compile(r"(?P<sum>[-+*/().\d ]{1,80})=$")

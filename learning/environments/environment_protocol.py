@@ -14,14 +14,14 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from core.config import EnvironmentConfig
-from core.errors import ConfigError, EpisodeError
-from core.named_code import describe, named_code
-from core.records import Prompt
+from rlhfspec.core.config import EnvironmentConfig
+from rlhfspec.core.errors import ConfigError, EpisodeError
+from rlhfspec.core.named_code import describe, named_code
+from rlhfspec.core.records import Prompt
 
 Message = Mapping[str, str]
 Observation = str | Sequence[Message] | Sequence[int] | np.ndarray
-NAMED = {"calculator": "learning.environments.calculator:Calculator"}
+NAMED = {"calculator": "rlhfspec.learning.environments.calculator:Calculator"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from learning.rewards.rendering import render
-from learning.rewards.score_request import ScoreRequest
+from rlhfspec.learning.rewards.rendering import render
+from rlhfspec.learning.rewards.score_request import ScoreRequest
 
 
 class ModelText:

@@ -10,8 +10,8 @@ from datetime import datetime
 
 from transformers import PreTrainedTokenizerBase
 
-from learning.data.chat_format import own_template, render_chat
-from learning.data.messages import Tools, Turn, as_dicts
+from rlhfspec.learning.data.chat_format import own_template, render_chat
+from rlhfspec.learning.data.messages import Tools, Turn, as_dicts
 
 
 def render(

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from datetime import datetime
 
-from core.config import RewardConfig
-from core.errors import ConfigError, RewardError
-from core.records import Prompt, ResponseFacts, Reward, Unscored
-from core.settings.reward import RewardPart, Scorer
-from learning.rewards.score_request import RewardSource, ScoreRequest, score_requests
-from learning.rewards.shaping import shape, standardise
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.errors import ConfigError, RewardError
+from rlhfspec.core.records import Prompt, ResponseFacts, Reward, Unscored
+from rlhfspec.core.settings.reward import RewardPart, Scorer
+from rlhfspec.learning.rewards.score_request import RewardSource, ScoreRequest, score_requests
+from rlhfspec.learning.rewards.shaping import shape, standardise
 
 
 class RewardStage:

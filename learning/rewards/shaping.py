@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from core.records import FinishReason, ResponseFacts, Reward
-from core.settings.reward import Scorer, ShapingConfig
+from rlhfspec.core.records import FinishReason, ResponseFacts, Reward
+from rlhfspec.core.settings.reward import Scorer, ShapingConfig
 
 
 def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:

@@ -19,12 +19,12 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from core.errors import ConfigError
-from core.named_code import user_folders
-from core.records import Reward, Unscored
-from learning.rewards.call_forms import NONE, PARTS
-from learning.rewards.function_child import READY
-from learning.rewards.score_request import ScoreRequest
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.named_code import user_folders
+from rlhfspec.core.records import Reward, Unscored
+from rlhfspec.learning.rewards.call_forms import NONE, PARTS
+from rlhfspec.learning.rewards.function_child import READY
+from rlhfspec.learning.rewards.score_request import ScoreRequest
 
 _START_S = 120.0
 "what importing the user's module may take"
@@ -32,7 +32,7 @@ _GRACE_S = 5.0
 "An async call has its limit in the child, which needs a moment to say so."
 _MAIN = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from learning.rewards.function_child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "from rlhfspec.learning.rewards.function_child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from core.errors import DataError, ModelError
-from learning.data.chat_format import (
+from rlhfspec.core.errors import DataError, ModelError
+from rlhfspec.learning.data.chat_format import (
     no_template,
     own_template,
     render_chat,
     render_marked,
     require_written,
 )
-from learning.data.messages import Tools, Turn
+from rlhfspec.learning.data.messages import Tools, Turn
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from core.errors import DataError
-from core.settings.supervised import DemonstrationsConfig
-from learning.data.encoding import prompt_ids
-from learning.data.messages import Turn
-from learning.data.record import Record
-from learning.supervised.chat_masks import conversation_tokens, require_template
-from learning.supervised.rows import messages_name
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.settings.supervised import DemonstrationsConfig
+from rlhfspec.learning.data.encoding import prompt_ids
+from rlhfspec.learning.data.messages import Turn
+from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.supervised.chat_masks import conversation_tokens, require_template
+from rlhfspec.learning.supervised.rows import messages_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,12 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from core.checkpoint_manifest import write_manifest
-from core.files import whole_folder
-from engine.weights.causal_lm import DTYPES
-from engine.weights.chunks import load_into, model_checksum
-from engine.weights.generation_settings import write_generation_settings
-from learning.supervised.supervised_learner import SupervisedLearner
+from rlhfspec.core.checkpoint_manifest import write_manifest
+from rlhfspec.core.files import whole_folder
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.chunks import load_into, model_checksum
+from rlhfspec.engine.weights.generation_settings import write_generation_settings
+from rlhfspec.learning.trainer.supervised_learner import SupervisedLearner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

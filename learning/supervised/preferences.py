@@ -14,12 +14,12 @@ from itertools import takewhile
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from core.errors import DataError
-from core.settings.supervised import PreferencesConfig
-from learning.data.messages import Tools, Turn
-from learning.data.record import Record
-from learning.rewards.rendering import render
-from learning.supervised.chat_masks import rendered, require_all_written, require_template
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.settings.supervised import PreferencesConfig
+from rlhfspec.learning.data.messages import Tools, Turn
+from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.rewards.rendering import render
+from rlhfspec.learning.supervised.chat_masks import rendered, require_all_written, require_template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from itertools import takewhile
 
 import numpy as np
 
-from core.errors import DataError
-from core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
-from learning.data.messages import role_and_content, turn_list
-from learning.data.raw_records import iter_records
-from learning.data.record import Record
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
+from rlhfspec.learning.data.messages import role_and_content, turn_list
+from rlhfspec.learning.data.raw_records import iter_records
+from rlhfspec.learning.data.record import Record
 
 _HELD_OUT = 0x5EED
 "In the seed of the split, so that it is not the seed of the rows' order."

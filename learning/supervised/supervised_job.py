@@ -25,18 +25,22 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from core.checkpoint_manifest import state_folders, verify_checkpoint, write_manifest
-from core.errors import ConfigError, ModelError, WeightsError
-from core.files import partial_of, whole_folder
-from core.settings.supervised import PreferenceLossConfig, SupervisedModelConfig, SupervisedTrainerConfig
-from engine.weights.causal_lm import DTYPES
-from engine.weights.loading import load_causal_lm, num_token_ids
-from learning.forward.precision import compute_dtype_on
-from learning.parallel.one_trainer import OneTrainer
-from learning.supervised.finished_model import ModelForm, save_adapter_folder, save_model
-from learning.supervised.objectives import NextTokens, Preferences
-from learning.supervised.reward_head import HEAD, load_scorer, set_pad_token
-from learning.supervised.supervised_learner import SupervisedLearner
+from rlhfspec.core.checkpoint_manifest import state_folders, verify_checkpoint, write_manifest
+from rlhfspec.core.errors import ConfigError, ModelError, WeightsError
+from rlhfspec.core.files import partial_of, whole_folder
+from rlhfspec.core.settings.supervised import (
+    PreferenceLossConfig,
+    SupervisedModelConfig,
+    SupervisedTrainerConfig,
+)
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
+from rlhfspec.learning.objectives.objectives import NextTokens, Preferences
+from rlhfspec.learning.supervised.finished_model import ModelForm, save_adapter_folder, save_model
+from rlhfspec.learning.supervised.reward_head import HEAD, load_scorer, set_pad_token
+from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.precision import compute_dtype_on
+from rlhfspec.learning.trainer.supervised_learner import SupervisedLearner
 
 _TRAINED_ON = "trained_on.json"
 "In a state's folder."

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 
-from core.errors import RewardError
-from core.records import Prompt, Reward
+from rlhfspec.core.errors import RewardError
+from rlhfspec.core.records import Prompt, Reward
 
 FORMAT_SHARE = 0.2
 _ANSWER = re.compile(r"####[ \t]*(?P<number>(?:[-+][ \t]*)?(?:\$[ \t]*)?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.records import Prompt, Reward
+from rlhfspec.core.records import Prompt, Reward
 
 _WORDS = """
 apple airport anchor balloon bakery bridge bicycle butterfly calendar camel candle carpet castle cheese

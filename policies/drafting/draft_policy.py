@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from core.decode_records import Budget, DecodeState, StepRecord
+from rlhfspec.core.decode_records import Budget, DecodeState, StepRecord
 
 
 @runtime_checkable

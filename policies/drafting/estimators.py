@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.decode_records import DecodeState, StepRecord
-from policies.drafting.collapse import CollapseDetector
-from policies.drafting.planner import Chosen
-from policies.drafting.recalibration import AcceptanceRecalibration, CostRecalibration
-from policies.drafting.track_record import TrackRecord
-from profiles.cost import Shape
-from profiles.profile import Profile
+from rlhfspec.core.decode_records import DecodeState, StepRecord
+from rlhfspec.policies.drafting.collapse import CollapseDetector
+from rlhfspec.policies.drafting.planner import Chosen
+from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration, CostRecalibration
+from rlhfspec.policies.drafting.track_record import TrackRecord
+from rlhfspec.profiles.cost import Shape
+from rlhfspec.profiles.profile import Profile
 
 OTHER_BATCH = 2
 "A batch so many times as large as the one that was drafted last is another one."

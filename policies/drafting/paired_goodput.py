@@ -20,13 +20,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from core.decode_records import Budget, DecodeState, DraftLog, StepRecord
-from policies.drafting.cadence import Cadence
-from policies.drafting.draft_policy import DrafterAlarm
-from policies.drafting.goodput import GoodputPolicy
-from policies.drafting.lookup_goodput import MOST_GAIN, LookupGoodput
-from policies.drafting.trials import MEMORY_STEPS, Trials
-from profiles.profile import Profile
+from rlhfspec.core.decode_records import Budget, DecodeState, DraftLog, StepRecord
+from rlhfspec.policies.drafting.cadence import Cadence
+from rlhfspec.policies.drafting.draft_policy import DrafterAlarm
+from rlhfspec.policies.drafting.goodput import GoodputPolicy
+from rlhfspec.policies.drafting.lookup_goodput import MOST_GAIN, LookupGoodput
+from rlhfspec.policies.drafting.trials import MEMORY_STEPS, Trials
+from rlhfspec.profiles.profile import Profile
 
 LEAD = 1.5
 """A look-up must promise so many times as much. Where it is right a computed draft often is, too: to take the easy

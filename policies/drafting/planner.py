@@ -11,11 +11,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from policies.drafting.cost_view import BatchCosts, CostView
-from policies.drafting.recalibration import AcceptanceRecalibration, CostRecalibration
-from policies.drafting.shapes import Choice, ShapeTable
-from policies.drafting.track_record import TrackRecord
-from profiles.profile import Profile
+from rlhfspec.policies.drafting.cost_view import BatchCosts, CostView
+from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration, CostRecalibration
+from rlhfspec.policies.drafting.shapes import Choice, ShapeTable
+from rlhfspec.policies.drafting.track_record import TrackRecord
+from rlhfspec.profiles.profile import Profile
 
 MOST_COSTS = 256
 "Batches and widths whose costs are kept."

@@ -6,9 +6,9 @@ spent in plain decoding since the last draft.
 
 from __future__ import annotations
 
-from core.decode_records import StepRecord
-from policies.drafting.estimators import Estimators
-from policies.drafting.planner import Chosen, Planner
+from rlhfspec.core.decode_records import StepRecord
+from rlhfspec.policies.drafting.estimators import Estimators
+from rlhfspec.policies.drafting.planner import Chosen, Planner
 
 PROBE_SHARE = 0.005
 "Of the time spent in plain decoding, what trying the drafter may cost; twice as much while it is suspended."

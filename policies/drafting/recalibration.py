@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from core.decode_records import DraftLog, StepRecord
+from rlhfspec.core.decode_records import DraftLog, StepRecord
 
 PRIOR_DRAFTS = 40.0
 "Drafts that the profile's conditional acceptance counts for."

@@ -24,8 +24,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from core.decode_records import Budget, DraftLog, StepRecord
-from policies.drafting.draft_policy import DraftPolicy, PairedPolicy, RefiningPolicy
+from rlhfspec.core.decode_records import Budget, DraftLog, StepRecord
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy, PairedPolicy, RefiningPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.drafting.cost_view import CostView
-from policies.drafting.track_record import TrackRecord
-from profiles.profile import YieldCurve
+from rlhfspec.policies.drafting.cost_view import CostView
+from rlhfspec.policies.drafting.track_record import TrackRecord
+from rlhfspec.profiles.profile import YieldCurve
 
 MOST_GAIN = 2.0
 "A tree yields at most so many times what it did in the profile."

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from policies.migration.move_messages import (
+from rlhfspec.policies.migration.move_messages import (
     Cancel,
     Claim,
     HandOver,
@@ -26,8 +26,8 @@ from policies.migration.move_messages import (
     Settle,
     Verdict,
 )
-from policies.migration.source import Say
-from policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.migration.source import Say
+from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 
 class DestinationStage(Enum):

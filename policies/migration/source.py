@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from policies.migration.move_messages import (
+from rlhfspec.policies.migration.move_messages import (
     CallOff,
     Claim,
     Landed,
@@ -27,7 +27,7 @@ from policies.migration.move_messages import (
     Shipped,
     Verdict,
 )
-from policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 
 class SourceStage(Enum):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.errors import ConfigError
-from policies.reallocation.finish_time_policy import FinishTimePolicy
-from policies.reallocation.forced import ForcedMoves
-from policies.reallocation.gate import Gate
-from policies.reallocation.no_moves import NoMoves
-from policies.reallocation.paper_rule import PaperRule
-from policies.reallocation.pool_records import ReallocationPolicy
-from policies.reallocation.rate_curve import RateCurve
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.policies.reallocation.finish_time_policy import FinishTimePolicy
+from rlhfspec.policies.reallocation.forced import ForcedMoves
+from rlhfspec.policies.reallocation.gate import Gate
+from rlhfspec.policies.reallocation.no_moves import NoMoves
+from rlhfspec.policies.reallocation.paper_rule import PaperRule
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
 
 REALLOCATION_POLICIES = ("static", "pull", "paper_rule", "finish_time", "forced")
 

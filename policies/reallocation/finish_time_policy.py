@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.records import SampleKey
-from policies.reallocation.finish_time import Load, Outlook, outlook
-from policies.reallocation.gate import Gate, WayCosts
-from policies.reallocation.move_search import FoundMove, Hurdle, search_moves
-from policies.reallocation.pool_records import Move, PoolView
-from policies.reallocation.rate_curve import RateCurve
-from policies.reallocation.sample_arrays import FlatPool, flatten, key_of
-from policies.reallocation.survival import LengthHistory
+from rlhfspec.core.records import SampleKey
+from rlhfspec.policies.reallocation.finish_time import Load, Outlook, outlook
+from rlhfspec.policies.reallocation.gate import Gate, WayCosts
+from rlhfspec.policies.reallocation.move_search import FoundMove, Hurdle, search_moves
+from rlhfspec.policies.reallocation.pool_records import Move, PoolView
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.reallocation.sample_arrays import FlatPool, flatten, key_of
+from rlhfspec.policies.reallocation.survival import LengthHistory
 
 SAMPLE_COOLDOWN_S = 1.0
 "A sample that was moved stays for so long."

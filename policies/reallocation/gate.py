@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from policies.reallocation.pool_records import MoveMode
-from profiles.transfer import PrefillModel, TransferModel
+from rlhfspec.policies.reallocation.pool_records import MoveMode
+from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 GateMode = Literal["auto", "always_migrate", "always_recompute"]
 

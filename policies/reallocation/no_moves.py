@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policies.reallocation.pool_records import Move, PoolView
+from rlhfspec.policies.reallocation.pool_records import Move, PoolView
 
 
 class NoMoves:

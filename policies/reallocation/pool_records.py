@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from core.records import SampleKey
+from rlhfspec.core.records import SampleKey
 
 
 class MoveMode(StrEnum):

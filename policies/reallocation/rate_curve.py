@@ -14,11 +14,11 @@ from copy import copy
 
 import numpy as np
 
-from policies.drafting.cost_view import BatchCosts
-from policies.drafting.recalibration import AcceptanceRecalibration
-from policies.drafting.shapes import ShapeTable
-from policies.drafting.track_record import TrackRecord
-from profiles.profile import Profile
+from rlhfspec.policies.drafting.cost_view import BatchCosts
+from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration
+from rlhfspec.policies.drafting.shapes import ShapeTable
+from rlhfspec.policies.drafting.track_record import TrackRecord
+from rlhfspec.profiles.profile import Profile
 
 FACTOR_STEP = 0.05
 FACTOR_RANGE = (0.2, 5.0)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 
-from core.records import as_asked
-from policies.migration.move_messages import MoveOutcome
-from policies.scheduling.accepted import Accepted
-from policies.scheduling.events import CutAll, CutOwned, Deliver, Event, InstanceReported, Order
-from policies.scheduling.ledger import Ledger
+from rlhfspec.core.records import as_asked
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.scheduling.accepted import Accepted
+from rlhfspec.policies.scheduling.events import CutAll, CutOwned, Deliver, Event, InstanceReported, Order
+from rlhfspec.policies.scheduling.ledger import Ledger
 
 
 def cut(ledger: Ledger, accepted: Accepted, event: Event) -> list[Order]:

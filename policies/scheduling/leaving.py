@@ -6,10 +6,10 @@ the instance dies, to the same tokens.
 
 from __future__ import annotations
 
-from policies.reallocation.pool_records import Move, MoveMode
-from policies.scheduling.events import Left, Order
-from policies.scheduling.ledger import Ledger
-from policies.scheduling.members import InstanceState
+from rlhfspec.policies.reallocation.pool_records import Move, MoveMode
+from rlhfspec.policies.scheduling.events import Left, Order
+from rlhfspec.policies.scheduling.ledger import Ledger
+from rlhfspec.policies.scheduling.members import InstanceState
 
 
 def moves_away(ledger: Ledger) -> list[Move]:

@@ -9,8 +9,8 @@ import heapq
 from dataclasses import replace
 from typing import Literal
 
-from core.records import SampleKey, SampleRequest
-from policies.migration.move_messages import (
+from rlhfspec.core.records import SampleKey, SampleRequest
+from rlhfspec.policies.migration.move_messages import (
     CallOff,
     Claim,
     MoveOrder,
@@ -19,11 +19,11 @@ from policies.migration.move_messages import (
     Settle,
     Verdict,
 )
-from policies.reallocation.pool_records import Move
-from policies.scheduling.events import Abandon, MoveEnded, Order, SendVerdict, Submit
-from policies.scheduling.members import InstanceState, Members
-from policies.scheduling.open_samples import OpenSample
-from policies.scheduling.ownership import (
+from rlhfspec.policies.reallocation.pool_records import Move
+from rlhfspec.policies.scheduling.events import Abandon, MoveEnded, Order, SendVerdict, Submit
+from rlhfspec.policies.scheduling.members import InstanceState, Members
+from rlhfspec.policies.scheduling.open_samples import OpenSample
+from rlhfspec.policies.scheduling.ownership import (
     TAKEN_BACK_EPOCHS,
     OpenMoves,
     Ruling,

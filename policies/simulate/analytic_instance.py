@@ -12,13 +12,13 @@ from typing import Literal
 
 import numpy as np
 
-from policies.drafting.cost_view import BatchCosts, CostView
-from policies.drafting.shapes import ShapeTable
-from policies.drafting.track_record import TrackRecord
-from policies.reallocation.rate_curve import RateCurve
-from policies.simulate.roofline import Roofline
-from profiles.cost import CostModel, Shape
-from profiles.profile import Profile, YieldCurve
+from rlhfspec.policies.drafting.cost_view import BatchCosts, CostView
+from rlhfspec.policies.drafting.shapes import ShapeTable
+from rlhfspec.policies.drafting.track_record import TrackRecord
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.simulate.roofline import Roofline
+from rlhfspec.profiles.cost import CostModel, Shape
+from rlhfspec.profiles.profile import Profile, YieldCurve
 
 Speculation = Literal["off", "fixed", "adaptive"]
 CURVE_POINTS = 40

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.described_cluster import DescribedCluster
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate.described_cluster import DescribedCluster
 
 _TABLES = tomllib.loads(Path(__file__).with_name("assumptions.toml").read_text())
 SOURCES = {

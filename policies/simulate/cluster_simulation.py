@@ -12,14 +12,20 @@ from functools import partial
 
 import numpy as np
 
-from core.errors import ConfigError
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.analytic_instance import Speculation
-from policies.simulate.described_cluster import DescribedCluster
-from policies.simulate.played_steps import Order, PlayedSteps, StepSeconds, num_free_batches, play_steps
-from policies.simulate.rollout_player import RolloutPlayer
-from policies.simulate.simulation_records import Samples, SimulationResult
-from policies.simulate.training_cost import (
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate.analytic_instance import Speculation
+from rlhfspec.policies.simulate.described_cluster import DescribedCluster
+from rlhfspec.policies.simulate.played_steps import (
+    Order,
+    PlayedSteps,
+    StepSeconds,
+    num_free_batches,
+    play_steps,
+)
+from rlhfspec.policies.simulate.rollout_player import RolloutPlayer
+from rlhfspec.policies.simulate.simulation_records import Samples, SimulationResult
+from rlhfspec.policies.simulate.training_cost import (
     MemoryFit,
     TrainingCost,
     memory_fit,
@@ -27,7 +33,7 @@ from policies.simulate.training_cost import (
     publication_s,
     training_cost,
 )
-from profiles.profile import Profile
+from rlhfspec.profiles.profile import Profile
 
 MOST_SAMPLES = 20_000_000
 "Of all rollouts together: an hour or two on one core."

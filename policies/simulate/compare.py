@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from policies.reallocation.by_name import make_reallocation_policy
-from policies.reallocation.gate import GateMode
-from policies.reallocation.rate_curve import RateCurve
-from policies.simulate.perfect import least_finish_s, perfect_finish_s
-from policies.simulate.simulation import simulate
-from policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
+from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
+from rlhfspec.policies.reallocation.gate import GateMode
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.simulate.perfect import least_finish_s, perfect_finish_s
+from rlhfspec.policies.simulate.simulation import simulate
+from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
 
 COMPARED = ("static", "pull", "recompute_only", "paper_rule", "finish_time")
 "recompute_only is finish_time without migration."

@@ -7,20 +7,25 @@ from pathlib import Path
 
 import numpy as np
 
-from core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
-from policies.simulate.analytic_instance import AnalyticInstance, Draft, accepted_nodes, even_acceptance
-from policies.simulate.devices import SHEETS, ContradictionError
-from policies.simulate.model_dimensions import (
+from rlhfspec.core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
+from rlhfspec.policies.simulate.analytic_instance import (
+    AnalyticInstance,
+    Draft,
+    accepted_nodes,
+    even_acceptance,
+)
+from rlhfspec.policies.simulate.devices import SHEETS, ContradictionError
+from rlhfspec.policies.simulate.model_dimensions import (
     ModelDimensions,
     dimensions_of,
     head_dimensions,
     read_dimensions,
 )
-from policies.simulate.roofline import Reached, Roofline
-from policies.simulate.simulated_instance import SharedMachine
-from policies.simulate.simulation_records import MoveTruth, Samples
-from policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
-from profiles.transfer import PrefillModel, TransferModel
+from rlhfspec.policies.simulate.roofline import Reached, Roofline
+from rlhfspec.policies.simulate.simulated_instance import SharedMachine
+from rlhfspec.policies.simulate.simulation_records import MoveTruth, Samples
+from rlhfspec.policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
+from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 DEEPEST = 16
 "Levels up to which the adaptive choice looks."

@@ -6,7 +6,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.errors import ConfigError
+from rlhfspec.core.errors import ConfigError
 
 
 class ContradictionError(ConfigError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.errors import ConfigError
+from rlhfspec.core.errors import ConfigError
 
 MOST = 10**8
 "Of any count in a config."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from policies.simulate.simulation_records import PoolSetup, Samples
+from rlhfspec.policies.simulate.simulation_records import PoolSetup, Samples
 
 EXACT_SAMPLES = 256
 "With more samples running, they are spread anew after a 256th of them has ended."

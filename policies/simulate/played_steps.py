@@ -13,13 +13,13 @@ from typing import Literal
 
 import numpy as np
 
-from policies.pipelining.free_admission import FreeAdmission
-from policies.pipelining.phase_plan import PhasePlan
-from policies.reallocation.pool_records import ReallocationPolicy
-from policies.simulate.rollout_player import RolloutPlayer
-from policies.simulate.simulated_pool import Kind
-from policies.simulate.simulation import RolloutSimulation
-from policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
+from rlhfspec.policies.pipelining.free_admission import FreeAdmission
+from rlhfspec.policies.pipelining.phase_plan import PhasePlan
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.simulate.rollout_player import RolloutPlayer
+from rlhfspec.policies.simulate.simulated_pool import Kind
+from rlhfspec.policies.simulate.simulation import RolloutSimulation
+from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
 
 Schedule = Literal["recorded", "free"]
 LEAST_FREE = 6

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.errors import ConfigError
-from policies.reallocation.by_name import make_reallocation_policy
-from policies.reallocation.pool_records import ReallocationPolicy
-from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
-from policies.simulate.analytic_instance import Speculation, last_step_tokens, prompt_cost
-from policies.simulate.described_cluster import DescribedCluster
-from policies.simulate.perfect import least_finish_s
-from policies.simulate.simulation import simulate
-from policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
-from profiles.profile import Profile
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
+from rlhfspec.policies.simulate.analytic_instance import Speculation, last_step_tokens, prompt_cost
+from rlhfspec.policies.simulate.described_cluster import DescribedCluster
+from rlhfspec.policies.simulate.perfect import least_finish_s
+from rlhfspec.policies.simulate.simulation import simulate
+from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
+from rlhfspec.profiles.profile import Profile
 
 POLLS = 200
 "Of a rollout, where no interval is given."

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from policies.simulate.devices import DeviceSheet
-from policies.simulate.model_dimensions import ModelDimensions
+from rlhfspec.policies.simulate.devices import DeviceSheet
+from rlhfspec.policies.simulate.model_dimensions import ModelDimensions
 
 PRECISION_BYTES = {"bf16": 2.0, "fp8": 1.0}
 ACTIVATION_BYTES = 2.0

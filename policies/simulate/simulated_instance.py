@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from enum import IntEnum
 
 import numpy as np
 
-from core.records import SampleKey, Stream
-from policies.reallocation.pool_records import ReallocationPolicy
-from policies.scheduling.ledger import AHEAD_SHARE
-from policies.simulate.simulated_instance import PaceLine, SimulatedInstance, TrainerWork
-from policies.simulate.simulated_size import SimulatedSize
-from policies.simulate.simulation_records import Binding, PoolSetup, Samples
+from rlhfspec.core.records import SampleKey, Stream
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.scheduling.ledger import AHEAD_SHARE
+from rlhfspec.policies.simulate.simulated_instance import PaceLine, SimulatedInstance, TrainerWork
+from rlhfspec.policies.simulate.simulated_size import SimulatedSize
+from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples
 
 
 class Kind(IntEnum):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from policies.reallocation.pool_records import Move, MoveMode, PoolView
-from policies.scaling.scaling_policy import ScalingPolicy
-from policies.scaling.scaling_records import Limits, Resize, Starts
-from policies.scheduling.leaving import take_emptiest
-from policies.simulate.simulation_records import PoolSetup
+from rlhfspec.policies.reallocation.pool_records import Move, MoveMode, PoolView
+from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
+from rlhfspec.policies.scaling.scaling_records import Limits, Resize, Starts
+from rlhfspec.policies.scheduling.leaving import take_emptiest
+from rlhfspec.policies.simulate.simulation_records import PoolSetup
 
 
 class SimulatedSize:

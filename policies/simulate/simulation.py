@@ -7,10 +7,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from policies.reallocation.pool_records import InstanceView, Move, MoveMode, PoolView, ReallocationPolicy
-from policies.simulate.simulated_instance import SimulatedInstance
-from policies.simulate.simulated_pool import Kind, SimulatedPool
-from policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
+from rlhfspec.policies.reallocation.pool_records import (
+    InstanceView,
+    Move,
+    MoveMode,
+    PoolView,
+    ReallocationPolicy,
+)
+from rlhfspec.policies.simulate.simulated_instance import SimulatedInstance
+from rlhfspec.policies.simulate.simulated_pool import Kind, SimulatedPool
+from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
 
 
 def simulate(

@@ -8,11 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from policies.reallocation.gate import Gate, GateMode
-from policies.reallocation.rate_curve import RateCurve
-from policies.scaling.scaling_records import Resize
-from policies.simulate.simulated_instance import SharedMachine
-from profiles.transfer import PrefillModel, TransferModel
+from rlhfspec.policies.reallocation.gate import Gate, GateMode
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.scaling.scaling_records import Resize
+from rlhfspec.policies.simulate.simulated_instance import SharedMachine
+from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 Binding = Literal["static", "pull"]
 "static: sample i to instance i mod K, each with a queue of its own; pull: to the one that owns fewest, as slots free"

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from core.errors import ConfigError
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.analytic_instance import even_acceptance
-from policies.simulate.cluster_simulation import ClusterResult, require_bounded, simulate_cluster
-from policies.simulate.described_cluster import DescribedCluster, describe
-from policies.simulate.devices import ContradictionError
-from profiles.profile import Profile
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate.analytic_instance import even_acceptance
+from rlhfspec.policies.simulate.cluster_simulation import ClusterResult, require_bounded, simulate_cluster
+from rlhfspec.policies.simulate.described_cluster import DescribedCluster, describe
+from rlhfspec.policies.simulate.devices import ContradictionError
+from rlhfspec.profiles.profile import Profile
 
 MOST_COMBINATIONS = 500
 READ_ONCE = ("lengths.file", "device.profile")

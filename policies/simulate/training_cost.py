@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from core.errors import ConfigError
-from core.settings.simulated_cluster import SimulatedLearnerConfig
-from policies.simulate.devices import DeviceSheet
-from policies.simulate.model_dimensions import ModelDimensions
-from policies.simulate.roofline import Roofline
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.simulated_cluster import SimulatedLearnerConfig
+from rlhfspec.policies.simulate.devices import DeviceSheet
+from rlhfspec.policies.simulate.model_dimensions import ModelDimensions
+from rlhfspec.policies.simulate.roofline import Roofline
 
 TRAINING_BYTES = 2.0
 "Of a parameter or a gradient that travels: bfloat16."

@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from core.errors import ConfigError
-from policies.simulate.simulation_records import Samples
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.policies.simulate.simulation_records import Samples
 
 WorkloadName = Literal["balanced", "long_tail", "skewed"]
 WORKLOADS: tuple[WorkloadName, ...] = ("balanced", "long_tail", "skewed")

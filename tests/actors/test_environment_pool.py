@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import ray
 
-from actors.environment_actors import EnvironmentActor, EnvironmentPool
-from core.config import EnvironmentConfig
-from core.errors import ConfigError, EpisodeError
-from core.records import Prompt, SampleKey
+from rlhfspec.actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
+from rlhfspec.core.config import EnvironmentConfig
+from rlhfspec.core.errors import ConfigError, EpisodeError
+from rlhfspec.core.records import Prompt, SampleKey
 
 pytestmark = pytest.mark.ray
 TIMEOUT_S = 120.0

@@ -1,6 +1,6 @@
 """Restarts within an hour are bounded; what is longer ago is forgotten."""
 
-from actors.restart_budget import WINDOW_S, RestartBudget
+from rlhfspec.actors.waiting.restart_budget import WINDOW_S, RestartBudget
 
 
 class Clock:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import ray
 
-from actors.reward_actors import RewardActor, RewardPool
-from core.config import RewardConfig
-from core.errors import ConfigError, InstanceLost, RewardError, WaitTimeout
-from core.records import Prompt
+from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.errors import ConfigError, InstanceLost, RewardError, WaitTimeout
+from rlhfspec.core.records import Prompt
 
 pytestmark = pytest.mark.ray
 

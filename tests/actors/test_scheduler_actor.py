@@ -9,10 +9,10 @@ import pytest
 import ray
 from fake_engine import POISON, FakeInstance, make_request, response_of
 
-from actors.actor_messages import SchedulerSettings
-from actors.ray_utils.waiting import get
-from actors.scheduler_actor import SchedulerActor
-from core.errors import DataError
+from rlhfspec.actors.actor_messages import SchedulerSettings
+from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
+from rlhfspec.actors.waiting.waiting import get
+from rlhfspec.core.errors import DataError
 
 pytestmark = pytest.mark.ray
 

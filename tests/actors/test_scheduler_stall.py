@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from fake_engine import make_request
 
-import actors.scheduler_actor
-from actors.actor_messages import SchedulerSettings
-from core.errors import WaitTimeout
-from policies.scheduling.events import ClockTicked
+import rlhfspec.actors.scheduling.scheduler_actor
+from rlhfspec.actors.actor_messages import SchedulerSettings
+from rlhfspec.core.errors import WaitTimeout
+from rlhfspec.policies.scheduling.events import ClockTicked
 
 
 class Silent:
@@ -24,7 +24,7 @@ class Played:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        module = actors.scheduler_actor
+        module = rlhfspec.actors.scheduling.scheduler_actor
         monkeypatch.setattr(module, "begin_actor", lambda name: name)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         settings = SchedulerSettings(

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from actors import stateless_pool
-from actors.ray_utils import heartbeat
-from actors.ray_utils.waiting import ActorDied
-from actors.restart_budget import WINDOW_S
-from actors.stateless_pool import PoolKind, StatelessPool
-from core.errors import WaitTimeout
+from rlhfspec.actors.waiting import heartbeat, stateless_pool
+from rlhfspec.actors.waiting.restart_budget import WINDOW_S
+from rlhfspec.actors.waiting.stateless_pool import PoolKind, StatelessPool
+from rlhfspec.actors.waiting.waiting import ActorDied
+from rlhfspec.core.errors import WaitTimeout
 
 
 @dataclass(eq=False)

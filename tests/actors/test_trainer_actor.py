@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from actors.actor_messages import TrainerSpec
-from actors.trainer_actor import TrainerActor
-from actors.transport.broadcast import join_broadcast
-from core.config import (
+from rlhfspec.actors.actor_messages import TrainerSpec
+from rlhfspec.actors.transport.broadcast import join_broadcast
+from rlhfspec.actors.workers.trainer_actor import TrainerActor
+from rlhfspec.core.config import (
     AlgorithmConfig,
     DrafterTrainingConfig,
     EngineConfig,
     SpeculationConfig,
     TrainerConfig,
 )
-from core.errors import ConfigError, RlhfSpecError, WeightsError
-from core.records import (
+from rlhfspec.core.errors import ConfigError, RlhfSpecError, WeightsError
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -28,9 +28,9 @@ from core.records import (
     SamplingParams,
     WeightSpan,
 )
-from engine.build import build_engine
-from engine.weights.chunks import digest, load_into, model_checksum, pack_weights, unpack_weights
-from engine.weights.loading import build_causal_lm, load_causal_lm
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.weights.chunks import digest, load_into, model_checksum, pack_weights, unpack_weights
+from rlhfspec.engine.weights.loading import build_causal_lm, load_causal_lm
 
 Trainer = TrainerActor.__ray_metadata__.modified_class
 
@@ -304,7 +304,9 @@ def test_a_trainer_that_is_to_score_by_the_engine_must_know_which(first):
 @pytest.mark.parametrize("form", ["gloo", "gloo_on_device"])
 def test_what_is_broadcast_is_the_version_that_is_told(trainer, monkeypatch, form):
     """On devices Gloo stands in NCCL's place; buckets come in two buffers in turn, each whole before it is sent."""
-    monkeypatch.setattr("actors.trainer_actor.ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(
+        "rlhfspec.actors.workers.trainer_actor.ray.util.get_node_ip_address", lambda: "127.0.0.1"
+    )
     trainer.update(ROLLOUTS)
     layout, _ = published(trainer)
     ticket = trainer.open_broadcast(("gen-0",), form)

@@ -8,9 +8,9 @@ from benchmarks.moving.exact import SPECULATION
 from benchmarks.multiturn.calculator_task import calculator_config, calculator_workload, play_alone
 from benchmarks.multiturn.over_instances import Played, play_over
 from benchmarks.support.actor_pool import ActorPool
-from core.config import ReallocationConfig, SpeculationConfig
-from engine.build import build_engine
-from policies.reallocation.forced import ForcedMoves
+from rlhfspec.core.config import ReallocationConfig, SpeculationConfig
+from rlhfspec.engine.build import build_engine
+from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 EPISODES = 16

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import engine.model.stock_forward
+import rlhfspec.engine.model.stock_forward
 from benchmarks.families import trial
 from benchmarks.families.configs import Family, build_model
 from benchmarks.families.guards import CorruptionError, GuardedMemory, Guards
@@ -21,9 +21,9 @@ from benchmarks.families.page import GOOD, page, row, rows_of
 from benchmarks.families.trial import Finding, try_family
 from benchmarks.families.variants import QUICK, all_families, quick_families
 from benchmarks.families.workers import try_families
-from engine.cache.kv_memory import PoolShape
-from engine.cache.kv_pool import KVPool
-from engine.engine import Engine
+from rlhfspec.engine.cache.kv_memory import PoolShape
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.engine import Engine
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 ALL = "RLHFSPEC_ALL_FAMILIES"
@@ -151,14 +151,14 @@ def test_a_write_beside_a_buffer_is_found() -> None:
 
 def _engine_allocates(like: torch.Tensor, size: int) -> torch.Tensor:
     """As a module of the engine does."""
-    names = {"__name__": "engine.cpu.segments", "like": like, "size": size}
+    names = {"__name__": "rlhfspec.engine.cpu.segments", "like": like, "size": size}
     exec("made = like.new_zeros(size)", names)
     return names["made"]  # type: ignore[return-value]
 
 
 def try_without_shape_checks(family: Family) -> Finding:
     """What the engine did before it compared keys with the pool; in a process that ends with it."""
-    engine.model.stock_forward._require_shape = lambda *arguments: None
+    rlhfspec.engine.model.stock_forward._require_shape = lambda *arguments: None
     KVPool.require_cells = lambda *arguments: None  # type: ignore[method-assign]
     return try_family(family)
 

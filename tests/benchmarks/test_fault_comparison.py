@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.faulty.comparison import compare_runs
-from core.checkpoint_manifest import write_manifest
+from rlhfspec.core.checkpoint_manifest import write_manifest
 
 
 def row(sample: int, *tokens: int) -> dict[str, object]:

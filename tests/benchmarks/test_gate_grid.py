@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.moving.gate_grid import SHORT_REPEATS, SHORT_TURNS, Cell, both_ways, typical
-from policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 WAYS = ((MoveMode.RECOMPUTE, False), (MoveMode.MIGRATE, False), (MoveMode.MIGRATE, True))
 

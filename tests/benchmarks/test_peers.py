@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peers import build, serving
 from benchmarks.peers.client import BUILT, PEER_NAMES, Peer, PeerError, available_peers
-from core.errors import WaitTimeout
+from rlhfspec.core.errors import WaitTimeout
 
 FAKE = """
 import os, sys, time

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.cluster_simulation import paper_figures
 from benchmarks.published import nemo_rl, rlhfspec_paper, tlt_batches
 from benchmarks.published.row import ranged
-from policies.simulate.cluster_simulation import bound
+from rlhfspec.policies.simulate.cluster_simulation import bound
 
 
 def test_a_row_says_how_far_and_whether_the_range_holds_it() -> None:

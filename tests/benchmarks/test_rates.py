@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.generation.trace_events import TraceEvent
 from benchmarks.moving.rates import Rates, measured_rates, stretches_of
-from core.decode_records import GenerationStats
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.actors.generation.trace_events import TraceEvent
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 
 STEP_S, SAMPLE_S, CONTEXT_TOKEN_S, PROMPT_TOKEN_S = 5e-3, 1e-3, 1e-6, 2e-4
 LENGTHS = np.arange(10, 2000, 40)

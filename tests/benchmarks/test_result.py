@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.result import write_result
-from core.errors import RlhfSpecError
+from rlhfspec.core.errors import RlhfSpecError
 
 
 def test_the_file_holds_figures_intervals_and_where_they_come_from(tmp_path: Path) -> None:

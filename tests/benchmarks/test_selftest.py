@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import engine.decode_step
+import rlhfspec.engine.decode_step
 from benchmarks.selftest.parts import PartFailed, bandwidth, distribution, logprobs, pooled, speed
 from benchmarks.selftest.run import device_tests, run_parts, write_report
 from benchmarks.selftest.subject import Subject
-from cluster.cli import main
-from engine.weights.causal_lm import DTYPES
-from engine.weights.loading import freeze
+from rlhfspec.cluster.cli import main
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.loading import freeze
 from tests.helpers.tiny_llama import tiny_llama
 
 CPU = torch.device("cpu")
@@ -53,13 +53,13 @@ def test_every_part_passes_and_the_report_says_so(subject: Subject, tmp_path: Pa
 
 
 def test_wrong_log_probabilities_fail(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
-    right = engine.decode_step.emitted_logprobs
+    right = rlhfspec.engine.decode_step.emitted_logprobs
 
     def wrong(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
         policy, sampling = right(*args)  # type: ignore[arg-type]
         return policy - 0.01, sampling
 
-    monkeypatch.setattr(engine.decode_step, "emitted_logprobs", wrong)
+    monkeypatch.setattr(rlhfspec.engine.decode_step, "emitted_logprobs", wrong)
     with pytest.raises(
         PartFailed, match=r"plan plain: expected Hugging Face's within .* difference of 0\.01"
     ):
@@ -67,12 +67,12 @@ def test_wrong_log_probabilities_fail(monkeypatch: pytest.MonkeyPatch, subject: 
 
 
 def test_a_wrong_distribution_fails(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
-    right = engine.decode_step.choose
+    right = rlhfspec.engine.decode_step.choose
 
     def colder(logits: torch.Tensor, *args: object) -> torch.Tensor:
         return right(logits * 1.5, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine.decode_step, "choose", colder)
+    monkeypatch.setattr(rlhfspec.engine.decode_step, "choose", colder)
     with pytest.raises(PartFailed, match=r"expected the model's distribution, got .* p = "):
         distribution(subject, num_samples=1024)
 

@@ -27,8 +27,8 @@ from benchmarks.simulated_runs.prediction import (
 )
 from benchmarks.simulated_runs.recorded_run import Batch, RecordedRun, read_run
 from benchmarks.support.result import ROOT
-from core.config_io import dump_config, load_config
-from policies.simulate.simulation_records import Samples
+from rlhfspec.core.config_io import dump_config, load_config
+from rlhfspec.policies.simulate.simulation_records import Samples
 
 QUIET = Background(generating=0.0, resting=0.0)
 MACHINE = MachineProfile(alone=hand_profile(0.8, hand_cost()), slowdown=1.25)

@@ -13,15 +13,15 @@ from typing import Annotated, Literal
 
 import pytest
 
-from cluster.cli import build_parser, commands, main
-from cluster.commands.arguments import SECONDS, set_flag
-from cluster.commands.bench import WITH_REAL_MODEL, benchmark_names
-from cluster.commands.declare import Arg, Group, add_arguments, call
-from cluster.commands.reference import page
-from cluster.placement.origin import PACKAGES, ROOT, shadowed_packages
-from cluster.preflight.inputs import require_cores
-from core.errors import ConfigError
-from core.settings.cluster import ClusterConfig
+from rlhfspec.cluster.cli import build_parser, commands, main
+from rlhfspec.cluster.commands.arguments import SECONDS, set_flag
+from rlhfspec.cluster.commands.bench import WITH_REAL_MODEL, benchmark_names
+from rlhfspec.cluster.commands.declare import Arg, Group, add_arguments, call
+from rlhfspec.cluster.commands.reference import page
+from rlhfspec.cluster.placement.origin import PACKAGES, ROOT, shadowed_packages
+from rlhfspec.cluster.preflight.inputs import require_cores
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.cluster import ClusterConfig
 from tests.conftest import TinyPair
 
 COMMANDS = [
@@ -71,7 +71,7 @@ def test_every_command_explains_itself(command: list[str], capsys: pytest.Captur
 
 
 def test_the_reference_page_is_that_of_the_commands() -> None:
-    told = "python -m cluster.commands.reference > docs/reference-commands.md"
+    told = "python -m rlhfspec.cluster.commands.reference > docs/reference-commands.md"
     assert (ROOT / "docs/reference-commands.md").read_text() == page(build_parser()), f"out of date: {told}"
 
 
@@ -133,7 +133,11 @@ def test_a_function_is_a_command(
 
 def test_the_module_runs_as_a_script_from_the_checkout() -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "rlhfspec.cluster.cli", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert all(command in answer.stdout for command in commands())
 
@@ -177,7 +181,7 @@ def test_tokenizers_that_differ_are_refused(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from learning.pairs.tokenization import character_tokenizer
+    from rlhfspec.learning.models.tokenization import character_tokenizer
 
     AutoModelForCausalLM.from_pretrained(tiny_pair.draft).save_pretrained(tmp_path / "other")
     character_tokenizer("zyx").save_pretrained(tmp_path / "other")
@@ -229,7 +233,7 @@ def test_the_console_script_finds_a_reward_function_in_the_folder_it_is_run_from
 ) -> None:
     (tmp_path / "mine.py").write_text("def score(prompt, response, reference):\n    return 0.0\n")
     # as the installed script does: the caller's folder is not on the path
-    code = f"import sys; sys.path[0] = {str(ROOT)!r}; from cluster.cli import main; sys.exit(main())"
+    code = f"import sys; sys.path[0] = {str(ROOT)!r}; from rlhfspec.cluster.cli import main; sys.exit(main())"
     argv = ["check", "--config", str(config_file), "--set", "reward.kind=mine:score"]
     answer = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
@@ -315,8 +319,8 @@ def test_a_run_whose_folder_was_taken_says_where_it_writes(
 ) -> None:
     taken = tmp_path / "runs" / "r"
     taken.mkdir(parents=True)
-    monkeypatch.setattr("cluster.run_folder.layout.choose_run_path", lambda *_, **__: taken)
-    monkeypatch.setattr("cluster.loop.run_training", lambda *_: None)
+    monkeypatch.setattr("rlhfspec.cluster.folder.layout.choose_run_path", lambda *_, **__: taken)
+    monkeypatch.setattr("rlhfspec.cluster.run.loop.run_training", lambda *_: None)
     assert main(["train", "--config", str(config_file), "--set", "speculation.policy=fixed"]) == 0
     assert f"run folder {taken}-2 (another run took the first name)" in capsys.readouterr().out
     assert list(taken.iterdir()) == []
@@ -350,7 +354,7 @@ def test_every_package_comes_from_this_tree() -> None:
 def test_a_shadowing_package_is_named_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "core").mkdir()
     (tmp_path / "core" / "__init__.py").write_text("")
-    code = "from cluster.cli import main; import sys; sys.exit(main(['show', '.']))"
+    code = "from rlhfspec.cluster.cli import main; import sys; sys.exit(main(['show', '.']))"
     loader = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; {code}"
     answer = subprocess.run([sys.executable, "-c", loader], capture_output=True, text=True, cwd=tmp_path)
     assert answer.returncode == 1
@@ -381,7 +385,7 @@ def test_a_real_benchmark_without_the_model_is_skipped_and_says_why(tmp_path: Pa
         "PIP_FIND_LINKS": str(tmp_path),
     }
     code = f"""
-from cluster.cli import main
+from rlhfspec.cluster.cli import main
 for name in {WITH_REAL_MODEL!r}:
     ended = main(["bench", name, "--real", "--quick", "--out", {str(tmp_path / "bench")!r}])
     print(name, ended, flush=True)
@@ -432,7 +436,7 @@ def test_scoring_by_the_engine_is_refused_where_bits_are_not_promised_or_not_tak
 def test_a_reward_that_cannot_be_served_is_refused(
     argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.reward_server.ray_session", None)  # nothing may start
+    monkeypatch.setattr("rlhfspec.cluster.jobs.reward_server.ray_session", None)  # nothing may start
     # other tests of this process may have a Ray that is up
-    monkeypatch.setattr("cluster.reward_server.is_local", lambda config: True)
+    monkeypatch.setattr("rlhfspec.cluster.jobs.reward_server.is_local", lambda config: True)
     assert words in refused(capsys, "serve", "reward", *argv)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.cli import main
+from rlhfspec.cluster.cli import main
 from tests.conftest import TinyPair
 
 

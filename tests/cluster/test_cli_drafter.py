@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import main
-from engine.drafters.head.head_weights import load_head
+from rlhfspec.cluster.cli import main
+from rlhfspec.engine.drafters.head.head_weights import load_head
 from tests.conftest import TinyPair
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-import cluster.evaluate_models
-from cluster.cli import main
-from cluster.evaluate_models import evaluation_config, prompts_of
-from core.errors import ConfigError, InputError
-from learning.data.prompts import load_prompts
-from learning.pairs.tokenization import character_tokenizer
+import rlhfspec.cluster.jobs.evaluate_models
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.jobs.evaluate_models import evaluation_config, prompts_of
+from rlhfspec.core.errors import ConfigError, InputError
+from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.models.tokenization import character_tokenizer
 
 SMALL = ["--set", "cluster.generation.num_actors=1", "--set", "engine.max_running_samples=4"]
 
@@ -162,7 +162,9 @@ def test_a_model_that_a_run_would_refuse_is_refused_before_ray_starts(
     change, said, tiny_pair, tmp_path, capsys, monkeypatch
 ):
     started = []
-    monkeypatch.setattr(cluster.evaluate_models, "ray_session", lambda *_, **__: started.append("Ray"))
+    monkeypatch.setattr(
+        rlhfspec.cluster.jobs.evaluate_models, "ray_session", lambda *_, **__: started.append("Ray")
+    )
     model = Path(shutil.copytree(tiny_pair.target, tmp_path / "model"))
     held = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(held | change))

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import tiny_pool
 
-from actors.generation.decode_loop import DecodeLoop
-from actors.generation.loop_orders import StepLogOrder, StopOrder, SubmitOrder
-from cluster.cli import main
-from core.config import EngineConfig, SpeculationConfig
-from core.decode_records import StepRecord
-from engine.build import build_engine
-from engine.engine import Engine
-from profiles.step_log import PolicyOrigin, encode_step_log
+from rlhfspec.actors.generation.decode_loop import DecodeLoop
+from rlhfspec.actors.generation.loop_orders import StepLogOrder, StopOrder, SubmitOrder
+from rlhfspec.cluster.cli import main
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.decode_records import StepRecord
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.profiles.step_log import PolicyOrigin, encode_step_log
 
 SPECULATION = SpeculationConfig(policy="bandit", max_nodes=4, max_depth=4)
 Write = Callable[..., Path]

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from hand_profile import hand_cost, hand_profile
 
-from cluster.cli import main
-from cluster.run_folder.recorded_lengths import read_lengths
-from core.errors import DataError
-from profiles.profile import save_profile
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.recorded_lengths import read_lengths
+from rlhfspec.core.errors import DataError
+from rlhfspec.profiles.profile import save_profile
 
 SMALL = ("simulate", "--instances", "2", "--slots", "4", "--samples", "16", "--max-new-tokens", "128")
 

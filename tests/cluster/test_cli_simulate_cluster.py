@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hand_profile import hand_cost, hand_profile
 
-from cluster.cli import main
-from profiles.profile import save_profile
+from rlhfspec.cluster.cli import main
+from rlhfspec.profiles.profile import save_profile
 
 SMALL = (
     "simulate",

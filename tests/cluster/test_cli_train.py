@@ -17,15 +17,15 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import cluster.loop
-import cluster.preflight.run_profile
-from cluster.cli import main
-from cluster.observing.live_page import LivePage
-from cluster.run_folder.layout import RunDir
-from core.checkpoint_manifest import verify_checkpoint
-from core.metrics import read_metrics
-from learning.data.encoding import PromptEncoder, Rendered
-from learning.data.records_io import Row
+import rlhfspec.cluster.preflight.run_profile
+import rlhfspec.cluster.run.loop
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observing.live_page import LivePage
+from rlhfspec.core.checkpoint_manifest import verify_checkpoint
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.learning.data.encoding import PromptEncoder, Rendered
+from rlhfspec.learning.data.records_io import Row
 from tests.conftest import TinyPair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def test_a_run_that_measures_its_profile_first_leaves_a_complete_folder(
     tokenised: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster.preflight.run_profile, "AUTO_BUDGET_S", 1.5)
+    monkeypatch.setattr(rlhfspec.cluster.preflight.run_profile, "AUTO_BUDGET_S", 1.5)
     changes = ["speculation.policy=goodput", f"run.cache_dir={tmp_path / 'cache'}"]
     assert main(["train", "--config", str(config_file), *(w for one in changes for w in ("--set", one))]) == 0
     assert len(list((tmp_path / "cache" / "profiles").iterdir())) == 1
@@ -135,7 +135,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_finished(
     config_file: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = cluster.loop.save_checkpoints
+    really = rlhfspec.cluster.run.loop.save_checkpoints
 
     def save_and_fill(*args: Any, **kwargs: Any) -> None:
         really(*args, **kwargs)
@@ -143,7 +143,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_finished(
             while file.write(bytes(4096)):
                 pass
 
-    monkeypatch.setattr(cluster.loop, "save_checkpoints", save_and_fill)
+    monkeypatch.setattr(rlhfspec.cluster.run.loop, "save_checkpoints", save_and_fill)
     settings = [f"run.output_dir={small_disk / 'runs'}", "run.checkpoint_every=1", ONE_INSTANCE]
     argv = ["train", "--config", str(config_file), *(word for one in settings for word in ("--set", one))]
     assert main(argv) == 1
@@ -168,7 +168,7 @@ def test_sigterm_leaves_the_run_interrupted_and_exits_with_143(config_file: Path
     many = ["--set", "run.iterations=100000", "--set", "cluster.dashboard=false", "--set", ONE_INSTANCE]
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
     child = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "train", "--config", str(config_file), *many],
+        [sys.executable, "-m", "rlhfspec.cluster.cli", "train", "--config", str(config_file), *many],
         env=environment | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from made_moves import move
 
-from actors.actor_messages import LostInstance, Taken
-from cluster.collect import attend, collect
-from core.decode_records import GenerationStats
-from core.errors import RewardError, RlhfSpecError, WeightsError
-from core.records import (
+from rlhfspec.actors.actor_messages import LostInstance, Taken
+from rlhfspec.cluster.run.collect import attend, collect
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.errors import RewardError, RlhfSpecError, WeightsError
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -24,8 +24,8 @@ from core.records import (
     Unscored,
     WeightSpan,
 )
-from learning.pairs.tokenization import character_tokenizer
-from policies.scheduling.events import Alarm
+from rlhfspec.learning.models.tokenization import character_tokenizer
+from rlhfspec.policies.scheduling.events import Alarm
 
 LETTERS = "abcde"
 TOKENIZER = character_tokenizer(LETTERS)

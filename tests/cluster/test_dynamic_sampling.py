@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.dynamic_sampling import UsefulGroups
-from core.errors import ConfigError, NumericsError
-from core.metric_registry import require_declared
-from core.records import (
+from rlhfspec.cluster.run.dynamic_sampling import UsefulGroups
+from rlhfspec.core.errors import ConfigError, NumericsError
+from rlhfspec.core.metric_registry import require_declared
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,

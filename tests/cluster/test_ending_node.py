@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.kuberay.ray_manifests import end_notice
+from rlhfspec.cluster.kuberay.ray_manifests import end_notice
 from tests.helpers.ray_script import answer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.episodes import Episodes
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import EpisodeError
-from core.records import (
+from rlhfspec.cluster.run.episodes import Episodes
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import EpisodeError
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -19,8 +19,8 @@ from core.records import (
     SamplingParams,
     WeightSpan,
 )
-from learning.environments.environment_protocol import Step
-from learning.pairs.tokenization import character_tokenizer
+from rlhfspec.learning.environments.environment_protocol import Step
+from rlhfspec.learning.models.tokenization import character_tokenizer
 
 TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from cluster.evaluate import evaluate, evaluation_requests
-from cluster.loop import train
-from cluster.placement.ray_session import RaySession
-from cluster.preflight.inputs import read_inputs
-from cluster.reporting.console import Reporter
-from cluster.run_folder.layout import RunDir
-from cluster.system import running_system
-from core.checkpoint_manifest import verify_checkpoint
-from core.config import Config
-from core.config_io import config_from_dict
-from core.metrics import read_metrics
-from core.records import Rollout
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
+from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.system.system import running_system
+from rlhfspec.core.checkpoint_manifest import verify_checkpoint
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.core.records import Rollout
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

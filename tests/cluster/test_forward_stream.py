@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.forward_stream import ForwardStream, Streamed
-from core.errors import InstanceLost
+from rlhfspec.cluster.run.forward_stream import ForwardStream, Streamed
+from rlhfspec.core.errors import InstanceLost
 
 
 def scored(index: int) -> Any:

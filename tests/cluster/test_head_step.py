@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from actors.actor_messages import HeadComparison, HeadProgress
-from cluster import head_step
-from cluster.head_step import train_head
-from cluster.weights import first_weights
-from cluster.weights.publish import PublishedWeights
-from core.errors import InstanceLost, WaitTimeout
-from engine.drafters.head.head_weights import HeadWeights
-from engine.drafters.head.published_head import pack_head, published_head
-from engine.weights.chunks import weight_views
+from rlhfspec.actors.actor_messages import HeadComparison, HeadProgress
+from rlhfspec.cluster.run import head_step
+from rlhfspec.cluster.run.head_step import train_head
+from rlhfspec.cluster.weights import first_weights
+from rlhfspec.cluster.weights.publish import PublishedWeights
+from rlhfspec.core.errors import InstanceLost, WaitTimeout
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.drafters.head.published_head import pack_head, published_head
+from rlhfspec.engine.weights.chunks import weight_views
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
 
@@ -92,7 +92,7 @@ class Instance:
 
 
 def answered(ref: Any, **_: Any) -> Any:
-    """As `actors.ray_utils.waiting.get`: what is an error is raised."""
+    """As `actors.waiting.waiting.get`: what is an error is raised."""
     for one in ref if isinstance(ref, list) else [ref]:
         if isinstance(one, Exception):
             raise one

@@ -13,16 +13,16 @@ import pytest
 from made_moves import three_moves
 from made_rollouts import rollout
 
-from cluster.collect import Collected
-from cluster.recorder import Recorder
-from cluster.reporting.console import PipeConsole, Reporter
-from cluster.reporting.iteration_metrics import iteration_figures
-from cluster.reporting.learning_signal import signal_line, with_signal
-from cluster.run_folder.layout import RunDir
-from cluster.tracking.run_log import RunLog
-from core.config_io import config_from_dict
-from core.decode_records import GenerationStats
-from core.records import UpdateReport
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.recorder import Recorder
+from rlhfspec.cluster.folder.run_log import RunLog
+from rlhfspec.cluster.reporting.console import PipeConsole, Reporter
+from rlhfspec.cluster.reporting.iteration_metrics import iteration_figures
+from rlhfspec.cluster.reporting.learning_signal import signal_line, with_signal
+from rlhfspec.cluster.run.collect import Collected
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.records import UpdateReport
 
 SECONDS = dict.fromkeys(("generate", "score", "update", "publish", "refit", "evaluate", "iteration"), 1.0)
 SAMPLES, WARM_UP, ITERATIONS = 8, 5, 20

@@ -18,30 +18,30 @@ import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unhurried_refits import give_refits_time
 
-from cluster.cli import main
-from cluster.collect import collect
-from cluster.loop import train
-from cluster.placement.ray_session import RaySession
-from cluster.preflight.inputs import read_inputs
-from cluster.proof.verify_run import verify_run
-from cluster.reporting.console import Reporter
-from cluster.reporting.summary import STEP_PARTS
-from cluster.run_folder.layout import RunDir
-from cluster.system import System, running_system
-from core.config import Config
-from core.config_io import config_from_dict
-from core.metrics import read_metrics
-from core.records import Completion, Rollout, SampleRequest
-from engine.build import build_engine
-from engine.engine import Engine
-from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
-from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.data.cursor import PromptCursor
-from learning.data.prompts import load_prompts, sampling_params
-from learning.learner import Learner
-from learning.rewards.reward_function import build_reward
-from learning.rewards.written_text import response_text
-from profiles.step_log import read_step_log
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.reporting.summary import STEP_PARTS
+from rlhfspec.cluster.run.collect import collect
+from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.system.system import System, running_system
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.core.records import Completion, Rollout, SampleRequest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.chunks import model_checksum, pack_weights, unpack_weights
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
+from rlhfspec.learning.data.cursor import PromptCursor
+from rlhfspec.learning.data.prompts import load_prompts, sampling_params
+from rlhfspec.learning.rewards.reward_function import build_reward
+from rlhfspec.learning.rewards.written_text import response_text
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.profiles.step_log import read_step_log
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -12,21 +12,21 @@ import ray
 import torch
 from unhurried_refits import give_refits_time
 
-from cluster.collect import collect
-from cluster.loop import train
-from cluster.placement.ray_session import RaySession
-from cluster.preflight.inputs import read_inputs
-from cluster.preflight.run_check import check_run
-from cluster.reporting.console import Reporter
-from cluster.run_folder.layout import RunDir
-from cluster.system import System, running_system
-from core.checkpoint_manifest import verify_checkpoint
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import InstanceLost
-from core.metrics import read_metrics
-from engine.weights.chunks import model_checksum
-from engine.weights.loading import load_causal_lm
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.run_check import check_run
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.run.collect import collect
+from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.system.system import System, running_system
+from rlhfspec.core.checkpoint_manifest import verify_checkpoint
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import InstanceLost
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.engine.weights.chunks import model_checksum
+from rlhfspec.engine.weights.loading import load_causal_lm
 
 GROUPS, SIZE = 4, 3
 NAMESPACE = "test-loop-grpo"

@@ -8,25 +8,25 @@ import pyarrow.parquet as pq
 import pytest
 from sample_environments import Parrot
 
-from cluster.loop import train
-from cluster.placement.ray_session import RaySession
-from cluster.preflight.inputs import read_inputs
-from cluster.preflight.run_check import check_run
-from cluster.proof.verify_run import verify_run
-from cluster.reporting.console import Reporter
-from cluster.run_folder.layout import RunDir
-from cluster.system import running_system
-from core.config import Config
-from core.config_io import config_from_dict
-from core.metrics import read_metrics
-from core.records import Completion, SampleRequest
-from engine.build import build_engine
-from engine.weights.loading import load_causal_lm
-from learning.data.cursor import PromptCursor
-from learning.data.prompts import sampling_params
-from learning.environments.episode import Episode, EpisodeLimits
-from learning.environments.observations import ObservationRenderer, ending_with
-from learning.rewards.written_text import written_text
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.run_check import check_run
+from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.system.system import running_system
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.core.records import Completion, SampleRequest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.learning.data.cursor import PromptCursor
+from rlhfspec.learning.data.prompts import sampling_params
+from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
+from rlhfspec.learning.environments.observations import ObservationRenderer, ending_with
+from rlhfspec.learning.rewards.written_text import written_text
 
 SAMPLES = 8
 LIMITS = {"max_turns": 6, "max_turn_tokens": 20}

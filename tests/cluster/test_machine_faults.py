@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import main
-from cluster.machine_faults import explain_os_error
-from cluster.placement.origin import ROOT
-from cluster.reporting.run_record import RunRecord
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.run_record import RunRecord
+from rlhfspec.cluster.placement.origin import ROOT
+from rlhfspec.cluster.system.machine_faults import explain_os_error
 
 
 def raised(error: OSError) -> OSError:
@@ -87,7 +87,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def show_into(output: int, run_dir: Path) -> tuple[int, str]:
     """Exit code and errors of `rlhfspec show` with `output` for its standard output."""
-    argv = [sys.executable, "-m", "cluster.cli", "show", str(run_dir)]
+    argv = [sys.executable, "-m", "rlhfspec.cluster.cli", "show", str(run_dir)]
     answer = subprocess.run(argv, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True)
     return answer.returncode, answer.stderr
 
@@ -96,7 +96,7 @@ def test_a_name_that_the_terminal_cannot_spell_is_printed_all_the_same(tmp_path:
     folder = tmp_path / "über"
     folder.mkdir()
     (folder / "config.yaml").write_text("")
-    argv = [sys.executable, "-m", "cluster.cli", "show", str(folder)]
+    argv = [sys.executable, "-m", "rlhfspec.cluster.cli", "show", str(folder)]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     answer = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (answer.returncode, answer.stderr) == (0, "")

@@ -16,18 +16,18 @@ import ray
 import tiny_pool
 from forced_moves import Forced
 
-from actors.actor_messages import GenerationSpec, LostInstance, SchedulerSettings
-from actors.generation.generation_actor import GenerationActor
-from actors.scheduler_actor import SchedulerActor
-from actors.transport.select import TransportName
-from cluster.scheduling.instance_table import Instance, InstanceTable
-from cluster.scheduling.scheduler_client import SchedulerClient
-from cluster.weights.publish import PublishedWeights, publish
-from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.build import build_engine
-from engine.weights.chunks import pack_weights
-from policies.scheduling.events import Alarm, MoveRecord
+from rlhfspec.actors.actor_messages import GenerationSpec, LostInstance, SchedulerSettings
+from rlhfspec.actors.generation.generation_actor import GenerationActor
+from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
+from rlhfspec.actors.transport.select import TransportName
+from rlhfspec.cluster.system.instance_table import Instance, InstanceTable
+from rlhfspec.cluster.system.scheduler_client import SchedulerClient
+from rlhfspec.cluster.weights.publish import PublishedWeights, publish
+from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.weights.chunks import pack_weights
+from rlhfspec.policies.scheduling.events import Alarm, MoveRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

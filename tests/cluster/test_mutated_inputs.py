@@ -29,16 +29,16 @@ from mutations import (
     overrides,
 )
 
-from cluster.cli import main
-from cluster.run_folder.layout import choose_run_path
-from core.config import Config, DataConfig
-from core.config_io import config_from_dict, dump_config, load_config
-from core.errors import InputError
-from engine.weights.loading import load_causal_lm
-from learning.data.prompts import load_prompts
-from learning.data.statistics import data_report
-from learning.pairs.tokenization import character_tokenizer
-from learning.tasks.chain_task import ALPHABET
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import choose_run_path
+from rlhfspec.core.config import Config, DataConfig
+from rlhfspec.core.config_io import config_from_dict, dump_config, load_config
+from rlhfspec.core.errors import InputError
+from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.data.statistics import data_report
+from rlhfspec.learning.models.tokenization import character_tokenizer
+from rlhfspec.learning.tasks.chain_task import ALPHABET
 from tests.conftest import TinyPair
 
 NOON = datetime(2026, 1, 2, 12, 0, 0)

@@ -16,15 +16,15 @@ from mutations import changed_bytes, examples
 from small_learner_state import small_learner_state
 from word_chat import word_chat
 
-from cluster.cli import main
-from cluster.run_folder.layout import RunDir
-from core.checkpoint_manifest import MANIFEST, verify_checkpoint, write_manifest
-from core.config_io import config_from_dict
-from core.errors import InputError, RlhfSpecError
-from core.settings.supervised import DemonstrationsConfig, PreferencesConfig
-from learning.supervised.demonstrations import encode_demonstrations
-from learning.supervised.preferences import encode_preferences
-from learning.supervised.rows import read_raw_rows
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.core.checkpoint_manifest import MANIFEST, verify_checkpoint, write_manifest
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import InputError, RlhfSpecError
+from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
+from rlhfspec.learning.supervised.demonstrations import encode_demonstrations
+from rlhfspec.learning.supervised.preferences import encode_preferences
+from rlhfspec.learning.supervised.rows import read_raw_rows
 
 TALKS = (
     b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]}\n'

@@ -12,14 +12,14 @@ import pytest
 import ray
 from made_moves import move, three_moves, two_instances
 
-from cluster import recorder as recorder_module
-from cluster.collect import Collected
-from cluster.observing.kept_traces import write_kept_trace
-from cluster.recorder import Recorder
-from cluster.reporting.console import Reporter
-from cluster.run_folder.layout import RunDir
-from core.decode_records import GenerationStats
-from core.errors import ConfigError
+from rlhfspec.cluster.folder import recorder as recorder_module
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.recorder import Recorder
+from rlhfspec.cluster.observing.kept_traces import write_kept_trace
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.run.collect import Collected
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.errors import ConfigError
 
 pytestmark = pytest.mark.ray
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import cluster.refit_step
-from cluster.refit_step import refit_draft
-from core.config_io import config_from_dict
-from learning.draft_refit import RefitReport
+import rlhfspec.cluster.run.refit_step
+from rlhfspec.cluster.run.refit_step import refit_draft
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.learning.drafts.draft_refit import RefitReport
 
 PACK_AND_PUBLISH_S = 0.5
 
@@ -28,7 +28,7 @@ class Bench:
             trainers=SimpleNamespace(refit=self.learn, take="new {}".format),
             generation=SimpleNamespace(publish=self.publish),
         )
-        monkeypatch.setattr(cluster.refit_step.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(rlhfspec.cluster.run.refit_step.time, "perf_counter", lambda: self.now_s)
 
     def learn(self, rollouts: str, budget_s: float) -> RefitReport:
         self.budgets_s.append(budget_s)

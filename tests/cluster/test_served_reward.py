@@ -10,20 +10,20 @@ import pytest
 from ray import serve
 from tiny_reward_model import save_reward_model
 
-from actors.serving.reward_deployment import build
-from cluster.loop import train
-from cluster.placement.ray_session import RaySession
-from cluster.preflight.inputs import read_inputs
-from cluster.reporting.console import Reporter
-from cluster.resuming.run_state import last_state
-from cluster.run_folder.layout import RunDir
-from cluster.system import running_system
-from core.config import RewardConfig
-from core.config_io import config_from_dict
-from core.errors import RewardServerLost
-from core.metrics import read_metrics
-from core.records import Prompt
-from learning.rewards.reward_function import build_reward
+from rlhfspec.actors.serving.reward_deployment import build
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.resume.run_state import last_state
+from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.system.system import running_system
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import RewardServerLost
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.core.records import Prompt
+from rlhfspec.learning.rewards.reward_function import build_reward
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -12,18 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from cluster import iterations
-from cluster.loop import train
-from cluster.placement.ray_session import RaySession
-from cluster.preflight.inputs import read_inputs
-from cluster.reporting.console import Reporter
-from cluster.run_folder.layout import RunDir
-from cluster.system import System, running_system
-from core.config import Config
-from core.config_io import config_from_dict
-from core.metrics import read_metrics
-from engine.drafters.head.head_weights import load_head, save_head
-from engine.weights.loading import load_causal_lm
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.run import iterations
+from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.system.system import System, running_system
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.engine.drafters.head.head_weights import load_head, save_head
+from rlhfspec.engine.weights.loading import load_causal_lm
 from tests.conftest import TinyPair
 from tests.helpers.random_heads import random_head
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import cluster.loop
-import cluster.reporting.progress_picture
-from cluster.commands import train
-from cluster.reporting.console import Reporter
-from cluster.run_folder.layout import RunDir
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import ConfigError, InstanceLost, StorageError
+import rlhfspec.cluster.reporting.progress_picture
+import rlhfspec.cluster.run.loop
+from rlhfspec.cluster.commands import train
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError, InstanceLost, StorageError
 
 CONFIG: Config = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}})
 
@@ -52,7 +52,7 @@ def end(
             raise error
 
     report = report or Notes()
-    monkeypatch.setattr(cluster.loop, "run_training", loop)
+    monkeypatch.setattr(rlhfspec.cluster.run.loop, "run_training", loop)
     train._train(CONFIG, None, run_dir, report)  # type: ignore[arg-type]
     return report
 
@@ -61,7 +61,7 @@ def break_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no font")
 
-    monkeypatch.setattr(cluster.reporting.progress_picture, "write_picture", fail)
+    monkeypatch.setattr(rlhfspec.cluster.reporting.progress_picture, "write_picture", fail)
 
 
 def test_a_finished_run_without_its_picture_is_finished_and_says_what_is_missing(run_dir, monkeypatch):
@@ -159,7 +159,7 @@ def test_a_run_folder_that_has_vanished_is_said_to_be_gone(run_dir, monkeypatch,
         shutil.rmtree(run_dir.path)
         raise StorageError("cannot write metrics.jsonl: No such file or directory")
 
-    monkeypatch.setattr(cluster.loop, "run_training", vanish)
+    monkeypatch.setattr(rlhfspec.cluster.run.loop, "run_training", vanish)
     with pytest.raises(StorageError):
         train._train(CONFIG, None, run_dir, Reporter())  # type: ignore[arg-type]
     told = " ".join(capsys.readouterr().out.split())

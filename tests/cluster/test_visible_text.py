@@ -21,15 +21,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli import build_parser, main
-from cluster.reporting.console import PipeConsole, Reporter
-from cluster.reporting.visible_stream import VisibleStream
-from cluster.run_folder.layout import RunDir
-from cluster.run_folder.rollout_files import write_rollouts
-from cluster.tracking.histograms import write_histograms
-from cluster.tracking.sample_table import SampleRow, as_markdown
-from core.config_io import config_from_dict
-from core.outside import visible
+from rlhfspec.cluster.cli import build_parser, main
+from rlhfspec.cluster.folder.histograms import write_histograms
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown
+from rlhfspec.cluster.reporting.console import PipeConsole, Reporter
+from rlhfspec.cluster.reporting.visible_stream import VisibleStream
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.outside import visible
 from tests.conftest import TinyPair
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\x1b]52;c;aGk=\x1b\\\x9b31m\u202eb\u2066\r\x08\x00\x7f[red]c[/] :fire: [/x]"
@@ -230,7 +230,7 @@ def test_what_python_prints_of_an_unexpected_error_is_visible(capsys, monkeypatc
     def fail(*_: object) -> None:
         raise RuntimeError(EVIL)
 
-    monkeypatch.setattr("cluster.reporting.run_record.RunRecord.read", fail)
+    monkeypatch.setattr("rlhfspec.cluster.folder.run_record.RunRecord.read", fail)
     with pytest.raises(RuntimeError) as raised:
         main(["show", "x"])
     sys.excepthook(raised.type, raised.value, raised.tb)

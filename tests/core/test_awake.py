@@ -1,6 +1,6 @@
 """Time awake: what passes between two looks that are far apart does not count."""
 
-from core.awake import AwakeClock
+from rlhfspec.core.awake import AwakeClock
 
 
 def test_time_between_frequent_readings_counts_in_full():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.checkpoint_manifest import (
+from rlhfspec.core.checkpoint_manifest import (
     MANIFEST,
     has_manifest,
     state_folders,
@@ -15,7 +15,7 @@ from core.checkpoint_manifest import (
     verify_checkpoint,
     write_manifest,
 )
-from core.errors import ModelError
+from rlhfspec.core.errors import ModelError
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ from typing import Any, cast, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from core.config import (
+from rlhfspec.core.config import (
     ClusterConfig,
     Config,
     DataConfig,
     EngineConfig,
     ModelsConfig,
 )
-from core.config_io import config_from_dict, dump_config, load_config
-from core.errors import ConfigError
+from rlhfspec.core.config_io import config_from_dict, dump_config, load_config
+from rlhfspec.core.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALLEST = {"data": {"task": "chain"}, "models": {"draft": "demo"}}

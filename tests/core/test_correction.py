@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from core.settings.algorithm import AlgorithmConfig
-from core.settings.correction import (
+from rlhfspec.core.settings.algorithm import AlgorithmConfig
+from rlhfspec.core.settings.correction import (
     CORRECTIONS,
     CorrectionConfig,
     correction_warning,

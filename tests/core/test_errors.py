@@ -2,7 +2,7 @@
 
 import pytest
 
-from core import errors
+from rlhfspec.core import errors
 
 
 @pytest.mark.parametrize(

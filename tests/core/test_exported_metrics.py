@@ -6,7 +6,13 @@ import re
 
 import pytest
 
-from core.exported_metrics import bounded_label, exported_figure, figure_metrics, figure_name, live_metrics
+from rlhfspec.core.exported_metrics import (
+    bounded_label,
+    exported_figure,
+    figure_metrics,
+    figure_name,
+    live_metrics,
+)
 
 
 def test_no_two_metrics_share_a_name() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from core import files
-from core.errors import StorageError
-from core.files import append_whole, recover_folder, storage_errors, whole_folder, write_whole
+from rlhfspec.core import files
+from rlhfspec.core.errors import StorageError
+from rlhfspec.core.files import append_whole, recover_folder, storage_errors, whole_folder, write_whole
 
 
 class FullDisk:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import RlhfSpecError
-from core.metric_registry import declared, find_metric
-from core.metrics import MetricsLog
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.metric_registry import declared, find_metric
+from rlhfspec.core.metrics import MetricsLog
 
 
 def test_every_metric_is_declared_once_and_says_what_it_is():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import RlhfSpecError
-from core.metrics import MetricsLog, read_metrics
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.metrics import MetricsLog, read_metrics
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pytest import fixture, mark, raises
 
-from core.config import RewardConfig
-from core.errors import ConfigError
-from learning.rewards.reward_function import build_reward
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.learning.rewards.reward_function import build_reward
 from tests.learning.rewards.test_user_function import batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,9 +139,9 @@ def test_what_cannot_be_imported_is_refused_with_what_to_do(project, files, path
 
 def test_a_function_of_ours_is_found_from_a_folder_with_names_of_its_own(project):
     project({"core/__init__.py": "", "code.py": "raise ValueError"})
-    code = "from core.named_code import named_code as find\n" + (
-        "print(find('learning.tasks.gsm8k:Gsm8kReward', key='k', kind='class', example='e').__module__)"
+    code = "from rlhfspec.core.named_code import named_code as find\n" + (
+        "print(find('rlhfspec.learning.tasks.gsm8k:Gsm8kReward', key='k', kind='class', example='e').__module__)"
     )
     command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "learning.tasks.gsm8k"
+    assert done.stdout.strip() == "rlhfspec.learning.tasks.gsm8k"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.outside import cut, is_dir, is_file, quote, try_folder
+from rlhfspec.core.outside import cut, is_dir, is_file, quote, try_folder
 
 
 @pytest.mark.parametrize(

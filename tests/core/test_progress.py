@@ -5,8 +5,8 @@ import pickle
 import pytest
 from ray import cloudpickle
 
-from core.progress import Progress
-from core.records import SampleKey, Stream
+from rlhfspec.core.progress import Progress
+from rlhfspec.core.records import SampleKey, Stream
 
 TOLD = {
     SampleKey(run_seed=7, stream=Stream.EVAL, sample_index=2**63 + 1): 3,

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from core.decode_records import PLAIN, GenerationStats, InstanceLoad
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream, record_to_dict
+from rlhfspec.core.decode_records import PLAIN, GenerationStats, InstanceLoad
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream, record_to_dict
 
 
 def test_a_record_with_an_array_is_refused_naming_the_field() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.yaml_text import MAX_CHARS, YamlFault, parse_yaml
+from rlhfspec.core.yaml_text import MAX_CHARS, YamlFault, parse_yaml
 
 
 def laughs(levels: int) -> str:

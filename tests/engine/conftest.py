@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from core.config import EngineConfig, SpeculationConfig
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.build import build_engine
-from engine.engine import Engine
-from engine.model.compute_backend import ComputeBackend
-from engine.weights.causal_lm import DTYPES
-from engine.weights.loading import freeze
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.loading import freeze
 from tests.helpers.cuda_layouts import cuda_attention_layout
 from tests.helpers.random_heads import random_head
 

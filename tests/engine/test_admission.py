@@ -6,18 +6,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cluster.placement.memory_plan import MemoryNeeds, ModelShape, ModelShapes
-from core.config import EngineConfig, SpeculationConfig
-from core.config_io import config_from_dict
-from core.errors import ConfigError
-from core.records import Completion, SamplingParams
-from engine.admission import MB, KVAdmission
-from engine.build import build_engine
-from engine.cache.cuda_memory import MappedMemory
-from engine.cache.kv_memory import PagedHostMemory
-from engine.cache.kv_pool import KVShape
-from engine.decoding.running_batch import RunningBatch
-from engine.engine import Engine
+from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, ModelShape, ModelShapes
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.records import Completion, SamplingParams
+from rlhfspec.engine.admission import MB, KVAdmission
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.cache.cuda_memory import MappedMemory
+from rlhfspec.engine.cache.kv_memory import PagedHostMemory
+from rlhfspec.engine.cache.kv_pool import KVShape
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.engine import Engine
 from tests.helpers.backends import CPU, own_backend
 from tests.helpers.host_pages import HostPages
 
@@ -235,7 +235,7 @@ def test_mapped_pages_serve_an_engine_to_the_same_bits(make_small, make_requests
 
     requests = make_requests(PROMPTS, SAMPLING)
     expected = [bits(c) for c in make_small(plan, None, attention="reference").generate(requests)]
-    monkeypatch.setattr("engine.cache.kv_pool.memory_for", mapped)
+    monkeypatch.setattr("rlhfspec.engine.cache.kv_pool.memory_for", mapped)
     engine = make_small(plan, 1.1, attention="reference")
     assert [bits(completion) for completion in engine.generate(requests)] == expected
     assert engine.stats.num_preemptions > 0

@@ -2,8 +2,8 @@
 
 import pytest
 
-from core.decode_records import GenerationStats
-from engine.counters import Tally
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.engine.counters import Tally
 
 
 def test_sums_add_up_and_a_reading_stays() -> None:

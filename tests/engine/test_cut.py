@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny_pool
 
-from core.records import Completion, FinishReason, SampleKey, SampleRequest
-from engine.engine import Engine
+from rlhfspec.core.records import Completion, FinishReason, SampleKey, SampleRequest
+from rlhfspec.engine.engine import Engine
 
 
 def go_on(request: SampleRequest, so_far: Completion, *, turn: int, keeps: bool) -> SampleRequest:

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.config import EngineConfig
-from core.records import SampleRequest, SamplingParams
-from engine import build as build_module
-from engine.attention.backends import ATTENTION
-from engine.decoding.noise import NoiseSource
-from engine.draft_policies import build_policy
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.suffix_drafter import SuffixDrafter
-from engine.engine import Engine
-from engine.model import runner as runner_module
-from engine.model.compute_backend import ComputeBackend
-from engine.model.runner import ModelRunner
+from rlhfspec.core.config import EngineConfig
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.engine import build as build_module
+from rlhfspec.engine.attention.backends import ATTENTION
+from rlhfspec.engine.decoding.noise import NoiseSource
+from rlhfspec.engine.draft_policies import build_policy
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model import runner as runner_module
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.runner import ModelRunner
 from tests.engine.conftest import PLANS, VOCAB_SIZE, tiny_llama
 from tests.helpers.random_heads import random_head
 

@@ -14,14 +14,14 @@ import torch
 from scipy import stats
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
-import engine.decode_step
-import engine.decoding.running_batch
-from core.config import EngineConfig, SpeculationConfig
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams
-from engine.build import build_engine
-from engine.decoding.noise import key_words
-from engine.decoding.sampling_rule import RowSampling, kept_tokens
-from engine.weights.loading import freeze
+import rlhfspec.engine.decode_step
+import rlhfspec.engine.decoding.running_batch
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.decoding.noise import key_words
+from rlhfspec.engine.decoding.sampling_rule import RowSampling, kept_tokens
+from rlhfspec.engine.weights.loading import freeze
 from tests.helpers.backends import own_backend
 
 VOCAB_SIZE = 8
@@ -133,7 +133,7 @@ def _drop_group_member(patch: pytest.MonkeyPatch) -> None:
     def words_of_run(key: SampleKey, prompt: np.ndarray) -> np.ndarray:
         return key_words(SampleKey(run_seed=key.run_seed, stream=key.stream, sample_index=0), prompt)
 
-    patch.setattr(engine.decoding.running_batch, "key_words", words_of_run)
+    patch.setattr(rlhfspec.engine.decoding.running_batch, "key_words", words_of_run)
 
 
 def _filter_after_argmax(patch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def _filter_after_argmax(patch: pytest.MonkeyPatch) -> None:
         tokens = torch.where(inside, tokens, scaled.argmax(-1))
         return torch.nn.functional.one_hot(tokens, scaled.shape[-1]).float()
 
-    patch.setattr(engine.decoding.sampling_rule, "perturb", wrong)
+    patch.setattr(rlhfspec.engine.decoding.sampling_rule, "perturb", wrong)
 
 
 @pytest.mark.parametrize("plant", [_reuse_noise, _drop_group_member, _filter_after_argmax])

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from core.config import EngineConfig, SpeculationConfig
-from core.decode_records import GenerationStats
-from core.errors import ConfigError, DataError, ModelError, WeightsError
-from core.records import Completion, Prompt, SampleRequest, SamplingParams, WeightSpan
-from engine.build import build_engine
-from engine.drafters.model_drafter import ModelDrafter
-from engine.engine import Engine
-from engine.weights.chunks import pack_weights, unpack_weights
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.errors import ConfigError, DataError, ModelError, WeightsError
+from rlhfspec.core.records import Completion, Prompt, SampleRequest, SamplingParams, WeightSpan
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
 
 Make = Callable[..., Engine]
 MakeRequests = Callable[..., list[SampleRequest]]

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from core.errors import RlhfSpecError, WeightsError
-from core.records import Completion, SampleRequest, SamplingParams
-from engine.cache.leases import Lease, LeaseEnded
-from engine.drafters.model_drafter import ModelDrafter
-from engine.engine import Engine
-from engine.exchange import DRAFT, TARGET, CachePiece
-from engine.weights.chunks import pack_weights, unpack_weights
+from rlhfspec.core.errors import RlhfSpecError, WeightsError
+from rlhfspec.core.records import Completion, SampleRequest, SamplingParams
+from rlhfspec.engine.cache.leases import Lease, LeaseEnded
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.exchange import DRAFT, TARGET, CachePiece
+from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
 
 PLAIN_SAMPLING = SamplingParams(max_new_tokens=24)
 TOP_P = SamplingParams(max_new_tokens=24, top_p=0.8, temperature=0.7)

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from core.errors import ModelError
-from engine.model.forward_plan import TreePlan
-from engine.model.invariance_probe import prove_invariance
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from engine.model.runner import ModelRunner
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.model.forward_plan import TreePlan
+from rlhfspec.engine.model.invariance_probe import prove_invariance
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from rlhfspec.engine.model.runner import ModelRunner
 from tests.helpers.backends import own_backend
 
 LLAMA = {

@@ -31,4 +31,4 @@ def test_kernels_are_read_as_they_are_written(name: str) -> None:
 
 
 def test_the_modules_are_found() -> None:
-    assert "engine.decoding.noise_cuda" in MODULES
+    assert "rlhfspec.engine.decoding.noise_cuda" in MODULES

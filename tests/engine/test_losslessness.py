@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.records import Completion, FinishReason, SampleRequest, SamplingParams
-from engine.decoding.noise import gumbel_noise, key_words
-from engine.engine import Engine
+from rlhfspec.core.records import Completion, FinishReason, SampleRequest, SamplingParams
+from rlhfspec.engine.decoding.noise import gumbel_noise, key_words
+from rlhfspec.engine.engine import Engine
 
 PROMPT_LENGTHS = (3, 119, 17, 127, 60, 100, 1)
 "several responses cross position 128, where a reduction chunk ends"

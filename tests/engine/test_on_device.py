@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import EngineConfig
-from core.records import SampleKey, SampleRequest, SamplingParams
-from engine.build import build_engine
-from engine.cache.kv_pool import KVPool, KVShape
-from engine.decoding.noise import HashedNoise, gumbel_noise, key_words, noise_source, row_words
-from engine.decoding.sampling_rule import RowSampling, choose
-from engine.engine import Engine
-from engine.upload import ALIGNMENT, pack, unpack, upload
-from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
+from rlhfspec.core.config import EngineConfig
+from rlhfspec.core.records import SampleKey, SampleRequest, SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.decoding.noise import HashedNoise, gumbel_noise, key_words, noise_source, row_words
+from rlhfspec.engine.decoding.sampling_rule import RowSampling, choose
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.upload import ALIGNMENT, pack, unpack, upload
+from rlhfspec.engine.weights.chunks import model_checksum, pack_weights, unpack_weights
 from tests.engine.conftest import PLANS, Pair, disturbed, tiny_llama
 from tests.helpers.devices import DEVICES, NO_GPU
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from core.records import SampleRequest, SamplingParams
-from engine import decode_step as decode_step_module
-from engine.decoding.step_phases import Phases
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.engine import decode_step as decode_step_module
+from rlhfspec.engine.decoding.step_phases import Phases
 from tests.engine.test_device_waits import pretended
 from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, without_a_driver
 

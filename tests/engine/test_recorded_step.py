@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from core.records import SamplingParams
-from engine.cache.kv_pool import KVPool
-from engine.decoding.noise import NoiseSource
-from engine.engine import Engine
-from engine.model.compute_backend import ComputeBackend
-from engine.model.cuda_graphs import Recorder, Run
-from engine.recorded_step import StepRecordings
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.decoding.noise import NoiseSource
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.cuda_graphs import Recorder, Run
+from rlhfspec.engine.recorded_step import StepRecordings
 from tests.engine.model.test_capture_legality import LawfulRecorder
 from tests.engine.model.test_cuda_graphs import TraceRecorder
 from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, assert_equal

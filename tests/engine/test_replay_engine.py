@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import EngineConfig, SpeculationConfig
-from core.decode_records import Budget, DecodeState, DraftLog, StepRecord
-from core.records import SampleRequest, SamplingParams
-from engine.build import build_engine
-from engine.draft_policies import build_policy
-from engine.engine import Engine
-from policies.drafting.baselines.bandit import BanditPolicy
-from policies.drafting.cadence import COST_STEPS, Cadence
-from policies.drafting.draft_policy import DraftPolicy
-from policies.drafting.goodput import GoodputPolicy
-from policies.drafting.replay import replay
-from profiles.acceptance import AcceptanceModel
-from profiles.cost import CostModel, Shape, draft_terms, rest_terms, verify_terms
-from profiles.profile import Profile, YieldCurve
-from profiles.provenance import Provenance
-from profiles.step_log import PolicyOrigin, encode_step_log, read_step_log
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.decode_records import Budget, DecodeState, DraftLog, StepRecord
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.draft_policies import build_policy
+from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
+from rlhfspec.policies.drafting.cadence import COST_STEPS, Cadence
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy
+from rlhfspec.policies.drafting.goodput import GoodputPolicy
+from rlhfspec.policies.drafting.replay import replay
+from rlhfspec.profiles.acceptance import AcceptanceModel
+from rlhfspec.profiles.cost import CostModel, Shape, draft_terms, rest_terms, verify_terms
+from rlhfspec.profiles.profile import Profile, YieldCurve
+from rlhfspec.profiles.provenance import Provenance
+from rlhfspec.profiles.step_log import PolicyOrigin, encode_step_log, read_step_log
 
 PROMPT_LENGTHS = (3, 119, 17, 60, 1, 30, 8)
 SAMPLING = SamplingParams(max_new_tokens=48)

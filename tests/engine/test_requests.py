@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import ConfigError, DataError, NotFiniteError
-from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
-from core.sample_state import SampleState
-from engine.build import build_engine
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ConfigError, DataError, NotFiniteError
+from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
+from rlhfspec.core.sample_state import SampleState
+from rlhfspec.engine.build import build_engine
 
 BROKEN_TOKEN = 63
 "Its row of the embedding is not finite."
@@ -100,7 +100,7 @@ def test_two_samples_of_one_key_are_refused_and_leave_nothing(make_engine) -> No
         ("run_seed", True, "run_seed from 0"),
         ("sample_index", 2**64, "sample_index from 0"),
         ("sample_index", [1], "sample_index from 0"),
-        ("stream", "evil", "stream of core.records.Stream"),
+        ("stream", "evil", "stream of rlhfspec.core.records.Stream"),
     ],
 )
 def test_keys_that_the_noise_does_not_tell_apart_are_refused(make_engine, part, value, message) -> None:

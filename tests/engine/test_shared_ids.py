@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from core.errors import ModelError
-from core.records import SamplingParams
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.paired_drafter import part_of
-from engine.weights.bare_llama import bare_llama
-from engine.weights.draft_vocabulary import fit_draft, foreign_ids
-from engine.weights.loading import build_causal_lm
-from engine.weights.shared_ids import foreign_of
-from learning.pairs.tokenization import character_tokenizer
+from rlhfspec.core.errors import ModelError
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.drafters.paired_drafter import part_of
+from rlhfspec.engine.weights.bare_llama import bare_llama
+from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
+from rlhfspec.engine.weights.loading import build_causal_lm
+from rlhfspec.engine.weights.shared_ids import foreign_of
+from rlhfspec.learning.models.tokenization import character_tokenizer
 from tests.engine.conftest import VOCAB_SIZE, Pair
 
 LETTERS = "abcdefgh"

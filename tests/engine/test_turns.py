@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import tiny_pool
 
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import DataError
-from core.records import Completion, History, SampleKey, SampleRequest, SamplingParams
-from core.sample_state import SampleState
-from engine.build import build_engine
-from engine.engine import Engine
-from engine.weights.chunks import pack_weights, unpack_weights
-from learning.environments.episode import Episode, EpisodeLimits
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.records import Completion, History, SampleKey, SampleRequest, SamplingParams
+from rlhfspec.core.sample_state import SampleState
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
+from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
 
 LIMITS = EpisodeLimits(max_turns=4, max_turn_tokens=11, stop_token_ids=(5, 6))
 SAMPLING = SamplingParams(max_new_tokens=60, stop_token_ids=(7,))

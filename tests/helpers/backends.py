@@ -4,15 +4,15 @@ from importlib.util import find_spec
 
 import torch
 
-from engine.cuda.cuda_backend import CudaBackend
-from engine.model.compute_backend import ComputeBackend
-from engine.model.linears import MatrixLinear, PrepackedLinear
-from engine.numerics import choose_backend
+from rlhfspec.engine.cuda.cuda_backend import CudaBackend
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.linears import MatrixLinear, PrepackedLinear
+from rlhfspec.engine.numerics import choose_backend
 
 CPU = torch.device("cpu")
 OWN_LAYOUTS: list[type] = []
 if find_spec("llvmlite") is not None:
-    from engine.cpu.streamed_linear import StreamedLinear
+    from rlhfspec.engine.cpu.streamed_linear import StreamedLinear
 
     OWN_LAYOUTS = [StreamedLinear]
 LAYOUTS: list[type] = [MatrixLinear, PrepackedLinear, *OWN_LAYOUTS]

@@ -5,13 +5,13 @@ import copy
 import numpy as np
 import torch
 
-from core.decode_records import Budget
-from engine.decoding.draft_tree import DraftTree
-from engine.decoding.noise import HashedNoise
-from engine.decoding.running_batch import RunningBatch
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.refinement import Refinement
-from engine.engine import Engine
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.engine.decoding.draft_tree import DraftTree
+from rlhfspec.engine.decoding.noise import HashedNoise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.engine import Engine
 
 
 class CheckedDrafter(ModelDrafter):

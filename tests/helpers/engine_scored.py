@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from core.config import (
+from rlhfspec.core.config import (
     AlgorithmConfig,
     EngineConfig,
     SpeculationConfig,
     TrainerConfig,
 )
-from core.records import Prompt, Reward, Rollout, SampleKey, SampleRequest, SamplingParams
-from engine.build import build_engine
-from engine.weights.causal_lm import DTYPES
-from engine.weights.loading import freeze
-from learning.forward.engine_scoring import EngineScorer
-from learning.learner import Learner
+from rlhfspec.core.records import Prompt, Reward, Rollout, SampleKey, SampleRequest, SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.loading import freeze
+from rlhfspec.learning.trainer.engine_scoring import EngineScorer
+from rlhfspec.learning.trainer.learner import Learner
 
 ENGINE = EngineConfig(device="cpu", probe=False, max_prefill_tokens=64)
 TREE = SpeculationConfig(policy="fixed", num_nodes=8, depth=4, branching=2)

@@ -9,13 +9,13 @@ from collections.abc import Collection
 import numpy as np
 import ray
 
-from actors.actor_messages import LoadedWeights
-from actors.generation.decode_loop import DecodeLoop
-from actors.generation.loop_orders import HoldOrder, SubmitOrder
-from core.decode_records import GenerationStats, InstanceLoad, StepRecord
-from core.errors import DataError
-from core.progress import Progress
-from core.records import (
+from rlhfspec.actors.actor_messages import LoadedWeights
+from rlhfspec.actors.generation.decode_loop import DecodeLoop
+from rlhfspec.actors.generation.loop_orders import HoldOrder, SubmitOrder
+from rlhfspec.core.decode_records import GenerationStats, InstanceLoad, StepRecord
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.progress import Progress
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from policies.reallocation.pool_records import Move, MoveMode, PoolView
+from rlhfspec.policies.reallocation.pool_records import Move, MoveMode, PoolView
 
 
 class Forced:

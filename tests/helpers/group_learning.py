@@ -10,13 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 from trainer_group import trainers_of
 from transformers import LlamaForCausalLM
 
-from core.config import AlgorithmConfig, DrafterTrainingConfig, TrainerConfig
-from core.errors import NotFiniteError, PeerLost
-from core.settings.trainer import LoraConfig
-from learning.cotraining import DraftCotrainer
-from learning.forward.precision import hold_linears_in
-from learning.learner import Learner
-from learning.soft_targets import SoftTargetStore
+from rlhfspec.core.config import AlgorithmConfig, DrafterTrainingConfig, TrainerConfig
+from rlhfspec.core.errors import NotFiniteError, PeerLost
+from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.learning.drafts.cotraining import DraftCotrainer
+from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.precision import hold_linears_in
 
 CASES = {
     "ppo": ("ppo", None),

@@ -3,8 +3,8 @@
 from engine_scored import learner_of, sampled, scorer_of, target
 from trainer_group import trainers_of
 
-from core.records import SamplingParams
-from core.settings.trainer import LoraConfig
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.core.settings.trainer import LoraConfig
 
 CASES = {"grpo": ("grpo", None), "ppo": ("ppo", None), "lora": ("grpo", LoraConfig(rank=4))}
 RUNS = [(strategy, case) for strategy in ("ddp", "fsdp2") for case in CASES]

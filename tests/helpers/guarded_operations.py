@@ -13,12 +13,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.cache.segments import SEGMENT_FIELDS
-from engine.cpu.pool_attention import block_tokens
-from engine.cpu.products import PANEL, product_name
-from engine.cpu.program import OPERATIONS, native_code
-from engine.cpu.sampling import MOST_LEADERS, leaders_name
-from engine.decoding.noise import gumbel_from_bits
+from rlhfspec.engine.cache.segments import SEGMENT_FIELDS
+from rlhfspec.engine.cpu.pool_attention import block_tokens
+from rlhfspec.engine.cpu.products import PANEL, product_name
+from rlhfspec.engine.cpu.program import OPERATIONS, native_code
+from rlhfspec.engine.cpu.sampling import MOST_LEADERS, leaders_name
+from rlhfspec.engine.decoding.noise import gumbel_from_bits
 from tests.helpers.guarded import guarded
 
 HEAD_SIZES = (8, 24, 64)

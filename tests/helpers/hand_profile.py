@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from core.decode_records import Budget, DecodeState, DraftLog, StepRecord
-from policies.drafting.draft_policy import RefiningPolicy
-from profiles.acceptance import AcceptanceModel
-from profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
-from profiles.profile import Profile, YieldCurve
-from profiles.provenance import Provenance
+from rlhfspec.core.decode_records import Budget, DecodeState, DraftLog, StepRecord
+from rlhfspec.policies.drafting.draft_policy import RefiningPolicy
+from rlhfspec.profiles.acceptance import AcceptanceModel
+from rlhfspec.profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
+from rlhfspec.profiles.profile import Profile, YieldCurve
+from rlhfspec.profiles.provenance import Provenance
 
 CHAIN_NODES = 16
 MS = 1e-3

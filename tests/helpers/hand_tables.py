@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import numpy as np
 
-from profiles.cost import CostTable, Shape
-from profiles.recording import DraftRecording
+from rlhfspec.profiles.cost import CostTable, Shape
+from rlhfspec.profiles.recording import DraftRecording
 
 SHAPES = ((1, 1, 16), (2, 2, 8), (3, 3, 5))
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.transport.channel import ChannelLife, new_channel_id, require_usable
-from actors.transport.channels import Ticket, require_frame
+from rlhfspec.actors.transport.channel import ChannelLife, new_channel_id, require_usable
+from rlhfspec.actors.transport.channels import Ticket, require_frame
 
 WINDOW_FRAMES = 4
 "A sender waits while this many frames of its channel are unread."

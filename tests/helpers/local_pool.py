@@ -15,17 +15,17 @@ from typing import Any
 
 from in_process import NO_FAULTS, FaultPlan, MemoryHub, MemoryTransport
 
-from actors.actor_messages import HeldSamples, PollReply
-from actors.generation.decode_loop import DecodeLoop
-from actors.generation.loop_orders import HoldOrder, NewsOrder, SubmitOrder
-from actors.migration.context import MigrationContext
-from actors.migration.migrator import Migrator
-from actors.migration.transfers import Transfers
-from core.config import ReallocationConfig
-from core.records import Completion, SampleKey, SampleRequest
-from engine.engine import Engine
-from policies.reallocation.pool_records import ReallocationPolicy
-from policies.scheduling.events import (
+from rlhfspec.actors.actor_messages import HeldSamples, PollReply
+from rlhfspec.actors.generation.decode_loop import DecodeLoop
+from rlhfspec.actors.generation.loop_orders import HoldOrder, NewsOrder, SubmitOrder
+from rlhfspec.actors.migration.context import MigrationContext
+from rlhfspec.actors.migration.migrator import Migrator
+from rlhfspec.actors.migration.transfers import Transfers
+from rlhfspec.core.config import ReallocationConfig
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.scheduling.events import (
     Abandon,
     Alarm,
     Deliver,
@@ -41,7 +41,7 @@ from policies.scheduling.events import (
     StartMove,
     Submit,
 )
-from policies.scheduling.scheduler import Scheduler
+from rlhfspec.policies.scheduling.scheduler import Scheduler
 
 Fault = Callable[[str, Any], list[Any]]
 "(receiver, message) -> what arrives"
@@ -307,7 +307,7 @@ class LocalPool:
         self._wait_for_transfers()
 
     def _replace_scheduler(self) -> None:
-        """As `cluster.scheduling.scheduler_client`: ask every instance what it holds, rebuild."""
+        """As `cluster.system.scheduler_client`: ask every instance what it holds, rebuild."""
         self.term += 1
         answers = {i.name: i.loop.order(HoldOrder(term=self.term)) for i in self.alive}
         for instance in self.alive:

@@ -1,10 +1,10 @@
 """Moves and spans made by hand: two instances, one sample shipped, one recomputed, one that never left."""
 
-from actors.generation.trace_events import TraceEvent
-from core.records import SampleKey
-from policies.migration.move_messages import MoveOrder
-from policies.reallocation.pool_records import MoveMode
-from policies.scheduling.events import MoveRecord
+from rlhfspec.actors.generation.trace_events import TraceEvent
+from rlhfspec.core.records import SampleKey
+from rlhfspec.policies.migration.move_messages import MoveOrder
+from rlhfspec.policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.scheduling.events import MoveRecord
 
 BEGAN_S = 1_000_000.0
 "Wall clock of the first decode step."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.records import Completion, FinishReason, Prompt, Reward, Rollout, SampleKey, WeightSpan
+from rlhfspec.core.records import Completion, FinishReason, Prompt, Reward, Rollout, SampleKey, WeightSpan
 
 
 def rollout(

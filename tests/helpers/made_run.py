@@ -12,22 +12,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from cluster.run_folder.layout import RunDir
-from cluster.run_folder.rollout_files import SCHEMA, write_rollouts
-from cluster.run_folder.weights_log import note_weights
-from core.checkpoint_manifest import write_manifest
-from core.config import Config
-from core.config_io import config_from_dict
-from core.metrics import MetricsLog
-from core.records import Completion, History, ResponseFacts, Rollout, SampleRequest
-from engine.build import build_engine
-from engine.engine import Engine
-from engine.weights.chunks import pack_weights, weight_views
-from engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
-from learning.data.cursor import PromptCursor
-from learning.data.prompts import load_prompts, sampling_params
-from learning.rewards.reward_function import build_reward
-from learning.rewards.written_text import response_text
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.rollout_files import SCHEMA, write_rollouts
+from rlhfspec.cluster.folder.weights_log import note_weights
+from rlhfspec.core.checkpoint_manifest import write_manifest
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.metrics import MetricsLog
+from rlhfspec.core.records import Completion, History, ResponseFacts, Rollout, SampleRequest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.chunks import pack_weights, weight_views
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from rlhfspec.learning.data.cursor import PromptCursor
+from rlhfspec.learning.data.prompts import load_prompts, sampling_params
+from rlhfspec.learning.rewards.reward_function import build_reward
+from rlhfspec.learning.rewards.written_text import response_text
 
 SAMPLES = 6
 "Of each iteration."

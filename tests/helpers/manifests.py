@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from transformers import LlamaConfig
 
-from cluster.cli import main
+from rlhfspec.cluster.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_SPEC = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.records import (
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -13,8 +13,8 @@ from core.records import (
     SamplingParams,
     WeightSpan,
 )
-from core.sample_state import SampleState
-from policies.migration.move_messages import (
+from rlhfspec.core.sample_state import SampleState
+from rlhfspec.policies.migration.move_messages import (
     Cancel,
     Claim,
     HandOver,
@@ -29,7 +29,7 @@ from policies.migration.move_messages import (
     Shipped,
     Verdict,
 )
-from policies.reallocation.pool_records import Move, MoveMode
+from rlhfspec.policies.reallocation.pool_records import Move, MoveMode
 
 KEY = SampleKey(run_seed=0, sample_index=7)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.run_folder import run_time
-from learning.data import template_time
+from rlhfspec.cluster.folder import run_time
+from rlhfspec.learning.data import template_time
 
 
 def move_clock(monkeypatch: pytest.MonkeyPatch, **by: Any) -> None:

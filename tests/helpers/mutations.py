@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from core.config import Config
+from rlhfspec.core.config import Config
 
 TOTAL = 2000
 "Examples of all properties together, unless RLHFSPEC_MUTATIONS says another number."

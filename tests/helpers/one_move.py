@@ -10,11 +10,11 @@ import tiny_pool
 from in_process import NO_FAULTS, FaultPlan
 from local_pool import Later, LocalPool
 
-from core.config import ReallocationConfig
-from engine.engine import Engine
-from policies.migration.move_messages import Settle
-from policies.reallocation.pool_records import Move, MoveMode, PoolView
-from policies.scheduling.events import MoveRecord
+from rlhfspec.core.config import ReallocationConfig
+from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.migration.move_messages import Settle
+from rlhfspec.policies.reallocation.pool_records import Move, MoveMode, PoolView
+from rlhfspec.policies.scheduling.events import MoveRecord
 
 SOURCE, DESTINATION = "gen-0", "gen-1"
 TIMEOUT_TURNS = 5

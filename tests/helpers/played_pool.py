@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import ray
 
-from actors.actor_messages import InstanceNumerics, LoadedWeights, LostInstance, Taken
-from actors.ray_utils.waiting import ActorDied
-from cluster.placement import first_places
-from cluster.placement.topology import Place, PlacementContext, Topology
-from cluster.scheduling import departures, generation_pool, joiners, pool_changes
-from cluster.scheduling.generation_pool import GenerationPool
-from cluster.scheduling.instance_table import InstanceTable
-from cluster.weights.publish import PublishedWeights
-from core.config import ClusterConfig
-from core.errors import InstanceLost
-from core.weight_records import WeightManifest
-from policies.scheduling.events import Left
-from policies.scheduling.members import InstanceState
+from rlhfspec.actors.actor_messages import InstanceNumerics, LoadedWeights, LostInstance, Taken
+from rlhfspec.actors.waiting.waiting import ActorDied
+from rlhfspec.cluster.placement import first_places
+from rlhfspec.cluster.placement.topology import Place, PlacementContext, Topology
+from rlhfspec.cluster.system import departures, generation_pool, joiners, pool_changes
+from rlhfspec.cluster.system.generation_pool import GenerationPool
+from rlhfspec.cluster.system.instance_table import InstanceTable
+from rlhfspec.cluster.weights.publish import PublishedWeights
+from rlhfspec.core.config import ClusterConfig
+from rlhfspec.core.errors import InstanceLost
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.policies.scheduling.events import Left
+from rlhfspec.policies.scheduling.members import InstanceState
 
 RUN_GROUP = "the run's group"
 LOST = "its machine, or Ray on it, died"

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from core.records import SampleKey
-from policies.reallocation.gate import Gate
-from policies.reallocation.pool_records import InstanceView, Move, PoolView
-from policies.reallocation.rate_curve import RateCurve
-from profiles.transfer import PrefillModel, TransferModel
+from rlhfspec.core.records import SampleKey
+from rlhfspec.policies.reallocation.gate import Gate
+from rlhfspec.policies.reallocation.pool_records import InstanceView, Move, PoolView
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 CURVE_POINTS = ((1, 2, 4, 8, 16, 32), (440.0, 700.0, 1000.0, 1250.0, 1440.0, 1570.0))
 "Tokens per second of a small model on a CPU core with speculation: it saturates at about 8 samples."

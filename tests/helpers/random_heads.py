@@ -3,7 +3,12 @@
 import torch
 from transformers import PreTrainedModel
 
-from engine.drafters.head.head_weights import HeadConfig, HeadWeights, default_taps, vocabulary_tensors
+from rlhfspec.engine.drafters.head.head_weights import (
+    HeadConfig,
+    HeadWeights,
+    default_taps,
+    vocabulary_tensors,
+)
 
 
 def random_head(

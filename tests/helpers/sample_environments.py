@@ -4,8 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from core.records import Prompt
-from learning.environments.environment_protocol import Step
+from rlhfspec.core.records import Prompt
+from rlhfspec.learning.environments.environment_protocol import Step
 
 
 class Parrot:

@@ -9,21 +9,21 @@ from typing import Any
 
 from ray.util.placement_group import placement_group_table
 
-from actors.actor_messages import Taken
-from cluster.collect import attend, collect
-from cluster.placement.ray_session import RaySession
-from cluster.preflight.inputs import read_inputs
-from cluster.reporting.console import Reporter
-from cluster.system import GeneratingSystem, running_generation
-from core.config import Config
-from core.config_io import config_from_dict
-from core.records import Rollout, SampleRequest
-from engine.build import build_engine
-from engine.weights.loading import load_causal_lm
-from learning.data.cursor import PromptCursor
-from learning.data.prompts import sampling_params
-from policies.scaling.scaling_records import Resize
-from policies.scheduling.members import InstanceState
+from rlhfspec.actors.actor_messages import Taken
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.run.collect import attend, collect
+from rlhfspec.cluster.system.system import GeneratingSystem, running_generation
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.records import Rollout, SampleRequest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.learning.data.cursor import PromptCursor
+from rlhfspec.learning.data.prompts import sampling_params
+from rlhfspec.policies.scaling.scaling_records import Resize
+from rlhfspec.policies.scheduling.members import InstanceState
 
 LIMIT_S = 180.0
 

@@ -7,14 +7,14 @@ import torch
 from trainer_group import trainers_of
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
-from core.settings.supervised import SupervisedTrainerConfig
-from core.settings.trainer import LoraConfig
-from learning.parallel.one_trainer import OneTrainer
-from learning.supervised.demonstrations import Demonstration
-from learning.supervised.objectives import NextTokens, Preferences
-from learning.supervised.preferences import PreferencePair
-from learning.supervised.reward_head import HEAD
-from learning.supervised.supervised_learner import SupervisedLearner
+from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
+from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.learning.objectives.objectives import NextTokens, Preferences
+from rlhfspec.learning.supervised.demonstrations import Demonstration
+from rlhfspec.learning.supervised.preferences import PreferencePair
+from rlhfspec.learning.supervised.reward_head import HEAD
+from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.supervised_learner import SupervisedLearner
 
 VOCABULARY, PAD = 20, 0
 KINDS = ("sft", "reward")

@@ -15,7 +15,7 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learning.known_models.catalog import KnownModel
+from rlhfspec.learning.models.catalog import KnownModel
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEXT = [

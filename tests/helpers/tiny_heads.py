@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.head.feature_sequence import FeatureSequence
-from engine.drafters.head.head_weights import HeadWeights
-from learning.heads.fresh_head import draft_vocabulary, fresh_head
-from learning.heads.head_trainer import HeadTrainer
+from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.learning.drafts.fresh_head import draft_vocabulary, fresh_head
+from rlhfspec.learning.drafts.head_trainer import HeadTrainer
 from tests.helpers.target_features import TargetFeatures
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from core.config import EngineConfig, SpeculationConfig
-from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.build import build_engine
-from engine.engine import Engine
-from engine.weights.loading import freeze
-from policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.loading import freeze
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
 
 VOCAB_SIZE = 64
 MAX_TOTAL_TOKENS = 160

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from learning.pairs.tokenization import character_tokenizer
-from learning.tasks.chain_task import ALPHABET
+from rlhfspec.learning.models.tokenization import character_tokenizer
+from rlhfspec.learning.tasks.chain_task import ALPHABET
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"

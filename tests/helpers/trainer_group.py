@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from learning.parallel.data_parallel import DataParallel, join_group, new_store, store_at
-from learning.parallel.sharded import Sharded
+from rlhfspec.learning.trainer.data_parallel import DataParallel, join_group, new_store, store_at
+from rlhfspec.learning.trainer.sharded import Sharded
 
 HOST = "127.0.0.1"
 LONG_S = 300.0
@@ -20,7 +20,12 @@ def run_group(size: int, function: Callable[..., Any], *args: Any, timeout_s: fl
     """What `function(rank, *args)` returns in each of `size` processes, by rank; exceptions are returned."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["peft", "learning.learner", "learning.parallel.sharded", "learning.parallel.learner_state"]
+        [
+            "peft",
+            "rlhfspec.learning.trainer.learner",
+            "rlhfspec.learning.trainer.sharded",
+            "rlhfspec.learning.trainer.learner_state",
+        ]
     )
     store = new_store(HOST, size, timeout_s)
     results = context.Queue()

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from in_process import MemoryHub, MemoryTransport
 
-from actors.transport.select import make_transport
+from rlhfspec.actors.transport.select import make_transport
 
 TIMEOUT_S = 1.2
 "Of an instance that waits for what does not come."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.system import System
+from rlhfspec.cluster.system.system import System
 
 _SECONDS = 600.0
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.transport import device_window
+from rlhfspec.actors.transport import device_window
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

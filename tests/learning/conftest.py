@@ -8,8 +8,8 @@ import torch
 from tiny_llama import tiny_llama
 from transformers import LlamaForCausalLM
 
-from core.records import Completion, FinishReason, Prompt, Reward, Rollout, SampleKey, WeightSpan
-from engine.decoding.logprobs import token_logprobs
+from rlhfspec.core.records import Completion, FinishReason, Prompt, Reward, Rollout, SampleKey, WeightSpan
+from rlhfspec.engine.decoding.logprobs import token_logprobs
 from tests.helpers.cuda_layouts import cuda_attention_layout
 
 

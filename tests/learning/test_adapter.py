@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from core.config import AlgorithmConfig, TrainerConfig
-from core.errors import ConfigError
-from core.settings.trainer import LoraConfig
-from engine.weights.chunks import load_into, unique_tensors
-from learning import adapter as adapters
-from learning.adapter import Adapter, count_adapter_params
-from learning.learner import Learner
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.engine.weights.chunks import load_into, unique_tensors
+from rlhfspec.learning.trainer import adapter as adapters
+from rlhfspec.learning.trainer.adapter import Adapter, count_adapter_params
+from rlhfspec.learning.trainer.learner import Learner
 
 peft = pytest.importorskip("peft")
 LORA = LoraConfig(rank=4, alpha=8.0)

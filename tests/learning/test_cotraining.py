@@ -8,15 +8,15 @@ import torch
 from tiny_llama import tiny_llama
 from torch.distributions import Categorical, kl_divergence
 
-from core.config import AlgorithmConfig, DrafterTrainingConfig, TrainerConfig
-from core.errors import ConfigError
-from core.records import UpdateReport
-from engine.decoding.logprobs import scaled_logits
-from learning.cotraining import DraftCotrainer, whole_kl
-from learning.experience import collate
-from learning.forward.training_forward import response_logits
-from learning.learner import Learner
-from learning.pairs.hf_sampling import sample_responses
+from rlhfspec.core.config import AlgorithmConfig, DrafterTrainingConfig, TrainerConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.records import UpdateReport
+from rlhfspec.engine.decoding.logprobs import scaled_logits
+from rlhfspec.learning.drafts.cotraining import DraftCotrainer, whole_kl
+from rlhfspec.learning.models.hf_sampling import sample_responses
+from rlhfspec.learning.trainer.experience import collate
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.training_forward import response_logits
 from tests.learning.conftest import tiny_model
 
 TEMPERATURE = 0.8

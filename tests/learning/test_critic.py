@@ -5,9 +5,9 @@ import math
 import torch
 from pytest import approx, mark
 
-from core.config import AlgorithmConfig, TrainerConfig
-from learning.critic import Critic, history_features
-from learning.forward.policy_forward import OwnStates
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.learning.trainer.critic import Critic, history_features
+from rlhfspec.learning.trainer.policy_forward import OwnStates
 
 
 def all_of(hidden):

@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from core.config import AlgorithmConfig, TrainerConfig
-from learning.algorithms.losses import clipped_policy_loss
-from learning.algorithms.targets import Targets
-from learning.experience import collate
-from learning.forward.batching import Pack
-from learning.learner import Learner
-from learning.soft_targets import SoftTargetStore
-from learning.update_metrics import MinibatchFigures
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
+from rlhfspec.learning.objectives.losses import clipped_policy_loss
+from rlhfspec.learning.objectives.targets import Targets
+from rlhfspec.learning.trainer.batching import Pack
+from rlhfspec.learning.trainer.experience import collate
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.update_metrics import MinibatchFigures
 
 
 def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):

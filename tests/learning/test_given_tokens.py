@@ -8,13 +8,13 @@ import torch
 from engine_scored import sampled as sampled_rollouts
 from engine_scored import scorer_of, target
 
-from core.config import AlgorithmConfig, TrainerConfig
-from core.records import Rollout, SamplingParams
-from engine.decoding.logprobs import token_logprobs
-from learning.algorithms.advantages import gae, place_terminal_reward
-from learning.experience import collate
-from learning.learner import Learner
-from learning.soft_targets import SoftTargetStore
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.records import Rollout, SamplingParams
+from rlhfspec.engine.decoding.logprobs import token_logprobs
+from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
+from rlhfspec.learning.objectives.advantages import gae, place_terminal_reward
+from rlhfspec.learning.trainer.experience import collate
+from rlhfspec.learning.trainer.learner import Learner
 
 
 def with_given(rollouts: list[Rollout], junk: float = 0.0) -> tuple[list[Rollout], list[np.ndarray]]:

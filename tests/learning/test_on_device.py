@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from core.config import AlgorithmConfig, TrainerConfig
-from learning.learner import Learner
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.learning.trainer.learner import Learner
 from tests.helpers.devices import DEVICES
 
 

@@ -10,31 +10,31 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from core.config import AlgorithmConfig, TrainerConfig
-from core.records import Rollout
-from engine.weights.chunks import load_into, pack_weights, unpack_weights
-from learning.forward.policy_forward import PolicyForward
-from learning.forward.token_statistics import token_statistics
-from learning.learner import Learner
-from learning.published_form import PublishedForm
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.records import Rollout
+from rlhfspec.engine.weights.chunks import load_into, pack_weights, unpack_weights
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.policy_forward import PolicyForward
+from rlhfspec.learning.trainer.published_form import PublishedForm
+from rlhfspec.learning.trainer.token_statistics import token_statistics
 from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, backward, without_a_driver
 
 READS = {
     "engine/weights/chunks:not_finite": "one for all parameters, behind the last step",
     "learning/update_metrics:describe_odd_loss": "whether losses are finite, one a minibatch",
-    "learning/parallel/one_trainer:OneTrainer.clip": "the gradient's norm, one a step",
+    "learning/trainer/one_trainer:OneTrainer.clip": "the gradient's norm, one a step",
     "learning/update_metrics:MinibatchFigures.open_part": "figures, one a minibatch",
-    "learning/forward/policy_forward:PolicyForward.values": "of the reference, one a pack",
+    "learning/trainer/policy_forward:PolicyForward.values": "of the reference, one a pack",
     "learning/critic:Critic.values": "of all tokens, one an update",
     "learning/critic:Critic.fit": "the value loss, one a step",
 }
 "What an update reads on the host, by who reads it."
 UPLOADS = {
-    "learning/forward/training_forward:response_logits",
-    "learning/forward/policy_forward:PolicyForward.values",
-    "learning/forward/policy_forward:OwnStates.in_order",
+    "learning/trainer/training_forward:response_logits",
+    "learning/trainer/policy_forward:PolicyForward.values",
+    "learning/trainer/policy_forward:OwnStates.in_order",
     "learning/learner:Learner._loss",
-    "learning/algorithms/ppo_advantages:ppo_advantages",
+    "learning/objectives/ppo_advantages:ppo_advantages",
     "learning/critic:Critic.values",
     "learning/critic:Critic.fit",
 }

@@ -9,15 +9,15 @@ import pytest
 import torch
 from tiny_llama import tiny_llama
 
-from core.config import DrafterTrainingConfig
-from core.errors import ConfigError
-from engine.decoding.logprobs import scaled_logits, token_logprobs
-from learning.distillation_batch import distillation_batches
-from learning.draft_refit import DraftRefitter
-from learning.experience import collate
-from learning.forward.training_forward import response_logits
-from learning.pairs.hf_sampling import sample_responses
-from learning.soft_targets import SoftTargetStore
+from rlhfspec.core.config import DrafterTrainingConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.engine.decoding.logprobs import scaled_logits, token_logprobs
+from rlhfspec.learning.drafts.distillation_batch import distillation_batches
+from rlhfspec.learning.drafts.draft_refit import DraftRefitter
+from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
+from rlhfspec.learning.models.hf_sampling import sample_responses
+from rlhfspec.learning.trainer.experience import collate
+from rlhfspec.learning.trainer.training_forward import response_logits
 from tests.learning.conftest import tiny_model
 
 TOKEN_S = 0.01

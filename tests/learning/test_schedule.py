@@ -2,9 +2,9 @@
 
 import pytest
 
-from core.config import TrainerConfig
-from core.errors import ConfigError
-from learning.schedule import Horizon, rate_factor
+from rlhfspec.core.config import TrainerConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.learning.trainer.schedule import Horizon, rate_factor
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import AlgorithmConfig, TrainerConfig
-from engine.decoding.logprobs import scaled_logits
-from engine.weights.draft_vocabulary import fit_draft
-from engine.weights.shared_ids import without
-from learning.cotraining import whole_kl
-from learning.distillation_batch import distillation_batches
-from learning.experience import collate
-from learning.forward.training_forward import response_logits
-from learning.learner import Learner
-from learning.pairs.distill import distillation_loss
-from learning.soft_targets import SoftTargetStore, soft_kl, targets_without
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.engine.decoding.logprobs import scaled_logits
+from rlhfspec.engine.weights.draft_vocabulary import fit_draft
+from rlhfspec.engine.weights.shared_ids import without
+from rlhfspec.learning.drafts.cotraining import whole_kl
+from rlhfspec.learning.drafts.distillation_batch import distillation_batches
+from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targets_without
+from rlhfspec.learning.models.distill import distillation_loss
+from rlhfspec.learning.trainer.experience import collate
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.training_forward import response_logits
 from tests.learning.conftest import tiny_model
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from learning.time_budget import TimeBudget, WorkCosts
+from rlhfspec.learning.drafts.time_budget import TimeBudget, WorkCosts
 
 
 class Clock:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from profiles.acceptance import (
+from rlhfspec.profiles.acceptance import (
     AcceptanceModel,
     NodeTable,
     first_features,

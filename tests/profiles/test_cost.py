@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hand_tables import drawn_shapes, noisy_table, truth
 
-from profiles.cost import (
+from rlhfspec.profiles.cost import (
     CostModel,
     Shape,
     draft_terms,

@@ -10,10 +10,10 @@ import pytest
 from hand_profile import hand_cost, hand_profile, hand_provenance
 from hand_tables import noisy_table, two_drafts
 
-from core.errors import ProfileError
-from profiles.acceptance import AcceptanceModel
-from profiles.profile import Profile, YieldCurve, load_profile, save_profile
-from profiles.provenance import Provenance
+from rlhfspec.core.errors import ProfileError
+from rlhfspec.profiles.acceptance import AcceptanceModel
+from rlhfspec.profiles.profile import Profile, YieldCurve, load_profile, save_profile
+from rlhfspec.profiles.provenance import Provenance
 
 TREE = YieldCurve(branching=2, width=2, levels=3, curve=(0.0, 0.1 + 0.2, 1 / 3))
 

@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 from hand_tables import grown
 
-from profiles.cost import CostModel, CostTable, Shape
-from profiles.quality import acceptance_quality, calibration_error, cost_quality, log_loss, reliability
+from rlhfspec.profiles.cost import CostModel, CostTable, Shape
+from rlhfspec.profiles.quality import (
+    acceptance_quality,
+    calibration_error,
+    cost_quality,
+    log_loss,
+    reliability,
+)
 
 
 def test_reliability_by_hand() -> None:

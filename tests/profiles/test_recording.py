@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hand_tables import grown, two_drafts
 
-from profiles.acceptance import AcceptanceModel
-from profiles.recording import join_nodes
+from rlhfspec.profiles.acceptance import AcceptanceModel
+from rlhfspec.profiles.recording import join_nodes
 
 LOGISTIC = AcceptanceModel(first=(0, 0, 0, 1, 0), other=(0, 0, 1, 0, 0))
 "Estimates the logistic function of the log-probability: tests write the logits of what they want."

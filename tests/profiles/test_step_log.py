@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 from hand_profile import hand_cost, hand_profile
 
-from core.config import SpeculationConfig
-from core.decode_records import PLAIN, Budget, DecodeState, DraftLog, LookUpLog, StepRecord
-from core.errors import DataError
-from profiles.step_log import PolicyOrigin, encode_step_log, read_step_log
+from rlhfspec.core.config import SpeculationConfig
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, DraftLog, LookUpLog, StepRecord
+from rlhfspec.core.errors import DataError
+from rlhfspec.profiles.step_log import PolicyOrigin, encode_step_log, read_step_log
 
 SCORES = np.array(
     [[0.1, 1 / 3, 0.0, -0.0, 1e-45, np.nan], [1.0, 0.7, 0.49, 0.2, 3e-39, np.inf]], dtype=np.float32

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from profiles.transfer import LearntLine, PrefillModel, TransferModel
+from rlhfspec.profiles.transfer import LearntLine, PrefillModel, TransferModel
 
 
 def test_predictions_start_from_the_given_values_by_hand() -> None:

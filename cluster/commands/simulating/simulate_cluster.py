@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cluster.commands.arguments import ConfigFile, Overrides
-from cluster.commands.declare import Arg
-from core.outside import user_path
+from rlhfspec.cluster.commands.arguments import ConfigFile, Overrides
+from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
-    from policies.simulate.assumptions import Assumption
-    from policies.simulate.cluster_simulation import ClusterResult
-    from policies.simulate.sweep import Tried
+    from rlhfspec.policies.simulate.assumptions import Assumption
+    from rlhfspec.policies.simulate.cluster_simulation import ClusterResult
+    from rlhfspec.policies.simulate.sweep import Tried
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -50,16 +50,16 @@ def cluster(
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print tables, write JSON and picture. Raises InputError for bad input."""
-    from cluster.commands.simulating.simulation_bar import simulation_bar
-    from cluster.reporting.console import PipeConsole
-    from cluster.run_folder.recorded_lengths import read_lengths
-    from core.config_io import load_config_of
-    from core.settings.simulated_cluster import SimulatedClusterConfig
-    from policies.simulate.assumptions import assumptions
-    from policies.simulate.cluster_simulation import num_played, require_bounded, simulate_cluster
-    from policies.simulate.described_cluster import describe
-    from policies.simulate.sweep import best, default_axes, planned, sweep
-    from profiles.profile import load_profile
+    from rlhfspec.cluster.commands.simulating.simulation_bar import simulation_bar
+    from rlhfspec.cluster.folder.recorded_lengths import read_lengths
+    from rlhfspec.cluster.reporting.console import PipeConsole
+    from rlhfspec.core.config_io import load_config_of
+    from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+    from rlhfspec.policies.simulate.assumptions import assumptions
+    from rlhfspec.policies.simulate.cluster_simulation import num_played, require_bounded, simulate_cluster
+    from rlhfspec.policies.simulate.described_cluster import describe
+    from rlhfspec.policies.simulate.sweep import best, default_axes, planned, sweep
+    from rlhfspec.profiles.profile import load_profile
 
     _check(args)
     config = load_config_of(SimulatedClusterConfig, args.config, args.overrides)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         tree["sweep"] = [_tried_tree(row) for row in tried]
         tree["best"] = None if chosen is None else chosen.values
         if args.picture is not None:
-            from cluster.reporting.sweep_picture import draw_sweep
+            from rlhfspec.cluster.reporting.sweep_picture import draw_sweep
 
             draw_sweep(tried, args.picture)
             console.print(f"written {args.picture}", soft_wrap=True)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(_assumption_table(rows))
     tree["assumptions"] = [{"name": row.name, "value": row.value, "source": row.source} for row in rows]
     if args.out is not None:
-        from core.files import storage_errors
+        from rlhfspec.core.files import storage_errors
 
         with storage_errors(args.out):
             args.out.write_text(json.dumps(tree, indent=2) + "\n")
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from core.errors import ConfigError
+    from rlhfspec.core.errors import ConfigError
 
     if args.picture is not None and not args.sweep:
         raise ConfigError("--picture draws a sweep; add --sweep")
@@ -119,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_file(name: str, path: Path | None) -> None:
-    from core.errors import ConfigError
+    from rlhfspec.core.errors import ConfigError
 
     if path is None:
         return

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.decoding.running_batch import RunningBatch
-from engine.drafters.head.feature_sequence import FeatureSequence
-from engine.model.prefill_plan import PrefillPiece
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.model.prefill_plan import PrefillPiece
 
 LEAST_RESPONSE = 4
 "Tokens; of shorter responses there is next to nothing to learn."

@@ -20,21 +20,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from core.decode_records import Budget
-from engine.attention.backends import Attention
-from engine.cache.kv_pool import KVPool
-from engine.decoding.draft_tree import DEAD, DraftTree
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.verify import Verdict
-from engine.drafters.head.layer_forward import LayerForward
-from engine.drafters.head.published_head import head_checksum
-from engine.drafters.level_drafter import LevelDrafter, level_plan
-from engine.drafters.refinement import Refinement
-from engine.model.compute_backend import PoolAttention
-from engine.model.forward_plan import TreePlan
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
-from engine.upload import upload
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.engine.attention.backends import Attention
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.engine.drafters.head.layer_forward import LayerForward
+from rlhfspec.engine.drafters.head.published_head import head_checksum
+from rlhfspec.engine.drafters.level_drafter import LevelDrafter, level_plan
+from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.model.compute_backend import PoolAttention
+from rlhfspec.engine.model.forward_plan import TreePlan
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
+from rlhfspec.engine.upload import upload
 
 MAX_WAITING = 16
 "Committed tokens of a sample whose hidden states may wait for their keys and values; those of one step come on top."

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.drafters.head.head_weights import LAYER
-from engine.drafters.head.layer_forward import LayerForward
+from rlhfspec.engine.drafters.head.head_weights import LAYER
+from rlhfspec.engine.drafters.head.layer_forward import LayerForward
 
 
 class HeadForward(LayerForward):

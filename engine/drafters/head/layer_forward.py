@@ -16,14 +16,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from core.errors import WeightsError
-from engine.cache.kv_pool import KVShape, cell_size
-from engine.drafters.head.head_weights import HeadConfig, HeadWeights, require_whole
-from engine.model.compute_backend import ComputeBackend
-from engine.model.forward_plan import ForwardPlan
-from engine.model.linears import Linear
-from engine.model.llama_layout import by_head
-from engine.weights.bare_llama import BareConfig, Rotary
+from rlhfspec.core.errors import WeightsError
+from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
+from rlhfspec.engine.drafters.head.head_weights import HeadConfig, HeadWeights, require_whole
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.forward_plan import ForwardPlan
+from rlhfspec.engine.model.linears import Linear
+from rlhfspec.engine.model.llama_layout import by_head
+from rlhfspec.engine.weights.bare_llama import BareConfig, Rotary
 
 
 class LayerForward(ABC):

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.drafters.head.head_weights import HeadWeights
-from engine.drafters.head.layer_forward import LayerForward
-from engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.drafters.head.layer_forward import LayerForward
+from rlhfspec.engine.model.compute_backend import ComputeBackend
 
 
 class MtpForward(LayerForward):

@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from core.errors import ModelError
-from engine.drafters.head.config_keys import rope_of_tree, wrong_rope
-from engine.drafters.head.head_weights import HeadConfig, HeadWeights, require_whole
-from engine.weights.weight_files import first_line, local_folder, shapes_in, weight_files
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.drafters.head.config_keys import rope_of_tree, wrong_rope
+from rlhfspec.engine.drafters.head.head_weights import HeadConfig, HeadWeights, require_whole
+from rlhfspec.engine.weights.weight_files import first_line, local_folder, shapes_in, weight_files
 
 ARCHITECTURE = "RlhfSpecMtpLayer"
 "What a published layer's config says; no file has it."

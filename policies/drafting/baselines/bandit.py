@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.decode_records import Budget, DecodeState, StepRecord
-from policies.drafting.baselines.fixed import bounded_tree
+from rlhfspec.core.decode_records import Budget, DecodeState, StepRecord
+from rlhfspec.policies.drafting.baselines.fixed import bounded_tree
 
 CHAIN_DEPTHS = (0, 2, 4, 8, 16)
 TREES = ((8, 4, 2), (16, 5, 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 
 
 class OffPolicy:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from fake_engine import POISON, FakeEngine, FakeHost, make_request, response_of
 
-from actors.generation import decode_loop
-from actors.generation.decode_loop import DecodeLoop
-from actors.generation.loop_orders import CutOrder, HoldOrder, LoadOrder, StopOrder, SubmitOrder
-from core.errors import DataError, RlhfSpecError
-from core.records import FinishReason
-from core.weight_records import WeightManifest
+from rlhfspec.actors.generation import decode_loop
+from rlhfspec.actors.generation.decode_loop import DecodeLoop
+from rlhfspec.actors.generation.loop_orders import CutOrder, HoldOrder, LoadOrder, StopOrder, SubmitOrder
+from rlhfspec.core.errors import DataError, RlhfSpecError
+from rlhfspec.core.records import FinishReason
+from rlhfspec.core.weight_records import WeightManifest
 
 
 class Running:

@@ -11,19 +11,19 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from actors.actor_messages import GenerationSpec
-from actors.generation.engine_host import ManifestHost
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import ConfigError, ModelError, PlacementError, WeightsError
-from core.weight_records import WeightManifest
-from engine.drafters.head.published_head import pack_head
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.suffix_drafter import SuffixDrafter
-from engine.model.llama_forward import LlamaForward
-from engine.model.stock_forward import StockForward
-from engine.model.stock_linears import OwnProduct
-from engine.weights.bare_llama import BareLlama
-from engine.weights.chunks import pack_weights
+from rlhfspec.actors.actor_messages import GenerationSpec
+from rlhfspec.actors.generation.engine_host import ManifestHost
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ConfigError, ModelError, PlacementError, WeightsError
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.engine.drafters.head.published_head import pack_head
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
+from rlhfspec.engine.model.llama_forward import LlamaForward
+from rlhfspec.engine.model.stock_forward import StockForward
+from rlhfspec.engine.model.stock_linears import OwnProduct
+from rlhfspec.engine.weights.bare_llama import BareLlama
+from rlhfspec.engine.weights.chunks import pack_weights
 from tests.helpers import tiny_pool
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
@@ -195,7 +195,7 @@ def test_a_head_is_kept_as_it_was_published_and_given_to_the_engine(monkeypatch)
         built.append((draft, settings["drafter_version"]))
         return tiny_pool.engine("off", slots=2)
 
-    monkeypatch.setattr("actors.generation.engine_host.build_engine", build)
+    monkeypatch.setattr("rlhfspec.actors.generation.engine_host.build_engine", build)
     host = new_host("auto", speculation=SpeculationConfig(policy="fixed", drafter="head"))
     head = random_head(tiny_pool.target(), draft_vocab_size=9)
     manifest, chunks = pack_head(head, weight_version=5)
@@ -213,7 +213,9 @@ def test_the_answer_to_a_head_is_the_checksum_of_what_drafts(monkeypatch) -> Non
     for version in range(2):
         manifest, chunks = pack_head(random_head(tiny_pool.target(), seed=version), weight_version=version)
         assert host.load_weights(manifest, chunks).checksum == manifest.checksum
-    monkeypatch.setattr("engine.drafters.head.head_drafter.HeadDrafter.load", lambda self, tensors: None)
+    monkeypatch.setattr(
+        "rlhfspec.engine.drafters.head.head_drafter.HeadDrafter.load", lambda self, tensors: None
+    )
     manifest, chunks = pack_head(random_head(tiny_pool.target(), seed=2), weight_version=2)
     assert host.load_weights(manifest, chunks).checksum != manifest.checksum
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.generation.gauges import REFRESH_S, REPEAT_S, InstanceGauges
-from actors.ray_utils import run_metrics
-from core.decode_records import GenerationStats, InstanceLoad
-from core.errors import RlhfSpecError
-from core.exported_metrics import Exported
+from rlhfspec.actors.generation.gauges import REFRESH_S, REPEAT_S, InstanceGauges
+from rlhfspec.actors.waiting import run_metrics
+from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.exported_metrics import Exported
 
 
 class Notebook:

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from actors.actor_messages import GenerationSpec, HeadProgress, SpotSpec
-from actors.generation.decode_loop import DecodeLoop
-from actors.generation.engine_host import ManifestHost
-from actors.generation.loop_orders import CallOrder, LoadOrder, StopOrder, SubmitOrder
-from core.config import DrafterTrainingConfig, EngineConfig, SpeculationConfig
-from core.records import Completion, SampleKey, SamplingParams
-from engine.drafters.head.head_weights import HeadWeights
-from engine.drafters.head.published_head import pack_head
-from engine.weights.bare_llama import BareLlama
-from engine.weights.chunks import pack_weights
+from rlhfspec.actors.actor_messages import GenerationSpec, HeadProgress, SpotSpec
+from rlhfspec.actors.generation.decode_loop import DecodeLoop
+from rlhfspec.actors.generation.engine_host import ManifestHost
+from rlhfspec.actors.generation.loop_orders import CallOrder, LoadOrder, StopOrder, SubmitOrder
+from rlhfspec.core.config import DrafterTrainingConfig, EngineConfig, SpeculationConfig
+from rlhfspec.core.records import Completion, SampleKey, SamplingParams
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.drafters.head.published_head import pack_head
+from rlhfspec.engine.weights.bare_llama import BareLlama
+from rlhfspec.engine.weights.chunks import pack_weights
 from tests.helpers import tiny_pool
 from tests.helpers.hand_learner import LIMIT_S
 from tests.helpers.random_heads import random_head

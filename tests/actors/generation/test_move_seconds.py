@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 from fake_engine import FakeEngine, FakeHost, make_request
 
-from actors.generation.decode_loop import DecodeLoop
-from actors.generation.loop_orders import HoldOrder, NewsOrder, SubmitOrder
-from core.decode_records import InstanceLoad
-from core.errors import RlhfSpecError
-from core.records import Completion, SampleKey
-from engine.exchange import CachePiece
-from policies.migration.move_messages import Landed, News
+from rlhfspec.actors.generation.decode_loop import DecodeLoop
+from rlhfspec.actors.generation.loop_orders import HoldOrder, NewsOrder, SubmitOrder
+from rlhfspec.core.decode_records import InstanceLoad
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.records import Completion, SampleKey
+from rlhfspec.engine.exchange import CachePiece
+from rlhfspec.policies.migration.move_messages import Landed, News
 
 
 class SlowMigrator:

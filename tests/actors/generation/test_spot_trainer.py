@@ -9,12 +9,12 @@ import pytest
 import torch
 from fake_engine import FakeEngine, FakeHost, make_request
 
-from actors.generation.decode_loop import DecodeLoop
-from actors.generation.loop_orders import CallOrder, StopOrder, SubmitOrder
-from actors.generation.spare_time import SpareTime
-from actors.generation.spot_trainer import HELD_OUT_EVERY, SpotTrainer
-from core.config import DrafterTrainingConfig
-from engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.actors.generation.decode_loop import DecodeLoop
+from rlhfspec.actors.generation.loop_orders import CallOrder, StopOrder, SubmitOrder
+from rlhfspec.actors.generation.spare_time import SpareTime
+from rlhfspec.actors.generation.spot_trainer import HELD_OUT_EVERY, SpotTrainer
+from rlhfspec.core.config import DrafterTrainingConfig
+from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
 from tests.helpers.hand_learner import LIMIT_S, HandLearner, ListBuffer, sequence
 
 PASSES = 3

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from actors.actor_messages import GenerationSpec
-from actors.generation.engine_host import ManifestHost
-from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, join_broadcast
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import WaitTimeout, WeightsError
-from core.weight_records import WORDS, DigestKind, WeightManifest, kind_of
-from engine.weights.chunks import WeightPacker, model_checksum, pack_weights, unique_tensors
+from rlhfspec.actors.actor_messages import GenerationSpec
+from rlhfspec.actors.generation.engine_host import ManifestHost
+from rlhfspec.actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, join_broadcast
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import WaitTimeout, WeightsError
+from rlhfspec.core.weight_records import WORDS, DigestKind, WeightManifest, kind_of
+from rlhfspec.engine.weights.chunks import WeightPacker, model_checksum, pack_weights, unique_tensors
 from tests.helpers import tiny_pool
 from tests.helpers.windows import without_a_gpu
 

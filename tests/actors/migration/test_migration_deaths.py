@@ -13,8 +13,8 @@ from forced_moves import Forced
 from local_pool import Later, LocalPool
 from one_move import DESTINATION, RECOVERY_TURNS, SOURCE, OneMove, delay, drop, duplicate, echo, name_of
 
-from core.config import ReallocationConfig
-from policies.migration.move_messages import MoveOrder, Settle
+from rlhfspec.core.config import ReallocationConfig
+from rlhfspec.policies.migration.move_messages import MoveOrder, Settle
 
 pytestmark = pytest.mark.slow
 

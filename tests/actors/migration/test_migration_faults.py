@@ -24,13 +24,13 @@ from one_move import (
     echo,
 )
 
-from actors.generation import decode_loop
-from core.errors import WeightsError
-from core.weight_records import WeightManifest
-from engine.engine import Engine
-from engine.weights.chunks import pack_weights, unpack_weights
-from policies.reallocation.pool_records import MoveMode
-from policies.scheduling.events import MoveRecord
+from rlhfspec.actors.generation import decode_loop
+from rlhfspec.core.errors import WeightsError
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
+from rlhfspec.policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.scheduling.events import MoveRecord
 
 FAULTS = (drop, duplicate, delay, echo)
 OWN_TO_DESTINATION, RELEASE_TO_SOURCE = f"own to {DESTINATION}", f"release to {SOURCE}"

@@ -12,8 +12,8 @@ import torch
 from forced_moves import Forced
 from local_pool import LocalPool
 
-from core.records import SampleKey, SamplingParams
-from policies.reallocation.pool_records import MoveMode
+from rlhfspec.core.records import SampleKey, SamplingParams
+from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,14 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from actors.ray_utils.assigned_device import assigned_gpus, require_gpu_room, resolve_device
-from core.errors import ConfigError, PlacementError
+from rlhfspec.actors.waiting.assigned_device import assigned_gpus, require_gpu_room, resolve_device
+from rlhfspec.core.errors import ConfigError, PlacementError
 from tests.helpers.ray_script import answer_of
 
 NAMES = {"key": "trainer.device", "pool": "cluster.trainer"}
 SCRIPT = """
 import json, ray
-from actors.ray_utils.assigned_device import assigned_gpus
+from rlhfspec.actors.waiting.assigned_device import assigned_gpus
 ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
 ask = ray.remote(assigned_gpus)
 with_one = ray.get([ask.options(num_gpus=1).remote() for _ in range(2)], timeout=60)

@@ -9,10 +9,10 @@ import pytest
 import ray
 from ray.exceptions import OutOfMemoryError
 
-import actors.ray_utils.waiting
-from actors.ray_utils.deaths import cause_of
-from actors.ray_utils.waiting import ActorDied, get
-from core.errors import InstanceLost, NodeDied
+import rlhfspec.actors.waiting.waiting
+from rlhfspec.actors.waiting.deaths import cause_of
+from rlhfspec.actors.waiting.waiting import ActorDied, get
+from rlhfspec.core.errors import InstanceLost, NodeDied
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -79,8 +79,8 @@ def raising(error: Exception):
 
 
 def test_an_out_of_memory_death_names_memory(monkeypatch, local_ray):
-    monkeypatch.setattr(actors.ray_utils.waiting.ray, "wait", answered)
-    monkeypatch.setattr(actors.ray_utils.waiting.ray, "get", raising(OutOfMemoryError(OUT_OF_MEMORY)))
+    monkeypatch.setattr(rlhfspec.actors.waiting.waiting.ray, "wait", answered)
+    monkeypatch.setattr(rlhfspec.actors.waiting.waiting.ray, "get", raising(OutOfMemoryError(OUT_OF_MEMORY)))
     assert death_of(None).endswith("Ray ended it because the memory of its machine ran out")
     assert cause_of(ray.exceptions.RayActorError(error_msg=OUT_OF_MEMORY)) == cause_of(OutOfMemoryError("x"))
 
@@ -93,18 +93,20 @@ def test_an_actor_that_died_with_its_node_is_reported_as_the_nodes_death(monkeyp
     own = ray.get_runtime_context().get_node_id()
     for text, node_lives in zip(said, (True, False), strict=True):
         death = ray.exceptions.RayActorError(error_msg=text)
-        monkeypatch.setattr(actors.ray_utils.waiting.ray, "wait", answered)
-        monkeypatch.setattr(actors.ray_utils.waiting.ray, "get", raising(death))
+        monkeypatch.setattr(rlhfspec.actors.waiting.waiting.ray, "wait", answered)
+        monkeypatch.setattr(rlhfspec.actors.waiting.waiting.ray, "get", raising(death))
         nodes = [{"NodeID": own, "Alive": node_lives}]
-        monkeypatch.setattr(actors.ray_utils.waiting.ray, "nodes", lambda nodes=nodes: nodes)
+        monkeypatch.setattr(rlhfspec.actors.waiting.waiting.ray, "nodes", lambda nodes=nodes: nodes)
         with pytest.raises(NodeDied, match="the Ray node under this process died") as caught:
             get(None, waiter="the loop", waited_for="trainer", order="update", timeout_s=60.0)
         assert not isinstance(caught.value, InstanceLost), "nobody must try to replace the actor"
 
 
 def test_a_wait_for_an_actor_that_can_never_come_ends_with_the_node(monkeypatch, local_ray):
-    monkeypatch.setattr(actors.ray_utils.waiting.ray, "wait", lambda refs, **limits: ([], refs))
+    monkeypatch.setattr(rlhfspec.actors.waiting.waiting.ray, "wait", lambda refs, **limits: ([], refs))
     own = ray.get_runtime_context().get_node_id()
-    monkeypatch.setattr(actors.ray_utils.waiting.ray, "nodes", lambda: [{"NodeID": own, "Alive": False}])
+    monkeypatch.setattr(
+        rlhfspec.actors.waiting.waiting.ray, "nodes", lambda: [{"NodeID": own, "Alive": False}]
+    )
     with pytest.raises(NodeDied):
         get(None, waiter="the loop", waited_for="scheduler", order="rebuild its state", timeout_s=60.0)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.ray_utils import vitals
-from actors.ray_utils.vitals import give_back_free_memory
-from core.proc_files import PROC, sizes
+from rlhfspec.actors.waiting import vitals
+from rlhfspec.actors.waiting.vitals import give_back_free_memory
+from rlhfspec.core.proc_files import PROC, sizes
 
 MIB = 2**20
 

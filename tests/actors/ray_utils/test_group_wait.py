@@ -6,9 +6,9 @@ import time
 import pytest
 import ray
 
-from actors.ray_utils.group_wait import explaining, get_all
-from actors.ray_utils.watch import open_waits
-from core.errors import InstanceLost, NotFiniteError, PeerLost, WaitTimeout
+from rlhfspec.actors.waiting.group_wait import explaining, get_all
+from rlhfspec.actors.waiting.watch import open_waits
+from rlhfspec.core.errors import InstanceLost, NotFiniteError, PeerLost, WaitTimeout
 
 pytestmark = pytest.mark.ray
 LONG_S = 120.0

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 from ray.exceptions import RayActorError
 
-from actors.ray_utils import heartbeat as heartbeat_module
-from actors.ray_utils.heartbeat import Heartbeat
-from actors.ray_utils.waiting import ActorDied
+from rlhfspec.actors.waiting import heartbeat as heartbeat_module
+from rlhfspec.actors.waiting.heartbeat import Heartbeat
+from rlhfspec.actors.waiting.waiting import ActorDied
 
 
 @dataclass

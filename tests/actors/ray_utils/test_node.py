@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from actors.ray_utils.node import own_raylet, require_raylet, watching_raylet
-from actors.ray_utils.waiting import get, wait_any
-from core.errors import NodeDied
+from rlhfspec.actors.waiting.node import own_raylet, require_raylet, watching_raylet
+from rlhfspec.actors.waiting.waiting import get, wait_any
+from rlhfspec.core.errors import NodeDied
 
 
 @pytest.fixture

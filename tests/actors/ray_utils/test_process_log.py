@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.ray_utils import process_log, run_metrics
-from actors.ray_utils.process_log import begin_process_log
-from core.exported_metrics import Exported
+from rlhfspec.actors.waiting import process_log, run_metrics
+from rlhfspec.actors.waiting.process_log import begin_process_log
+from rlhfspec.core.exported_metrics import Exported
 
 LOGGER = logging.getLogger("actors.some")
 

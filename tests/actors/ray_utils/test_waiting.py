@@ -9,11 +9,11 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
-import actors.ray_utils.waiting
-import actors.ray_utils.watch
-from actors.ray_utils.waiting import awake_s, get
-from actors.ray_utils.watch import Watch
-from core.errors import InstanceLost, RewardError, WaitTimeout
+import rlhfspec.actors.waiting.waiting
+import rlhfspec.actors.waiting.watch
+from rlhfspec.actors.waiting.waiting import awake_s, get
+from rlhfspec.actors.waiting.watch import Watch
+from rlhfspec.core.errors import InstanceLost, RewardError, WaitTimeout
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -74,14 +74,14 @@ def test_a_process_that_was_stopped_goes_on_waiting_and_says_what_it_slept_throu
             return [], refs
         return refs, []
 
-    monkeypatch.setattr(actors.ray_utils.waiting.ray, "wait", wait)
-    monkeypatch.setattr(actors.ray_utils.waiting.ray, "get", lambda ref, timeout: "answer")
-    monkeypatch.setattr(actors.ray_utils.waiting, "require_node", lambda: None)
-    for module in (actors.ray_utils.waiting, actors.ray_utils.watch):
+    monkeypatch.setattr(rlhfspec.actors.waiting.waiting.ray, "wait", wait)
+    monkeypatch.setattr(rlhfspec.actors.waiting.waiting.ray, "get", lambda ref, timeout: "answer")
+    monkeypatch.setattr(rlhfspec.actors.waiting.waiting, "require_node", lambda: None)
+    for module in (rlhfspec.actors.waiting.waiting, rlhfspec.actors.waiting.watch):
         monkeypatch.setattr(module.time, "monotonic", process.monotonic)
     before_s = awake_s()
     watch = Watch(notes.append, clock=process.monotonic)
-    monkeypatch.setattr(actors.ray_utils.watch, "_current", SimpleNamespace(get=lambda default: watch))
+    monkeypatch.setattr(rlhfspec.actors.waiting.watch, "_current", SimpleNamespace(get=lambda default: watch))
     assert ask(None, timeout_s=30.0) == "answer"
     assert awake_s() - before_s == pytest.approx(answer_after), (
         "a limit shared by several waits leaves it out too"

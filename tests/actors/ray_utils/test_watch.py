@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.ray_utils.watch import FIRST_S, LEAST_S, OpenWait, Watch, watching
+from rlhfspec.actors.waiting.watch import FIRST_S, LEAST_S, OpenWait, Watch, watching
 
 
 class Told:

@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import requests
 from pytest import fixture, importorskip, mark, raises, skip
 
-from actors.serving.loopback import spare_loopback
-from actors.serving.reward_client import ServedReward
-from core.errors import RewardServerLost
-from core.settings.reward import RewardServerConfig, Scorer
+from rlhfspec.actors.serving.loopback import spare_loopback
+from rlhfspec.actors.serving.reward_client import ServedReward
+from rlhfspec.core.errors import RewardServerLost
+from rlhfspec.core.settings.reward import RewardServerConfig, Scorer
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from actors.serving.reward_client import ServedReward
-from actors.serving.reward_deployment import http
-from actors.serving.score_schema import ScoreBody, from_answer, from_body, to_answer, to_body
-from cluster.placement.ray_session import free_port
-from core.errors import RewardError, RewardServerLost
-from core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
-from core.settings.reward import RewardServerConfig, Scorer
-from learning.rewards.score_request import score_requests
+from rlhfspec.actors.serving.reward_client import ServedReward
+from rlhfspec.actors.serving.reward_deployment import http
+from rlhfspec.actors.serving.score_schema import ScoreBody, from_answer, from_body, to_answer, to_body
+from rlhfspec.cluster.placement.ray_session import free_port
+from rlhfspec.core.errors import RewardError, RewardServerLost
+from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
+from rlhfspec.core.settings.reward import RewardServerConfig, Scorer
+from rlhfspec.learning.rewards.score_request import score_requests
 
 SETTINGS = RewardServerConfig(retries=3, backoff_s=1.0, timeout_s=30.0)
 CHAT = (("user", "hi"), ("assistant", "ho"), ("user", "hm"))

@@ -13,16 +13,16 @@ import ray
 from ray import serve
 from tiny_reward_model import save_reward_model
 
-from actors.reward_actors import RewardActor, RewardPool
-from actors.serving.reward_client import ServedReward
-from actors.serving.reward_deployment import build
-from cluster.placement.ray_session import free_port
-from core.config import RewardConfig
-from core.errors import ConfigError, RewardServerLost
-from core.records import FinishReason, Prompt, ResponseFacts, Reward
-from learning.rewards.reward_function import build_reward
-from learning.rewards.score_request import score_requests
-from learning.tasks.chain_task import ALPHABET
+from rlhfspec.actors.serving.reward_client import ServedReward
+from rlhfspec.actors.serving.reward_deployment import build
+from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
+from rlhfspec.cluster.placement.ray_session import free_port
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.errors import ConfigError, RewardServerLost
+from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward
+from rlhfspec.learning.rewards.reward_function import build_reward
+from rlhfspec.learning.rewards.score_request import score_requests
+from rlhfspec.learning.tasks.chain_task import ALPHABET
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

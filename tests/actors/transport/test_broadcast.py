@@ -11,8 +11,8 @@ from itertools import cycle
 import pytest
 import torch
 
-from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, join_broadcast
-from core.errors import WaitTimeout, WeightsError
+from rlhfspec.actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, join_broadcast
+from rlhfspec.core.errors import WaitTimeout, WeightsError
 from tests.helpers.windows import without_a_gpu
 
 LOCAL = "127.0.0.1"

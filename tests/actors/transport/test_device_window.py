@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from actors.transport.device_window import offer
-from core.errors import PlacementError
+from rlhfspec.actors.transport.device_window import offer
+from rlhfspec.core.errors import PlacementError
 from tests.helpers.devices import NO_GPU
 
 READER = """
 import pickle, sys, torch
-from actors.transport.device_window import reach
+from rlhfspec.actors.transport.device_window import reach
 torch.zeros(1, device="cuda")
 window = reach(pickle.loads(bytes.fromhex(sys.stdin.readline())), torch.device("cuda", 0))
 for line in sys.stdin:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import changed_bytes, examples
 
-from actors.transport.channel import new_channel_id
-from actors.transport.frames import frame_bytes, open_frame, seal
-from actors.transport.rendezvous import LENGTHS, PairStore, accept, close_listener, open_listener
-from core.errors import TransferError
+from rlhfspec.actors.transport.channel import new_channel_id
+from rlhfspec.actors.transport.frames import frame_bytes, open_frame, seal
+from rlhfspec.actors.transport.rendezvous import LENGTHS, PairStore, accept, close_listener, open_listener
+from rlhfspec.core.errors import TransferError
 
 ROW = 8 * 512
 "Bytes that the checksum takes as one row."

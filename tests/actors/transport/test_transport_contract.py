@@ -7,7 +7,7 @@ import pytest
 from in_process import MemoryHub
 from transport_ends import PATIENT_S, TIMEOUT_S, ActorEnd, LocalEnd
 
-from core.errors import TransferError
+from rlhfspec.core.errors import TransferError
 
 ANSWER_S = 60.0
 "Longest wait of a test for a call; far above every timeout of the transports."

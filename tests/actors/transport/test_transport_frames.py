@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from actors.transport.frames import TRAILER_BYTES, claimed_sequence, frame_bytes, open_frame, seal
-from core.errors import TransferError
+from rlhfspec.actors.transport.frames import TRAILER_BYTES, claimed_sequence, frame_bytes, open_frame, seal
+from rlhfspec.core.errors import TransferError
 
 SIZES = [1, 8, 13, 4096, 4097, 65536, 262_144 + 5, 1 << 20]
 

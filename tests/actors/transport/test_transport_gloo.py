@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from transport_ends import Ends
 
-from actors.transport.gloo import GlooTransport
-from actors.transport.rendezvous import PairStore, accept, open_listener, reach
-from actors.transport.select import make_transport
-from core.errors import ConfigError, TransferError
+from rlhfspec.actors.transport.gloo import GlooTransport
+from rlhfspec.actors.transport.rendezvous import PairStore, accept, open_listener, reach
+from rlhfspec.actors.transport.select import make_transport
+from rlhfspec.core.errors import ConfigError, TransferError
 
 HOST = "127.0.0.1"
 
@@ -164,7 +164,7 @@ def test_a_connection_without_the_channels_token_is_rejected():
 
 FROZEN_RECEIVER = """
 import sys, numpy as np
-from actors.transport.gloo import GlooTransport
+from rlhfspec.actors.transport.gloo import GlooTransport
 transport = GlooTransport(host="127.0.0.1", timeout_s=30.0)
 receiver, ticket = transport.listen("source")
 print(ticket.channel, ticket.port, flush=True)
@@ -174,7 +174,7 @@ while True:
 
 
 def test_a_frozen_destination_raises_at_the_timeout():
-    from actors.transport.channels import Ticket
+    from rlhfspec.actors.transport.channels import Ticket
 
     root = str(Path(__file__).resolve().parents[3])
     process = subprocess.Popen(

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from in_process import FaultPlan, MemoryHub, MemoryTransport
 
-from actors.transport.channels import MAX_FRAME_BYTES, Ticket, require_frame
-from actors.transport.frames import frame_bytes, open_frame, seal
-from actors.transport.object_store import ObjectStoreTransport, _Mailbox
-from actors.transport.paced import Paced
-from actors.transport.select import make_transport
-from core.errors import TransferError
+from rlhfspec.actors.transport.channels import MAX_FRAME_BYTES, Ticket, require_frame
+from rlhfspec.actors.transport.frames import frame_bytes, open_frame, seal
+from rlhfspec.actors.transport.object_store import ObjectStoreTransport, _Mailbox
+from rlhfspec.actors.transport.paced import Paced
+from rlhfspec.actors.transport.select import make_transport
+from rlhfspec.core.errors import TransferError
 
 
 def through(faults: FaultPlan, *, frames: int, timeout_s: float = 0.3):

@@ -7,8 +7,8 @@ import shlex
 import tomllib
 from pathlib import Path
 
-from cluster.kuberay import ray_manifests
-from cluster.placement.origin import PACKAGES
+from rlhfspec.cluster.kuberay import ray_manifests
+from rlhfspec.cluster.placement.origin import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "cluster" / "kuberay"

@@ -16,8 +16,8 @@ from kustomized import kustomized
 from manifests import ROOT, cluster_spec, groups, of_kind, rendered, smollm2_config
 from ray.scripts.scripts import drain_node
 
-from actors.serving.reward_deployment import ServerArguments
-from cluster.kuberay.ray_manifests import RAY_VERSION, TOKEN_SECRET
+from rlhfspec.actors.serving.reward_deployment import ServerArguments
+from rlhfspec.cluster.kuberay.ray_manifests import RAY_VERSION, TOKEN_SECRET
 
 FOLDER = ROOT / "cluster" / "kuberay"
 KUSTOMIZATIONS = sorted(str(path.parent.relative_to(FOLDER)) for path in FOLDER.rglob("kustomization.yaml"))

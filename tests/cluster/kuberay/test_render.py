@@ -10,13 +10,13 @@ import pytest
 import yaml
 from manifests import ROOT, cluster_spec, of_kind, rendered, smollm2_config
 
-from cluster.cli import build_parser, main
-from cluster.kuberay.manifest_check import quantity
-from cluster.kuberay.planned_memory import plan_remote_memory
-from cluster.placement.memory_plan import RAY_PROCESSES_BYTES
-from cluster.placement.topology import plan
-from core.config_io import config_from_dict
-from core.errors import ConfigError
+from rlhfspec.cluster.cli import build_parser, main
+from rlhfspec.cluster.kuberay.manifest_check import quantity
+from rlhfspec.cluster.kuberay.planned_memory import plan_remote_memory
+from rlhfspec.cluster.placement.memory_plan import RAY_PROCESSES_BYTES
+from rlhfspec.cluster.placement.topology import plan
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError
 
 CONFIGS = sorted(
     str(path.relative_to(ROOT))

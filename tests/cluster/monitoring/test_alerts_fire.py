@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.monitoring.alerts import ALERTS
-from cluster.monitoring.monitoring_files import write_monitoring
+from rlhfspec.cluster.monitoring.alerts import ALERTS
+from rlhfspec.cluster.monitoring.monitoring_files import write_monitoring
 
 pytestmark = pytest.mark.skipif(not shutil.which("promtool"), reason="no Prometheus here")
 

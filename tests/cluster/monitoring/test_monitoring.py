@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.cli import main
-from cluster.monitoring.alerts import ALERTS
-from cluster.monitoring.panels import ROWS
-from cluster.monitoring.queries import names_of, promql
-from core.errors import RlhfSpecError
-from core.exported_metrics import live_metrics
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.monitoring.alerts import ALERTS
+from rlhfspec.cluster.monitoring.panels import ROWS
+from rlhfspec.cluster.monitoring.queries import names_of, promql
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.exported_metrics import live_metrics
 
 TEMPLATES = [
     *(target.query for row in ROWS for panel in row.panels for target in panel.targets),

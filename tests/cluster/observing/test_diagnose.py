@@ -15,22 +15,22 @@ from pathlib import Path
 import pytest
 from live_pages import NOW, PAGE
 
-from cluster.cli import main
-from cluster.observing import stacks
-from cluster.observing.diagnosis import Diagnosis, diagnose_here
-from cluster.observing.diagnosis_text import where
-from cluster.observing.processes import SeenProcess
-from cluster.observing.stacks import by_signal, is_stopped, parse_faulthandler
-from cluster.placement.origin import ROOT
-from cluster.run_folder.layout import RunDir
-from core.config import Config
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observing import stacks
+from rlhfspec.cluster.observing.diagnosis import Diagnosis, diagnose_here
+from rlhfspec.cluster.observing.diagnosis_text import where
+from rlhfspec.cluster.observing.processes import SeenProcess
+from rlhfspec.cluster.observing.stacks import by_signal, is_stopped, parse_faulthandler
+from rlhfspec.cluster.placement.origin import ROOT
+from rlhfspec.core.config import Config
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
 
 RUN = f"a-run-of-{os.getpid()}"
 ACTOR = """
 import sys, time
-from actors.ray_utils.stack_page import begin_stack_page, end_stack_page
+from rlhfspec.actors.waiting.stack_page import begin_stack_page, end_stack_page
 begin_stack_page({run!r}, sys.argv[1])
 if sys.argv[1] == "deaf":
     import signal
@@ -133,7 +133,7 @@ Thread 0x00008f (most recent call first):
   File "/x/pkg/actors/ray_utils/vitals.py", line 30 in tell
 """
     first, second = parse_faulthandler(told)
-    assert where(first) == "cluster/loop.py:190 run_iteration calls wait"
+    assert where(first) == "cluster/run/loop.py:190 run_iteration calls wait"
     assert where(second) is None
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from actors.ray_utils import run_metrics
-from cluster.observing.live_page import InstanceRow
-from cluster.observing.observer import Observer, set_gauges
-from cluster.placement.ray_session import RaySession
-from cluster.run_folder.layout import RunDir
-from core.config import Config
-from core.exported_metrics import Exported
+from rlhfspec.actors.waiting import run_metrics
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observing.live_page import InstanceRow
+from rlhfspec.cluster.observing.observer import Observer, set_gauges
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.core.config import Config
+from rlhfspec.core.exported_metrics import Exported
 
 
 class Notebook(dict[str, float]):

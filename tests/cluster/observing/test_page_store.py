@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from live_pages import NOW, PAGE
 
-from cluster.observing.page_store import KEPT_PAGES, SILENT_S, drop_old_pages, stored_pages
+from rlhfspec.cluster.observing.page_store import KEPT_PAGES, SILENT_S, drop_old_pages, stored_pages
 
 
 class DictStore(dict[bytes, bytes]):

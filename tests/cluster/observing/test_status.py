@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from live_pages import NOW, PAGE
 
-from cluster.cli import main
-from cluster.observing.live_page import STALE_AFTER_S, STARTING, LivePage
-from cluster.observing.status_text import page_lines, told_lines
-from cluster.run_folder.layout import RunDir
-from core.config import Config
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observing.live_page import STALE_AFTER_S, STARTING, LivePage
+from rlhfspec.cluster.observing.status_text import page_lines, told_lines
+from rlhfspec.core.config import Config
 
 
 @pytest.fixture

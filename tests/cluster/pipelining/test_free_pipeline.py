@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.pipelining.free_pipeline import FreePipeline
-from cluster.pipelining.in_flight_files import read_in_flight, write_in_flight
-from core.config import Config
-from core.errors import WeightsError
-from core.records import (
+from rlhfspec.cluster.run.free_pipeline import FreePipeline
+from rlhfspec.cluster.run.in_flight_files import read_in_flight, write_in_flight
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import WeightsError
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -23,7 +23,7 @@ from core.records import (
     SamplingParams,
     WeightSpan,
 )
-from policies.pipelining.free_admission import FreeAdmission
+from rlhfspec.policies.pipelining.free_admission import FreeAdmission
 from tests.cluster.pipelining.test_pipeline import DataSet, scored
 
 LONGEST = 12

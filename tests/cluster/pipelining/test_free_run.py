@@ -12,12 +12,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from cluster import iterations
-from cluster.cli import main
-from cluster.proof.verify_run import verify_run
-from cluster.run_folder.layout import RunDir
-from cluster.system import System
-from core.checkpoint_manifest import state_folders
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.cluster.run import iterations
+from rlhfspec.cluster.system.system import System
+from rlhfspec.core.checkpoint_manifest import state_folders
 from tests.cluster.pipelining.test_pipelined_run import kill_an_instance, train, tree
 from tests.conftest import TinyPair
 

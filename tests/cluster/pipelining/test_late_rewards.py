@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from actors.actor_messages import Taken
-from cluster.collect import collect, receive_late
-from cluster.evaluate import Evaluator
-from cluster.pipelining.counted_pipeline import CountedPipeline
-from core.errors import NodeDied, RewardError
-from core.records import Prompt, Reward, SampleKey, SampleRequest, SamplingParams, Stream, Unscored
-from policies.pipelining.phase_plan import PhasePlan
+from rlhfspec.actors.actor_messages import Taken
+from rlhfspec.cluster.run.collect import collect, receive_late
+from rlhfspec.cluster.run.counted_pipeline import CountedPipeline
+from rlhfspec.cluster.run.evaluate import Evaluator
+from rlhfspec.core.errors import NodeDied, RewardError
+from rlhfspec.core.records import Prompt, Reward, SampleKey, SampleRequest, SamplingParams, Stream, Unscored
+from rlhfspec.policies.pipelining.phase_plan import PhasePlan
 from tests.cluster import test_collect as made
 
 _ENDLESS = 50

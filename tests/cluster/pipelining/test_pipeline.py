@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.pipelining.counted_pipeline import CountedPipeline
-from cluster.pipelining.in_flight_files import read_in_flight, write_in_flight
-from core.errors import DataError, RewardError, WeightsError
-from core.records import (
+from rlhfspec.cluster.run.counted_pipeline import CountedPipeline
+from rlhfspec.cluster.run.in_flight_files import read_in_flight, write_in_flight
+from rlhfspec.core.errors import DataError, RewardError, WeightsError
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -23,8 +23,8 @@ from core.records import (
     SamplingParams,
     WeightSpan,
 )
-from policies.pipelining.phase_plan import PhasePlan
-from policies.scheduling.open_samples import is_whole
+from rlhfspec.policies.pipelining.phase_plan import PhasePlan
+from rlhfspec.policies.scheduling.open_samples import is_whole
 
 
 def plan_of(staleness: int, *, tokens: int, iterations: int, load: str = "reprefill") -> PhasePlan:

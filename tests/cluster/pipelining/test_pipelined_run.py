@@ -16,28 +16,28 @@ import pytest
 import ray
 import yaml
 
-from cluster import iterations
-from cluster.cli import main
-from cluster.collect import Collected
-from cluster.pipelining.counted_pipeline import CountedPipeline
-from cluster.proof.verify_run import verify_run
-from cluster.run_folder.layout import RunDir
-from cluster.system import System
-from core.checkpoint_manifest import state_folders
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import RewardServerLost
-from core.metrics import read_metrics
-from core.records import Rollout
-from engine.build import build_engine
-from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
-from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.data.cursor import PromptCursor
-from learning.data.prompts import load_prompts, sampling_params
-from learning.learner import Learner
-from learning.rewards.reward_function import build_reward
-from learning.rewards.written_text import response_text
-from policies.pipelining.phase_plan import PhasePlan
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.cluster.run import iterations
+from rlhfspec.cluster.run.collect import Collected
+from rlhfspec.cluster.run.counted_pipeline import CountedPipeline
+from rlhfspec.cluster.system.system import System
+from rlhfspec.core.checkpoint_manifest import state_folders
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import RewardServerLost
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.core.records import Rollout
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.weights.chunks import model_checksum, pack_weights, unpack_weights
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
+from rlhfspec.learning.data.cursor import PromptCursor
+from rlhfspec.learning.data.prompts import load_prompts, sampling_params
+from rlhfspec.learning.rewards.reward_function import build_reward
+from rlhfspec.learning.rewards.written_text import response_text
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.policies.pipelining.phase_plan import PhasePlan
 from tests.conftest import TinyPair
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

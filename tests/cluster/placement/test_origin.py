@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.placement.origin import ROOT, version
+from rlhfspec.cluster.placement.origin import ROOT, version
 
 
 def test_the_version_is_that_of_the_tree() -> None:
@@ -28,7 +28,7 @@ def test_without_a_checkout_the_installed_version_is_told(
 
 def test_version_is_printed_without_loading_torch() -> None:
     code = (
-        "import sys; from cluster.cli import main\n"
+        "import sys; from rlhfspec.cluster.cli import main\n"
         "try: main(['--version'])\n"
         "except SystemExit as end: sys.exit(end.code or ('torch' in sys.modules) * 9)"
     )

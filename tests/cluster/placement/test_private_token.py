@@ -19,16 +19,16 @@ import grpc
 import pytest
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-from cluster.placement.private_token import make_token, note_address, token_of
-from cluster.placement.ray_session import _LOCAL_ENVIRONMENT
-from cluster.placement.variables import environment
+from rlhfspec.cluster.placement.private_token import make_token, note_address, token_of
+from rlhfspec.cluster.placement.ray_session import _LOCAL_ENVIRONMENT
+from rlhfspec.cluster.placement.variables import environment
 
 ROOT = Path(__file__).resolve().parents[3]
 
 WAITING = """
 import json, os
-from core.settings.cluster import ClusterConfig
-from cluster.placement.ray_session import ray_session
+from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.cluster.placement.ray_session import ray_session
 import ray
 with ray_session(ClusterConfig(), "test") as session:
     @ray.remote(num_cpus=0.1)
@@ -46,7 +46,7 @@ USING = """
 import os, sys
 from pathlib import Path
 from ray._raylet import AuthenticationMode, get_authentication_mode
-from cluster.placement.private_token import make_token, using_token
+from rlhfspec.cluster.placement.private_token import make_token, using_token
 before = dict(os.environ)
 print(get_authentication_mode() == AuthenticationMode.TOKEN)
 with using_token(make_token(Path(sys.argv[1]))):
@@ -61,7 +61,7 @@ print(get_authentication_mode() == AuthenticationMode.TOKEN)
 CLAIMING = """
 import sys
 from pathlib import Path
-from cluster.run_folder.leftovers import claim
+from rlhfspec.cluster.folder.leftovers import claim
 claim(Path(sys.argv[1]))
 """
 
@@ -143,7 +143,7 @@ def test_the_job_api_and_the_cluster_refuse_who_has_no_token():
         env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": temp, "RAY_AUTH_MODE": "disabled"}
         for command, more in (("status", {}), ("status", _LOCAL_ENVIRONMENT), ("diagnose", {})):
             own = subprocess.run(
-                [sys.executable, "-m", "cluster.cli", command, "--address", said["gcs"]],
+                [sys.executable, "-m", "rlhfspec.cluster.cli", command, "--address", said["gcs"]],
                 env=env | more,
                 capture_output=True,
                 text=True,

@@ -10,11 +10,11 @@ import ray
 from ray.util.placement_group import remove_placement_group
 from transformers.utils import logging as transformers_logging
 
-from cluster.cli import main
-from cluster.placement.quiet import quiet_environment
-from cluster.placement.topology import PlacementContext, actor_options, place, plan
-from core.config_io import config_from_dict
-from engine.weights.loading import load_causal_lm
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.placement.quiet import quiet_environment
+from rlhfspec.cluster.placement.topology import PlacementContext, actor_options, place, plan
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.engine.weights.loading import load_causal_lm
 
 
 def test_progress_bars_are_off_in_libraries_imported_before_the_command(
@@ -47,7 +47,7 @@ SAID_BY_RAYLETS = (
 def test_ray_log_lines_that_the_loop_reports_itself_are_suppressed():
     # in a process of its own: Ray reads the variable when it is imported
     program = f"""
-from cluster.placement.quiet import quiet_libraries
+from rlhfspec.cluster.placement.quiet import quiet_libraries
 quiet_libraries()
 from ray._private.ray_logging import stdout_deduplicator
 batches = stdout_deduplicator.deduplicate({{"lines": list({SAID_BY_RAYLETS!r}), "pid": "raylet"}})

@@ -15,30 +15,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-import cluster.placement.ray_session
-from cluster.placement import machine
-from cluster.placement.ray_session import (
+import rlhfspec.cluster.placement.ray_session
+from rlhfspec.cluster.folder.process_identity import processes_using
+from rlhfspec.cluster.placement import machine
+from rlhfspec.cluster.placement.ray_session import (
     MIN_OBJECT_STORE_BYTES,
     check_local_ray,
     free_port,
     object_store_bytes,
     ray_session,
 )
-from cluster.run_folder.process_identity import processes_using
-from core.errors import NodeDied, PlacementError
-from core.settings.cluster import ClusterConfig
+from rlhfspec.core.errors import NodeDied, PlacementError
+from rlhfspec.core.settings.cluster import ClusterConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
 SCRIPT = """
 import os, sys, time
-from core.settings.cluster import ClusterConfig
-from cluster.placement.ray_session import ray_session
+from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.cluster.placement.ray_session import ray_session
 import ray
 with ray_session(ClusterConfig(dashboard=False), "test") as session:
     @ray.remote(num_cpus=0.1)
     def where():
-        import core
+        import rlhfspec.core
         return core.__file__
     assert session.is_local and session.namespace.startswith("rlhfspec-test-")
     print("worker", ray.get(where.remote()), flush=True)
@@ -49,8 +49,8 @@ with ray_session(ClusterConfig(dashboard=False), "test") as session:
 
 JOINING = """
 import sys
-from core.settings.cluster import ClusterConfig
-from cluster.placement.ray_session import ray_session
+from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.cluster.placement.ray_session import ray_session
 import ray
 cluster = {"address": sys.argv[1]}
 with ray_session(ClusterConfig(**cluster), "look"):
@@ -129,8 +129,8 @@ def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
 
 WAITING = """
 import os, sys
-from core.settings.cluster import ClusterConfig
-from cluster.placement.ray_session import ray_session
+from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.cluster.placement.ray_session import ray_session
 import ray
 def noted():
     # nothing has been cleaned up before
@@ -226,7 +226,7 @@ def test_a_port_in_use_is_refused_and_a_free_one_taken():
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_unreachable_cluster_address_is_refused_at_once(scheme, monkeypatch):
-    monkeypatch.setattr(cluster.placement.ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "is_initialized", lambda: False)
     address = f"{scheme}127.0.0.1:{free_port()}"
     with (
         pytest.raises(PlacementError, match=r"cannot reach the Ray cluster at .*refused"),
@@ -241,9 +241,9 @@ def test_a_failed_start_of_ray_is_one_placement_error_and_leaves_no_folder(tmp_p
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
-    monkeypatch.setattr(cluster.placement.ray_session.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.placement.ray_session.ray, "init", fail)
-    monkeypatch.setattr(cluster.placement.ray_session.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "init", fail)
+    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "shutdown", lambda: None)
     made = []
     make = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **names: made.append(make(**names)) or made[-1])

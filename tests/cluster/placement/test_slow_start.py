@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.placement import slow_start
-from cluster.placement.slow_start import StartFailed, start_twice
-from cluster.run_folder.process_identity import processes_using
+from rlhfspec.cluster.folder.process_identity import processes_using
+from rlhfspec.cluster.placement import slow_start
+from rlhfspec.cluster.placement.slow_start import StartFailed, start_twice
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -165,8 +165,8 @@ def test_a_raylet_that_ended_in_the_first_try_is_none_of_the_second(
 
 ENDING = """
 import os, signal, sys
-from core.settings.cluster import ClusterConfig
-from cluster.placement.ray_session import ray_session
+from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.cluster.placement.ray_session import ray_session
 import ray
 with ray_session(ClusterConfig(dashboard=False), "test") as session:
     node = ray._private.worker._global_node

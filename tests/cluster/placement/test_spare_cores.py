@@ -3,9 +3,9 @@
 import pytest
 from ray.util.placement_group import remove_placement_group
 
-from cluster.placement.spare_cores import nodes_of, streams_forwards
-from cluster.placement.topology import place, plan
-from core.config_io import config_from_dict
+from rlhfspec.cluster.placement.spare_cores import nodes_of, streams_forwards
+from rlhfspec.cluster.placement.topology import place, plan
+from rlhfspec.core.config_io import config_from_dict
 
 
 def decided(cores: float | dict[int, tuple[str, float]], *, recomputes_old: bool = False, **sections):

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from cluster.placement import temporary_folder
-from cluster.placement.ray_session import check_local_ray
-from cluster.placement.temporary_folder import (
+from rlhfspec.cluster.placement import temporary_folder
+from rlhfspec.cluster.placement.ray_session import check_local_ray
+from rlhfspec.cluster.placement.temporary_folder import (
     LONGEST,
     PYTHON_LONGEST,
     temporary_base,
     temporary_environment,
     temporary_notes,
 )
-from core.errors import PlacementError
-from core.settings.cluster import ClusterConfig
+from rlhfspec.core.errors import PlacementError
+from rlhfspec.core.settings.cluster import ClusterConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -73,8 +73,8 @@ def test_where_no_short_folder_can_be_written_it_is_refused(monkeypatch: pytest.
 
 SCRIPT = """
 import tempfile
-from core.settings.cluster import ClusterConfig
-from cluster.placement.ray_session import ray_session
+from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.cluster.placement.ray_session import ray_session
 import ray
 with ray_session(ClusterConfig(), "test") as session:
     @ray.remote(num_cpus=0.1)

@@ -7,10 +7,10 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from cluster.placement.topology import PlacementContext, actor_options, place, plan, require_machine
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import ConfigError, PlacementError
+from rlhfspec.cluster.placement.topology import PlacementContext, actor_options, place, plan, require_machine
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError, PlacementError
 
 
 def config(**cluster) -> Config:

@@ -10,14 +10,14 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from cluster.preflight.absolute_paths import FILES, PLACES, with_absolute_paths
-from cluster.resuming.resumed_run import newest_run, open_run
-from cluster.run_folder.layout import RunDir
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import ConfigError
-from core.settings import section
-from core.settings.supervised import SftConfig, TrainRewardConfig
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.preflight.absolute_paths import FILES, PLACES, with_absolute_paths
+from rlhfspec.cluster.resume.resumed_run import newest_run, open_run
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings import section
+from rlhfspec.core.settings.supervised import SftConfig, TrainRewardConfig
 
 TREE = {
     "run": {"output_dir": "out", "cache_dir": "~/.cache/x", "copy_to": "s3://bucket/runs"},

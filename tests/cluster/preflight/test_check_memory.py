@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.placement.memory_plan import (
+from rlhfspec.cluster.placement.memory_plan import (
     CUDA_CONTEXT_BYTES,
     MIB,
     PLAIN_PROCESS_BYTES,
@@ -17,12 +17,12 @@ from cluster.placement.memory_plan import (
     gib,
     require_gpu_room,
 )
-from cluster.preflight.model_check import model_shape
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import PlacementError
-from engine.cache.kv_pool import KVShape
-from engine.weights.loading import load_hf_config
+from rlhfspec.cluster.preflight.model_check import model_shape
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import PlacementError
+from rlhfspec.engine.cache.kv_pool import KVShape
+from rlhfspec.engine.weights.loading import load_hf_config
 from tests.conftest import TinyPair
 
 TARGET = ModelShape(

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from transformers import Gemma2Config, LlamaConfig
 
-from cluster.kuberay.planned_memory import plan_remote_memory
-from cluster.preflight.draft_head import describe_training
-from cluster.preflight.run_check import CheckReport, check_run
-from core.config import Config
-from core.config_io import apply_overrides, config_from_dict
-from core.errors import ConfigError, ModelError
-from engine.drafters.head.head_weights import save_head
-from engine.weights.loading import load_causal_lm
+from rlhfspec.cluster.kuberay.planned_memory import plan_remote_memory
+from rlhfspec.cluster.preflight.draft_head import describe_training
+from rlhfspec.cluster.preflight.run_check import CheckReport, check_run
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import apply_overrides, config_from_dict
+from rlhfspec.core.errors import ConfigError, ModelError
+from rlhfspec.engine.drafters.head.head_weights import save_head
+from rlhfspec.engine.weights.loading import load_causal_lm
 from tests.conftest import TinyPair
 from tests.helpers.random_heads import random_head
 
@@ -49,7 +49,7 @@ def config(tiny_pair: TinyPair) -> Callable[[Path | None], Config]:
 
 @pytest.fixture
 def check(config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], CheckReport]:
-    monkeypatch.setattr("cluster.placement.machine.num_cores", lambda: 4)
+    monkeypatch.setattr("rlhfspec.cluster.placement.machine.num_cores", lambda: 4)
     return lambda draft: check_run(config(draft), output_dir=tmp_path)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evaluation
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import ConfigError, DataError
-from learning.data.prompts import PromptDataset, load_prompts
-from learning.pairs.tokenization import character_tokenizer
+from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evaluation
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError, DataError
+from rlhfspec.learning.data.prompts import PromptDataset, load_prompts
+from rlhfspec.learning.models.tokenization import character_tokenizer
 
 TOKENIZER = character_tokenizer("abcdefghij")
 
@@ -82,7 +82,7 @@ def test_empty_evaluation_data_is_named(tmp_path):
 
 
 def test_a_generated_task_draws_other_problems_for_evaluations(tiny_pair):
-    from engine.weights.loading import load_tokenizer
+    from rlhfspec.engine.weights.loading import load_tokenizer
 
     tokenizer = load_tokenizer(str(tiny_pair.target))
     tree = {"data": {"task": "chain"}, "evaluation": {"every": 1, "data": {"task": "chain"}}}

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from cluster.evaluate_models import evaluation_config
-from cluster.kuberay.planned_memory import plan_remote_memory
-from cluster.preflight.run_check import CheckReport, check_run
-from cluster.preflight.run_profile import describe
-from cluster.run_checkpoints import kept_models
-from cluster.run_folder.layout import RunDir
-from cluster.weights.first_weights import read_mtp
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import ConfigError, ModelError
-from engine.drafters.head.published_head import head_checksum, pack_head
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.jobs.evaluate_models import evaluation_config
+from rlhfspec.cluster.kuberay.planned_memory import plan_remote_memory
+from rlhfspec.cluster.preflight.run_check import CheckReport, check_run
+from rlhfspec.cluster.preflight.run_profile import describe
+from rlhfspec.cluster.resume.run_checkpoints import kept_models
+from rlhfspec.cluster.weights.first_weights import read_mtp
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError, ModelError
+from rlhfspec.engine.drafters.head.published_head import head_checksum, pack_head
 from tests.conftest import TinyPair
 from tests.helpers.tiny_mimo import write_tiny_mimo
 
@@ -54,7 +54,7 @@ def config_of(target: Path, draft: Path | None = None, **speculation: Any) -> Co
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], CheckReport]:
-    monkeypatch.setattr("cluster.placement.machine.num_cores", lambda: 4)
+    monkeypatch.setattr("rlhfspec.cluster.placement.machine.num_cores", lambda: 4)
     return lambda config: check_run(config, output_dir=tmp_path)
 
 

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from tiny_gguf import write_tiny_gguf, write_wheel
 
-from cluster.cli import main
-from cluster.preflight.inputs import read_inputs
-from cluster.preflight.named_models import resolve_models
-from cluster.reporting.console import Reporter
-from core.config import Config
-from core.errors import ConfigError
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.named_models import resolve_models
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ConfigError
 
 
 def config_of(cache: Path, **models: str) -> Config:

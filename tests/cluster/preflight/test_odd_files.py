@@ -10,12 +10,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from cluster.cli import main
-from cluster.preflight.model_files import TEMPLATE_FILE, other_templates
-from cluster.weights.first_weights import load_and_put
-from core.config import Config
-from core.errors import ModelError
-from learning.pairs.tokenization import character_tokenizer
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.preflight.model_files import TEMPLATE_FILE, other_templates
+from rlhfspec.cluster.weights.first_weights import load_and_put
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ModelError
+from rlhfspec.learning.models.tokenization import character_tokenizer
 from tests.conftest import TinyPair
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from cluster.preflight.references import require_references
-from core.errors import DataError, RewardError
-from core.records import Prompt
-from core.settings.environment import EnvironmentConfig
-from core.settings.reward import RewardConfig
-from learning.environments.calculator import Calculator
+from rlhfspec.cluster.preflight.references import require_references
+from rlhfspec.core.errors import DataError, RewardError
+from rlhfspec.core.records import Prompt
+from rlhfspec.core.settings.environment import EnvironmentConfig
+from rlhfspec.core.settings.reward import RewardConfig
+from rlhfspec.learning.environments.calculator import Calculator
 
 GOOD = ("so #### 72", "7", "-1,000.5")
 

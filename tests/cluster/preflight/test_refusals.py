@@ -16,12 +16,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-import cluster.loop
-from cluster.cli import main
-from cluster.placement import ray_session
-from cluster.placement.ray_session import free_port
-from cluster.run_folder.layout import RunDir
-from core.config_io import load_config
+import rlhfspec.cluster.run.loop
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.placement import ray_session
+from rlhfspec.cluster.placement.ray_session import free_port
+from rlhfspec.core.config_io import load_config
 from tests.conftest import TinyPair
 
 Files = Path
@@ -185,7 +185,7 @@ if importlib.util.find_spec("wandb") is None:
 
 
 def other_tokenizer(files: Files) -> None:
-    from learning.pairs.tokenization import character_tokenizer
+    from rlhfspec.learning.models.tokenization import character_tokenizer
 
     character_tokenizer("zyxw").save_pretrained(files / "draft")
 
@@ -202,7 +202,7 @@ def files(tmp_path: Path, tiny_pair: TinyPair) -> Files:
 def would_start(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where `train` would go on to start Ray."""
     starts: list[str] = []
-    monkeypatch.setattr(cluster.loop, "run_training", lambda *_, **__: starts.append("Ray"))
+    monkeypatch.setattr(rlhfspec.cluster.run.loop, "run_training", lambda *_, **__: starts.append("Ray"))
     # other tests of this process may share a Ray, which a run would take
     monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: False)
     return starts

@@ -1,7 +1,7 @@
 """How long one batch of rewards may take: whatever its functions and its server are allowed."""
 
-from cluster.preflight.reward_plan import scoring_timeout_s
-from core.settings.reward import RewardConfig
+from rlhfspec.cluster.preflight.reward_plan import scoring_timeout_s
+from rlhfspec.core.settings.reward import RewardConfig
 
 
 def limit(**reward) -> float:

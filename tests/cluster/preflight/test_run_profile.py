@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import cluster.preflight.run_profile
-from cluster.cli import main
-from cluster.preflight.inputs import Inputs, read_inputs
-from cluster.preflight.run_profile import resolve_profile
-from cluster.reporting.console import Reporter
-from core.config import Config
-from core.config_io import load_config
-from core.errors import ProfileError
-from profiles.profile import load_profile
+import rlhfspec.cluster.preflight.run_profile
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.preflight.inputs import Inputs, read_inputs
+from rlhfspec.cluster.preflight.run_profile import resolve_profile
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import load_config
+from rlhfspec.core.errors import ProfileError
+from rlhfspec.profiles.profile import load_profile
 from tests.conftest import TinyPair
 
 
@@ -38,7 +38,7 @@ trainer: {{minibatch_size: 8, num_threads: 1, max_tokens_per_forward: 512}}
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.preflight.run_profile, "AUTO_BUDGET_S", 1.5)
+    monkeypatch.setattr(rlhfspec.cluster.preflight.run_profile, "AUTO_BUDGET_S", 1.5)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_auto_measures_once_and_then_reads_the_cache(read, monkeypatch: pytest.M
     first = resolve_profile(config, inputs, Reporter())
     assert first is not None and first.max_samples == 4
     monkeypatch.setattr(
-        cluster.preflight.run_profile, "measure", lambda *a, **k: pytest.fail("measured again")
+        rlhfspec.cluster.preflight.run_profile, "measure", lambda *a, **k: pytest.fail("measured again")
     )
     assert resolve_profile(config, inputs, Reporter()) == first
     with pytest.raises(pytest.fail.Exception, match="measured again"):

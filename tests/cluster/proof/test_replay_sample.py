@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from made_run import AHEAD, CUT, SAMPLES, change_row, make_run, run_config
 
-from cluster.cli import main
-from cluster.proof.replay_sample import replay_sample
-from cluster.proof.verify_run import verify_run
-from cluster.run_folder.layout import RunDir
-from core.config_io import load_config
-from engine.drafters.head.head_weights import save_head
-from engine.weights.loading import load_causal_lm
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.proof.replay_sample import replay_sample
+from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.core.config_io import load_config
+from rlhfspec.engine.drafters.head.head_weights import save_head
+from rlhfspec.engine.weights.loading import load_causal_lm
 from tests.helpers.random_heads import random_head
 
 

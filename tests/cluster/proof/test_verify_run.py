@@ -14,14 +14,14 @@ import pytest
 from made_run import AHEAD, CUT, SAMPLES, change_row, make_run, run_config
 from safetensors.torch import load_file, save_file
 
-from cluster.cli import main
-from cluster.proof import choice
-from cluster.proof.replay_sample import replay_sample
-from cluster.proof.verify_run import verify_run
-from cluster.run_folder.layout import RunDir
-from core.checkpoint_manifest import MANIFEST, write_manifest
-from engine.weights.chunks import model_checksum
-from engine.weights.loading import load_causal_lm
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.proof import choice
+from rlhfspec.cluster.proof.replay_sample import replay_sample
+from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.core.checkpoint_manifest import MANIFEST, write_manifest
+from rlhfspec.engine.weights.chunks import model_checksum
+from rlhfspec.engine.weights.loading import load_causal_lm
 
 ALL = ["--share", "1", "--seed", "1", "--engines", "1"]
 

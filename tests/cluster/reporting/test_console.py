@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.cli import main
-from cluster.reporting.console import Reporter
-from cluster.reporting.progress_picture import write_picture
-from cluster.reporting.summary import summarise
-from cluster.run_folder.layout import JOB_RUNS_FOLDER, RunDir, choose_run_path
-from core.config import RunConfig
-from core.config_io import config_from_dict, load_config
-from core.errors import ConfigError
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import JOB_RUNS_FOLDER, RunDir, choose_run_path
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.reporting.progress_picture import write_picture
+from rlhfspec.cluster.reporting.summary import summarise
+from rlhfspec.core.config import RunConfig
+from rlhfspec.core.config_io import config_from_dict, load_config
+from rlhfspec.core.errors import ConfigError
 
 NOON = datetime(2026, 1, 2, 12, 0, 0)
 CONFIG = config_from_dict({"data": {"task": "chain"}, "models": {"draft": "demo"}})
@@ -175,7 +175,7 @@ def test_a_full_disk_leaves_no_half_made_run_folder(tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cluster.run_folder.layout.dump_config", full)
+    monkeypatch.setattr("rlhfspec.cluster.folder.layout.dump_config", full)
     with pytest.raises(ConfigError, match="No space left on device; free some space there"):
         RunDir.create(CONFIG, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from made_rollouts import rollout
 
-from cluster.evaluate import Evaluator
-from cluster.reporting.evaluation_figures import evaluation_figures, pass_at_k
-from core.metric_registry import require_declared
-from core.settings.evaluation import EvaluationConfig
+from rlhfspec.cluster.reporting.evaluation_figures import evaluation_figures, pass_at_k
+from rlhfspec.cluster.run.evaluate import Evaluator
+from rlhfspec.core.metric_registry import require_declared
+from rlhfspec.core.settings.evaluation import EvaluationConfig
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])

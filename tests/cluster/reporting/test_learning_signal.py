@@ -7,15 +7,15 @@ import pytest
 from made_rollouts import rollout
 from tiny_llama import tiny_llama
 
-from cluster.reporting.iteration_metrics import iteration_figures
-from cluster.reporting.learning_signal import signal_line, with_signal
-from cluster.reporting.summary import summarise
-from cluster.tracking.distribution_figures import distribution_figures
-from core.config import AlgorithmConfig, TrainerConfig
-from core.decode_records import GenerationStats
-from core.metric_registry import require_declared
-from core.records import Rollout
-from learning.learner import Learner
+from rlhfspec.cluster.folder.distribution_figures import distribution_figures
+from rlhfspec.cluster.reporting.iteration_metrics import iteration_figures
+from rlhfspec.cluster.reporting.learning_signal import signal_line, with_signal
+from rlhfspec.cluster.reporting.summary import summarise
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.metric_registry import require_declared
+from rlhfspec.core.records import Rollout
+from rlhfspec.learning.trainer.learner import Learner
 
 SECONDS = dict.fromkeys(("generate", "score", "update", "publish", "refit", "evaluate", "iteration"), 1.0)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from made_moves import move, three_moves, two_instances
 
-from cluster.reporting.move_metrics import move_figures, overhead_share
-from cluster.reporting.timeline import build_timeline
-from cluster.run_folder.move_log import append_moves, odd_moves
-from core.decode_records import GenerationStats
+from rlhfspec.cluster.folder.move_log import append_moves, odd_moves
+from rlhfspec.cluster.reporting.move_metrics import move_figures, overhead_share
+from rlhfspec.cluster.reporting.timeline import build_timeline
+from rlhfspec.core.decode_records import GenerationStats
 
 STATS = GenerationStats(prefill_s=1.0, draft_s=2.0, verify_s=9.0, accept_s=1.0, other_s=1.0, move_s=2.0)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.reporting.reward_figures import reward_figures
-from core.records import Reward
+from rlhfspec.cluster.reporting.reward_figures import reward_figures
+from rlhfspec.core.records import Reward
 
 
 def test_parts_are_means_over_the_samples_that_have_them() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from made_rollouts import rollout
 
-from cluster.cli import main
-from cluster.reporting.run_tables import curve
-from cluster.reporting.summary import amdahl_bound
-from cluster.run_folder.layout import RunDir
-from cluster.run_folder.rollout_files import write_rollouts
-from cluster.tracking.histograms import write_histograms
-from core.config_io import config_from_dict
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.histograms import write_histograms
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.reporting.run_tables import curve
+from rlhfspec.cluster.reporting.summary import amdahl_bound
+from rlhfspec.core.config_io import config_from_dict
 
 CONFIG = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from made_moves import BEGAN_S, move, span, three_moves, two_instances
 
-from cluster.reporting.timeline import Interval, build_timeline, merge, overlap_s
+from rlhfspec.cluster.reporting.timeline import Interval, build_timeline, merge, overlap_s
 
 
 def stretch(begin_s: float, end_s: float) -> Interval:

@@ -7,8 +7,8 @@ from pathlib import Path
 from made_moves import span, three_moves, two_instances
 from matplotlib.text import Annotation
 
-from cluster.reporting.timeline import build_timeline
-from cluster.reporting.timeline_picture import draw_timeline, write_timeline_picture
+from rlhfspec.cluster.reporting.timeline import build_timeline
+from rlhfspec.cluster.reporting.timeline_picture import draw_timeline, write_timeline_picture
 
 
 def drawn(spans, moves=()):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from made_moves import RECOMPUTED, move, span, three_moves, two_instances
 
-from cluster.reporting.timeline import build_timeline
-from cluster.reporting.timeline_trace import trace_events, write_trace
-from policies.reallocation.pool_records import MoveMode
+from rlhfspec.cluster.reporting.timeline import build_timeline
+from rlhfspec.cluster.reporting.timeline_trace import trace_events, write_trace
+from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 Event = dict[str, Any]
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from moved_clock import move_clock
 
-from cluster.cli import main
-from cluster.resuming.resumed_run import newest_run, open_run
-from cluster.run_folder.layout import RunDir
-from core.checkpoint_manifest import MANIFEST, state_folders
-from core.config_io import load_config
-from core.errors import ConfigError
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.resume.resumed_run import newest_run, open_run
+from rlhfspec.core.checkpoint_manifest import MANIFEST, state_folders
+from rlhfspec.core.config_io import load_config
+from rlhfspec.core.errors import ConfigError
 from tests.conftest import TinyPair
 
 pytestmark = pytest.mark.ray

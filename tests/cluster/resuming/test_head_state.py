@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import run_checkpoints
-from cluster.resuming import take_up as taking_up
-from cluster.resuming.run_state import EvaluationMarks, last_state
-from cluster.resuming.save_state import Boundary, StateKeeper
-from cluster.run_folder.layout import RunDir
-from cluster.weights import checkpoints, first_weights
-from cluster.weights.publish import PublishedWeights
-from core.checkpoint_manifest import verify_checkpoint
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import StorageError
-from engine.drafters.head.head_weights import HeadWeights, load_head, save_head
-from engine.drafters.head.published_head import pack_head
-from engine.weights.chunks import pack_weights
-from engine.weights.loading import load_tokenizer
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.resume import checkpoints, run_checkpoints
+from rlhfspec.cluster.resume import take_up as taking_up
+from rlhfspec.cluster.resume.run_state import EvaluationMarks, last_state
+from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper
+from rlhfspec.cluster.weights import first_weights
+from rlhfspec.cluster.weights.publish import PublishedWeights
+from rlhfspec.core.checkpoint_manifest import verify_checkpoint
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import StorageError
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, save_head
+from rlhfspec.engine.drafters.head.published_head import pack_head
+from rlhfspec.engine.weights.chunks import pack_weights
+from rlhfspec.engine.weights.loading import load_tokenizer
 from tests.conftest import TinyPair
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cluster.resuming.resumed_run import newest_run, open_run
-from cluster.resuming.run_state import EvaluationMarks, last_state, read_state
-from cluster.resuming.save_state import Boundary, StateKeeper
-from cluster.run_folder.layout import RunDir
-from core.checkpoint_manifest import write_manifest
-from core.config import Config
-from core.config_io import apply_overrides, config_from_dict
-from core.errors import ConfigError, ModelError
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.resume.resumed_run import newest_run, open_run
+from rlhfspec.cluster.resume.run_state import EvaluationMarks, last_state, read_state
+from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper
+from rlhfspec.core.checkpoint_manifest import write_manifest
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import apply_overrides, config_from_dict
+from rlhfspec.core.errors import ConfigError, ModelError
 
 NUM_DONE = 4
 

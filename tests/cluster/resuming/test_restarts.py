@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from actors.ray_utils.deaths import cause_of
-from actors.ray_utils.waiting import ActorDied
-from actors.restart_budget import WINDOW_S
-from cluster.resuming import restarts
-from cluster.resuming.restarts import TrainerRestarts, as_trainer_lost
-from core.errors import ConfigError, InstanceLost, RlhfSpecError, TrainerLost, WaitTimeout, WeightsError
+from rlhfspec.actors.waiting.deaths import cause_of
+from rlhfspec.actors.waiting.restart_budget import WINDOW_S
+from rlhfspec.actors.waiting.waiting import ActorDied
+from rlhfspec.cluster.resume import restarts
+from rlhfspec.cluster.resume.restarts import TrainerRestarts, as_trainer_lost
+from rlhfspec.core.errors import (
+    ConfigError,
+    InstanceLost,
+    RlhfSpecError,
+    TrainerLost,
+    WaitTimeout,
+    WeightsError,
+)
 
 
 class Trainers:

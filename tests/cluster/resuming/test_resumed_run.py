@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster import iterations
-from cluster.cli import main
-from cluster.run_folder.layout import RunDir
-from cluster.system import System
-from core.checkpoint_manifest import state_folders
-from core.metrics import read_metrics
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.run import iterations
+from rlhfspec.cluster.system.system import System
+from rlhfspec.core.checkpoint_manifest import state_folders
+from rlhfspec.core.metrics import read_metrics
 from tests.conftest import TinyPair
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,7 +141,7 @@ def start(*argv: str) -> subprocess.Popen:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
     return subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "train", *argv],
+        [sys.executable, "-m", "rlhfspec.cluster.cli", "train", *argv],
         env=environment | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

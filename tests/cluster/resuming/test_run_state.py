@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import main
-from cluster.pipelining.pipeline import InFlight
-from cluster.resuming import resumed_run
-from cluster.resuming.changed_keys import deciding_changes
-from cluster.resuming.resumed_run import newest_run, open_run, take_over
-from cluster.resuming.rewind import rewind
-from cluster.resuming.run_state import EvaluationMarks, RunState, last_state
-from cluster.resuming.save_state import Boundary, StateKeeper, state_tree
-from cluster.run_folder.layout import RunDir
-from cluster.run_folder.process_identity import ProcessIdentity
-from core.checkpoint_manifest import write_manifest
-from core.config import Config
-from core.config_io import apply_overrides, config_from_dict
-from core.errors import ConfigError, RunTaken
-from core.records import SampleKey
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.process_identity import ProcessIdentity
+from rlhfspec.cluster.resume import resumed_run
+from rlhfspec.cluster.resume.changed_keys import deciding_changes
+from rlhfspec.cluster.resume.resumed_run import newest_run, open_run, take_over
+from rlhfspec.cluster.resume.rewind import rewind
+from rlhfspec.cluster.resume.run_state import EvaluationMarks, RunState, last_state
+from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper, state_tree
+from rlhfspec.cluster.run.pipeline import InFlight
+from rlhfspec.core.checkpoint_manifest import write_manifest
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import apply_overrides, config_from_dict
+from rlhfspec.core.errors import ConfigError, RunTaken
+from rlhfspec.core.records import SampleKey
 
 STAMP = "20260101-120000"
 
@@ -324,7 +324,7 @@ def test_auto_does_not_take_a_run_that_was_just_heard_of_on_another_machine(
         run_dir.status_file.write_text(json.dumps(status | {"heartbeat": "2999-01-01T00:00:00+00:00"}))
 
     run_dir.status_file.write_text(json.dumps(status))
-    monkeypatch.setattr("cluster.resuming.resumed_run.time.sleep", beat)
+    monkeypatch.setattr("rlhfspec.cluster.resume.resumed_run.time.sleep", beat)
     with pytest.raises(ConfigError, match="is not cut off"):
         newest_run(config(), run_dir.path.parent, print)
 

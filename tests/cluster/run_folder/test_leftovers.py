@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
-from cluster.run_folder import leftovers as sweep
-from cluster.run_folder.leftovers import OWNER_FILE, RAY_FOLDER, claim, sweep_ray_folders, sweep_run_folders
-from cluster.run_folder.process_identity import ProcessIdentity, processes_using
-from cluster.run_folder.run_status import StatusWriter
+from rlhfspec.cluster.folder import leftovers as sweep
+from rlhfspec.cluster.folder.leftovers import (
+    OWNER_FILE,
+    RAY_FOLDER,
+    claim,
+    sweep_ray_folders,
+    sweep_run_folders,
+)
+from rlhfspec.cluster.folder.process_identity import ProcessIdentity, processes_using
+from rlhfspec.cluster.folder.run_status import StatusWriter
 
 
 def gone(**change: Any) -> str:

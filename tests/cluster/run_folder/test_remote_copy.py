@@ -8,11 +8,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from cluster.run_folder.layout import RunDir
-from cluster.run_folder.remote_copy import RemoteCopy, copying, fetch_newest, fetch_run, require_place
-from core.checkpoint_manifest import MANIFEST, verify_checkpoint, write_manifest
-from core.config_io import config_from_dict
-from core.errors import ConfigError, RunTaken
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.remote_copy import RemoteCopy, copying, fetch_newest, fetch_run, require_place
+from rlhfspec.core.checkpoint_manifest import MANIFEST, verify_checkpoint, write_manifest
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError, RunTaken
 
 CONFIG = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}})
 PLACE = "memory://bucket/runs"

@@ -4,14 +4,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from actors.actor_messages import LoadedWeights
-from cluster.reporting.iteration_metrics import iteration_figures
-from cluster.rollout_buffer import RolloutBuffer
-from cluster.run_folder.rollout_files import write_rollouts
-from cluster.weights.publish import confirm
-from core.decode_records import GenerationStats
-from core.errors import WeightsError
-from core.records import (
+from rlhfspec.actors.actor_messages import LoadedWeights
+from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.reporting.iteration_metrics import iteration_figures
+from rlhfspec.cluster.run.rollout_buffer import RolloutBuffer
+from rlhfspec.cluster.weights.publish import confirm
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.errors import WeightsError
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -21,7 +21,7 @@ from core.records import (
     UpdateReport,
     WeightSpan,
 )
-from core.weight_records import WeightManifest
+from rlhfspec.core.weight_records import WeightManifest
 
 
 def rollout(index: int, *, reward: float = 1.0, tokens: int = 2, version: int = 3, **parts: float) -> Rollout:

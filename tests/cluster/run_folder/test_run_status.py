@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import main
-from cluster.run_folder import run_status
-from cluster.run_folder.process_identity import ProcessIdentity
-from cluster.run_folder.run_status import (
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder import run_status
+from rlhfspec.cluster.folder.process_identity import ProcessIdentity
+from rlhfspec.cluster.folder.run_status import (
     STATUS_BYTES,
     Status,
     StatusWriter,
@@ -26,7 +26,7 @@ from cluster.run_folder.run_status import (
     may_be_running,
     read_status,
 )
-from core.errors import StorageError
+from rlhfspec.core.errors import StorageError
 
 NOW = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
 

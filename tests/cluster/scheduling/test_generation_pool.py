@@ -7,9 +7,9 @@ import ray
 from played_pool import LOST, PlayedPool, weights
 from ray.exceptions import RayActorError
 
-from actors.restart_budget import WINDOW_S
-from cluster.scheduling.incident_budget import INCIDENT_S, IncidentBudget
-from core.errors import InstanceLost, RlhfSpecError, WaitTimeout
+from rlhfspec.actors.waiting.restart_budget import WINDOW_S
+from rlhfspec.cluster.system.incident_budget import INCIDENT_S, IncidentBudget
+from rlhfspec.core.errors import InstanceLost, RlhfSpecError, WaitTimeout
 
 
 @pytest.fixture

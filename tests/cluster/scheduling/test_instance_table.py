@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.scheduling.instance_table import Instance, InstanceTable
-from core.decode_records import GenerationStats
-from policies.scheduling.members import KEPT_GONE, InstanceState
+from rlhfspec.cluster.system.instance_table import Instance, InstanceTable
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.policies.scheduling.members import KEPT_GONE, InstanceState
 
 NO_HANDLE: Any = None
 

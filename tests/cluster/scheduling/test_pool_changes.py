@@ -3,7 +3,7 @@
 import pytest
 from played_pool import PlayedPool
 
-from policies.scaling.scaling_records import Resize
+from rlhfspec.policies.scaling.scaling_records import Resize
 
 
 def elastic(monkeypatch, **generation) -> PlayedPool:

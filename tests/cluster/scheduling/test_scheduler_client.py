@@ -11,13 +11,13 @@ import ray
 from fake_engine import FakeInstance, make_request, response_of
 from ray._private.state import actors
 
-from actors.actor_messages import SchedulerSettings
-from actors.ray_utils.waiting import ActorDied, get
-from actors.scheduler_actor import SchedulerActor
-from cluster.scheduling.instance_table import Instance, InstanceTable
-from cluster.scheduling.scheduler_client import SchedulerClient
-from core.errors import SchedulerLost
-from core.records import Completion
+from rlhfspec.actors.actor_messages import SchedulerSettings
+from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
+from rlhfspec.actors.waiting.waiting import ActorDied, get
+from rlhfspec.cluster.system.instance_table import Instance, InstanceTable
+from rlhfspec.cluster.system.scheduler_client import SchedulerClient
+from rlhfspec.core.errors import SchedulerLost
+from rlhfspec.core.records import Completion
 
 pytestmark = pytest.mark.ray
 

@@ -7,12 +7,12 @@ import pytest
 from transformers import GenerationConfig
 from word_chat import word_chat
 
-from cluster.supervised.job_inputs import open_end, set_end_token
-from core.errors import ConfigError
-from core.settings.supervised import DemonstrationsConfig
-from learning.data.record import Record
-from learning.supervised.demonstrations import encode_demonstrations
-from learning.supervised.finished_model import _name_end
+from rlhfspec.cluster.jobs.job_inputs import open_end, set_end_token
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.supervised import DemonstrationsConfig
+from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.supervised.demonstrations import encode_demonstrations
+from rlhfspec.learning.supervised.finished_model import _name_end
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]
 

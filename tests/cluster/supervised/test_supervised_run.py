@@ -19,14 +19,14 @@ from transformers import (
 )
 from word_chat import WORDS, word_chat
 
-from cluster.cli import main
-from cluster.run_folder.layout import RunDir
-from core.checkpoint_manifest import verify_checkpoint
-from core.config import RewardConfig
-from core.metrics import read_metrics
-from core.records import Prompt
-from learning.rewards.rendering import render
-from learning.rewards.reward_function import build_reward
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.core.checkpoint_manifest import verify_checkpoint
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.core.records import Prompt
+from rlhfspec.learning.rewards.rendering import render
+from rlhfspec.learning.rewards.reward_function import build_reward
 
 NUM_ROWS = 40
 SMALL = [

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 from made_rollouts import rollout
 
-from cluster.reporting.evaluation_figures import evaluation_figures
-from cluster.tracking.distribution_figures import distribution_figures
-from cluster.tracking.sample_table import SampleRow
-from core.records import ResponseFacts, Rollout
+from rlhfspec.cluster.folder.distribution_figures import distribution_figures
+from rlhfspec.cluster.folder.sample_table import SampleRow
+from rlhfspec.cluster.reporting.evaluation_figures import evaluation_figures
+from rlhfspec.core.records import ResponseFacts, Rollout
 
 
 def told(num_sampled: int, num_given: int) -> Rollout:

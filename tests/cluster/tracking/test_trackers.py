@@ -10,15 +10,15 @@ import pytest
 from made_rollouts import rollout
 from played_pool import weights
 
-from cluster.run_folder.layout import RunDir
-from cluster.tracking.run_log import RunLog
-from cluster.tracking.sample_table import SampleRow, choose_samples
-from cluster.tracking.trackers import Trackers, require_trackers
-from core.config import Config
-from core.config_io import config_from_dict
-from core.errors import ConfigError, RunTaken
-from core.metrics import read_metrics
-from core.records import UpdateReport
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.run_log import RunLog
+from rlhfspec.cluster.folder.sample_table import SampleRow, choose_samples
+from rlhfspec.cluster.folder.trackers import Trackers, require_trackers
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError, RunTaken
+from rlhfspec.core.metrics import read_metrics
+from rlhfspec.core.records import UpdateReport
 
 ROLLOUTS = [rollout(index, reward=float(index), parts={"length": 1.0}) for index in range(6)]
 UPDATE = UpdateReport(

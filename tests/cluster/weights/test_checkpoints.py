@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from cluster.weights import checkpoints
-from cluster.weights.checkpoints import save_checkpoint
-from cluster.weights.publish import PublishedWeights
-from core import files
-from core.checkpoint_manifest import verify_checkpoint
-from core.errors import StorageError
-from engine.weights.chunks import model_checksum, pack_weights
-from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.data.end_tokens import generation_end_tokens
+from rlhfspec.cluster.resume import checkpoints
+from rlhfspec.cluster.resume.checkpoints import save_checkpoint
+from rlhfspec.cluster.weights.publish import PublishedWeights
+from rlhfspec.core import files
+from rlhfspec.core.checkpoint_manifest import verify_checkpoint
+from rlhfspec.core.errors import StorageError
+from rlhfspec.engine.weights.chunks import model_checksum, pack_weights
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
+from rlhfspec.learning.data.end_tokens import generation_end_tokens
 from tests.conftest import TinyPair
 
 

@@ -8,9 +8,9 @@ import pytest
 import ray
 from played_pool import PlayedPool, weights
 
-import cluster.weights.publish as publishing
-from cluster.weights.publish import Fetching, PublishedWeights
-from core.errors import InstanceLost, WaitTimeout, WeightsError
+import rlhfspec.cluster.weights.publish as publishing
+from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights
+from rlhfspec.core.errors import InstanceLost, WaitTimeout, WeightsError
 
 
 class Coming:

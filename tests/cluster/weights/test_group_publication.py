@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-import cluster.weights.group_publication as group_publication
-from actors.actor_messages import LoadedWeights, SentWeights
-from cluster.trainer_pool import TrainerPool
-from cluster.weights.group_publication import Broadcast, why_not_nccl
-from cluster.weights.publish import PublishedWeights
-from core.config import ClusterConfig
-from core.errors import InstanceLost, WaitTimeout
-from core.weight_records import WeightManifest
+import rlhfspec.cluster.weights.group_publication as group_publication
+from rlhfspec.actors.actor_messages import LoadedWeights, SentWeights
+from rlhfspec.cluster.system.trainer_pool import TrainerPool
+from rlhfspec.cluster.weights.group_publication import Broadcast, why_not_nccl
+from rlhfspec.cluster.weights.publish import PublishedWeights
+from rlhfspec.core.config import ClusterConfig
+from rlhfspec.core.errors import InstanceLost, WaitTimeout
+from rlhfspec.core.weight_records import WeightManifest
 
 LAYOUT = WeightManifest(
     model="target",

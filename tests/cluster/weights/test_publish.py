@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import ray
 
-import cluster.weights.publish
-from actors.actor_messages import LoadedWeights
-from cluster.weights.publish import PublishedWeights, from_trainer, publish
-from core.errors import WaitTimeout, WeightsError
-from core.weight_records import WeightManifest
+import rlhfspec.cluster.weights.publish
+from rlhfspec.actors.actor_messages import LoadedWeights
+from rlhfspec.cluster.weights.publish import PublishedWeights, from_trainer, publish
+from rlhfspec.core.errors import WaitTimeout, WeightsError
+from rlhfspec.core.weight_records import WeightManifest
 
 pytestmark = pytest.mark.ray
 
@@ -134,8 +134,8 @@ def test_instances_share_one_deadline(start, weights, monkeypatch):
         now_s[0] += 2.0
         return ray.get(ref, timeout=TIMEOUT_S)
 
-    monkeypatch.setattr(cluster.weights.publish, "get", answer)
-    monkeypatch.setattr(cluster.weights.publish, "awake_s", lambda: now_s[0])
+    monkeypatch.setattr(rlhfspec.cluster.weights.publish, "get", answer)
+    monkeypatch.setattr(rlhfspec.cluster.weights.publish, "awake_s", lambda: now_s[0])
     instance = start(Instance, "gen-0")
     publish(weights, {f"gen-{i}": instance for i in range(9)}, timeout_s=10.0)
     # five seconds of grace over the 10, two seconds a wait, and never less than none

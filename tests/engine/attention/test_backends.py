@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backends import (
+from rlhfspec.engine.attention.backends import (
     ATTENTION,
     CHUNK,
     SHARE_BIAS,
     ordered_attention,
     reference_attention,
 )
-from engine.cache.kv_pool import KVPool, KVShape
-from engine.model.forward_plan import TreePlan
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.model.forward_plan import TreePlan
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
 
 HEADS, SIZE = 2, 16
 SCALING = SIZE**-0.5

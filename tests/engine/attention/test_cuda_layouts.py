@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from core.config import EngineConfig
-from core.records import SampleRequest, SamplingParams
-from engine.attention.packing import unpack_queries
-from engine.build import build_engine
+from rlhfspec.core.config import EngineConfig
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.engine.attention.packing import unpack_queries
+from rlhfspec.engine.build import build_engine
 from tests.engine.conftest import PLANS, Pair
 from tests.helpers.backends import rows_backend, torch_backend
 from tests.helpers.cuda_layouts import heads_behind_rows

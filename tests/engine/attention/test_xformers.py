@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.errors import ConfigError
-from engine.attention import xformers as back_end
-from engine.attention.backends import reference_attention
-from engine.attention.xformers import require_xformers, xformers_attention
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.engine.attention import xformers as back_end
+from rlhfspec.engine.attention.backends import reference_attention
+from rlhfspec.engine.attention.xformers import require_xformers, xformers_attention
 
 
 def documented(query: Tensor, key: Tensor, value: Tensor, *, attn_bias: Tensor, scale: float) -> Tensor:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from core.errors import RlhfSpecError
-from engine.cache.cuda_memory import MappedMemory
-from engine.cache.cuda_pages import (
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.engine.cache.cuda_memory import MappedMemory
+from rlhfspec.engine.cache.cuda_pages import (
     _DEVICE,
     _MINIMUM,
     _PINNED,
@@ -19,7 +19,7 @@ from engine.cache.cuda_pages import (
     _Allocation,
     _Location,
 )
-from engine.cache.kv_memory import PoolShape
+from rlhfspec.engine.cache.kv_memory import PoolShape
 
 DEVICE = torch.device("cuda", 1)
 

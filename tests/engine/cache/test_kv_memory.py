@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cache.cuda_memory import MappedMemory
-from engine.cache.kv_memory import KVMemory, PagedHostMemory, Pages, PoolShape, WholeMemory
-from engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.cache.cuda_memory import MappedMemory
+from rlhfspec.engine.cache.kv_memory import KVMemory, PagedHostMemory, Pages, PoolShape, WholeMemory
+from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
 from tests.helpers.host_pages import HostPages
 
 SHAPE = PoolShape(num_layers=2, num_slots=4, num_kv_heads=2, capacity=300, head_size=16, dtype=torch.float32)
@@ -150,7 +150,7 @@ def test_mapped_memory_goes_with_the_last_tensor_over_it() -> None:
 @pytest.mark.parametrize("kind", ["whole", "host", "mapped"])
 def test_a_pool_finds_its_cells_however_they_lie(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"whole": lambda: WholeMemory(SHAPE, torch.device("cpu"))}.get(kind, lambda: paged(kind))()
-    monkeypatch.setattr("engine.cache.kv_pool.memory_for", lambda *_, **__: made)
+    monkeypatch.setattr("rlhfspec.engine.cache.kv_pool.memory_for", lambda *_, **__: made)
     shape = KVShape(num_layers=2, num_kv_heads=2, num_heads=4, head_size=16)
     pool = KVPool(shape, num_slots=4, capacity=300, dtype=torch.float32, device=torch.device("cpu"), reach=8)
     pool.memory.hold(np.full(4, 300))

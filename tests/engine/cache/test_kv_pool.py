@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
 
 
 def filled_pool() -> KVPool:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hand_profile import hand_provenance
 
-from cluster.reporting.profile_picture import draw_profile
-from core.config import EngineConfig, SpeculationConfig
-from core.records import Completion, SampleRequest, SamplingParams
-from engine.build import build_engine
-from engine.calibration.cost_sweep import _DrawnPlans, sweep_costs
-from engine.calibration.draft_recorder import RecordingScorer
-from engine.calibration.profiler import (
+from rlhfspec.cluster.reporting.profile_picture import draw_profile
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import Completion, SampleRequest, SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.calibration.cost_sweep import _DrawnPlans, sweep_costs
+from rlhfspec.engine.calibration.draft_recorder import RecordingScorer
+from rlhfspec.engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     SHAPES,
     MadeProfile,
@@ -23,12 +23,12 @@ from engine.calibration.profiler import (
     make_profile,
     record_drafts,
 )
-from engine.decoding.draft_tree import DraftTree
-from engine.decoding.verify import Verdict
-from engine.drafters.refinement import Scorer
-from engine.engine import Engine
-from policies.drafting.cadence import Cadence
-from policies.drafting.goodput import GoodputPolicy
+from rlhfspec.engine.decoding.draft_tree import DraftTree
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.engine.drafters.refinement import Scorer
+from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.drafting.cadence import Cadence
+from rlhfspec.policies.drafting.goodput import GoodputPolicy
 
 LENGTHS = (9, 20, 30, 14, 8, 40)
 SAMPLING = SamplingParams(max_new_tokens=40)

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backends import reference_attention
-from engine.cache.kv_pool import KVPool, KVShape
-from engine.cache.segments import Segments, segments_of
-from engine.cpu.attention import BLOCK_ROWS
-from engine.cpu.pool_attention import CpuAttention, block_tokens
+from rlhfspec.engine.attention.backends import reference_attention
+from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.cache.segments import Segments, segments_of
+from rlhfspec.engine.cpu.attention import BLOCK_ROWS
+from rlhfspec.engine.cpu.pool_attention import CpuAttention, block_tokens
 
 HEADS, QUERIES = 2, 3
 

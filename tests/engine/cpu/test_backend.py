@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from engine.cpu import jit
-from engine.cpu.backend import CpuBackend
-from engine.cpu.streamed_linear import StreamedLinear
-from engine.model.linears import MatrixLinear
-from engine.numerics import choose_backend
+from rlhfspec.engine.cpu import jit
+from rlhfspec.engine.cpu.backend import CpuBackend
+from rlhfspec.engine.cpu.streamed_linear import StreamedLinear
+from rlhfspec.engine.model.linears import MatrixLinear
+from rlhfspec.engine.numerics import choose_backend
 from tests.helpers.backends import CPU
 
 

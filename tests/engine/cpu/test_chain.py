@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import EngineConfig, SpeculationConfig
-from core.records import SampleRequest, SamplingParams
-from engine.build import build_engine
-from engine.cpu.backend import CpuBackend
-from engine.engine import Engine
-from engine.model.compute_backend import ComputeBackend
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.cpu.backend import CpuBackend
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.compute_backend import ComputeBackend
 from tests.engine.conftest import Pair
 from tests.helpers.backends import CPU, own_backend
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backends import sdpa_attention
-from engine.model import compute_backend
-from engine.model.llama_forward import LlamaForward
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from engine.model.runner import ModelRunner
+from rlhfspec.engine.attention.backends import sdpa_attention
+from rlhfspec.engine.model import compute_backend
+from rlhfspec.engine.model.llama_forward import LlamaForward
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from rlhfspec.engine.model.runner import ModelRunner
 from tests.helpers.backends import own_backend
 
 VARIANTS = {

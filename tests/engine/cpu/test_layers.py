@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.cpu.program import OPERATIONS, Program, native_code
+from rlhfspec.engine.cpu.program import OPERATIONS, Program, native_code
 
 CODE = native_code(8)
 

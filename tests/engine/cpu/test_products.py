@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cpu.products import PANEL, TILINGS, product_name
-from engine.cpu.program import common_code
+from rlhfspec.engine.cpu.products import PANEL, TILINGS, product_name
+from rlhfspec.engine.cpu.program import common_code
 
 
 def panels_of(weight: Tensor) -> Tensor:
@@ -112,5 +112,5 @@ def test_the_processor_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked() -> None:
         raise AssertionError("the processor was asked again")
 
-    monkeypatch.setattr("engine.cpu.jit.llvm.get_host_cpu_features", asked)
+    monkeypatch.setattr("rlhfspec.engine.cpu.jit.llvm.get_host_cpu_features", asked)
     assert common_code() is expected

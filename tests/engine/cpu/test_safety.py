@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from core.errors import NumericsError
-from core.records import SampleKey, Stream
-from engine.cache.segments import segments_of
-from engine.cpu.noise_source import CpuNoiseSource
-from engine.cpu.program import native_code
-from engine.decoding.noise import key_words
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from engine.model.runner import ModelRunner
+from rlhfspec.core.errors import NumericsError
+from rlhfspec.core.records import SampleKey, Stream
+from rlhfspec.engine.cache.segments import segments_of
+from rlhfspec.engine.cpu.noise_source import CpuNoiseSource
+from rlhfspec.engine.cpu.program import native_code
+from rlhfspec.engine.decoding.noise import key_words
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from rlhfspec.engine.model.runner import ModelRunner
 from tests.engine.cpu.test_attend import attend, pool_of, tokens_of
 from tests.helpers.backends import own_backend
 

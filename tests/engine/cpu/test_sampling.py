@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.records import SampleKey, SamplingParams, Stream
-from engine.cpu.noise_source import CpuNoiseSource
-from engine.cpu.sampling import MOST_LEADERS
-from engine.cpu.tokens import CpuNoise
-from engine.decoding.noise import Noise, gumbel_noise, key_words, noise_bits
-from engine.decoding.sampling_rule import RowSampling, choose, leader_shares, leaders
+from rlhfspec.core.records import SampleKey, SamplingParams, Stream
+from rlhfspec.engine.cpu.noise_source import CpuNoiseSource
+from rlhfspec.engine.cpu.sampling import MOST_LEADERS
+from rlhfspec.engine.cpu.tokens import CpuNoise
+from rlhfspec.engine.decoding.noise import Noise, gumbel_noise, key_words, noise_bits
+from rlhfspec.engine.decoding.sampling_rule import RowSampling, choose, leader_shares, leaders
 
 CPU = torch.device("cpu")
 LEVELS = torch.tensor([[0, 1, 1, 3], [2, 0, 3, 3], [1, 1, 0, 2]])

@@ -7,8 +7,8 @@ from tests.helpers.triton_scripts import COMPILE, NEEDS_TRITON, output_of
 
 EQUAL = """
 import torch
-from engine.attention.backends import reference_attention
-from engine.cuda.attention_kernel import SPLIT, split_attention
+from rlhfspec.engine.attention.backends import reference_attention
+from rlhfspec.engine.cuda.attention_kernel import SPLIT, split_attention
 
 generator = torch.Generator().manual_seed(0)
 # the interpreter has no products of bfloat16
@@ -39,7 +39,7 @@ for dtype, near in ((torch.float32, 2e-6), (torch.float16, 3e-3)):
 print("equal")
 """
 BUILD = """
-from engine.cuda import attention_kernel
+from rlhfspec.engine.cuda import attention_kernel
 
 for dtype in ("fp32", "bf16"):
     x = "*" + dtype

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from core.config import EngineConfig
-from core.errors import ConfigError
-from engine import triton_here
-from engine.attention.backends import SHARE_BIAS
-from engine.cuda.cuda_backend import CudaBackend
-from engine.model import linears
-from engine.model.compute_backend import ComputeBackend
-from engine.numerics import attention_for, choose_backend, kernels_for
+from rlhfspec.core.config import EngineConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.engine import triton_here
+from rlhfspec.engine.attention.backends import SHARE_BIAS
+from rlhfspec.engine.cuda.cuda_backend import CudaBackend
+from rlhfspec.engine.model import linears
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.numerics import attention_for, choose_backend, kernels_for
 from tests.helpers.triton_scripts import NEEDS_TRITON
 
 CUDA = torch.device("cuda")

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cuda import row_operators
-from engine.cuda.row_operators import FusedRows
+from rlhfspec.engine.cuda import row_operators
+from rlhfspec.engine.cuda.row_operators import FusedRows
 from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, output_of
 
 EQUAL = """
 import torch
-from engine.cuda import row_kernels, row_operators
+from rlhfspec.engine.cuda import row_kernels, row_operators
 
 generator = torch.Generator().manual_seed(0)
 def noise(*shape, dtype):
@@ -62,7 +62,7 @@ for dtype in (torch.float32, torch.bfloat16):
 print("equal")
 """
 BUILD = """
-from engine.cuda import row_kernels
+from rlhfspec.engine.cuda import row_kernels
 
 for dtype in ("fp32", "bf16"):
     x = "*" + dtype

@@ -2,8 +2,8 @@
 
 import torch
 
-from engine.attention.backends import CHUNK
-from engine.decoding.draft_tree import (
+from rlhfspec.engine.attention.backends import CHUNK
+from rlhfspec.engine.decoding.draft_tree import (
     DEAD,
     DraftTree,
     ancestors_or_self,

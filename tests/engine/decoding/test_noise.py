@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from core.records import SampleKey, Stream
-from engine.decoding.noise import STREAM_IDS, gumbel_from_bits, gumbel_noise, key_words, noise_bits
+from rlhfspec.core.records import SampleKey, Stream
+from rlhfspec.engine.decoding.noise import STREAM_IDS, gumbel_from_bits, gumbel_noise, key_words, noise_bits
 
 VOCAB_SIZE = 151_936
 PROMPT = np.array([5, 0, 7])

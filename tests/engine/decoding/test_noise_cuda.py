@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.records import SamplingParams
-from engine.decoding.noise import HashedNoise, HashedNoiseSource
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.decoding.noise import HashedNoise, HashedNoiseSource
 from tests.helpers.backends import CPU, own_backend
 from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, output_of
 
 SCRIPT = """
 import numpy as np, torch
-from core.records import (SampleKey, Stream)
-from engine.decoding.noise import row_words, gumbel_noise, key_words
-from engine.decoding.noise_cuda import BLOCK, fused_choice, fused_gumbel
-from engine.decoding.sampling_rule import RowSampling, perturb, scale
-from core.records import (SamplingParams)
+from rlhfspec.core.records import (SampleKey, Stream)
+from rlhfspec.engine.decoding.noise import row_words, gumbel_noise, key_words
+from rlhfspec.engine.decoding.noise_cuda import BLOCK, fused_choice, fused_gumbel
+from rlhfspec.engine.decoding.sampling_rule import RowSampling, perturb, scale
+from rlhfspec.core.records import (SamplingParams)
 
 keys = [SampleKey(run_seed=3, stream=Stream.TRAIN, sample_index=index) for index in (0, 7, 1 << 40)]
 words = np.stack([key_words(key, np.array([9])) for key in keys])
@@ -53,7 +53,7 @@ print("equal")
 
 
 BUILD = """
-from engine.decoding import noise_cuda
+from rlhfspec.engine.decoding import noise_cuda
 
 block = {"block": noise_cuda.BLOCK}
 built("gumbel", noise_cuda._gumbel, ["*i32", "*i32", "*fp32", "i32"], block)

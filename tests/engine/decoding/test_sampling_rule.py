@@ -9,9 +9,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from core.records import SampleKey, SamplingParams
-from engine.decoding.noise import gumbel_noise, key_words
-from engine.decoding.sampling_rule import RowSampling, emitted_logprobs, kept_tokens, perturb, scale
+from rlhfspec.core.records import SampleKey, SamplingParams
+from rlhfspec.engine.decoding.noise import gumbel_noise, key_words
+from rlhfspec.engine.decoding.sampling_rule import RowSampling, emitted_logprobs, kept_tokens, perturb, scale
 
 CPU = torch.device("cpu")
 LOGITS = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 0.25]

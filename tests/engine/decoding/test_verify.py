@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from engine.decoding.draft_tree import DEAD, DraftTree, ancestors_or_self, chain, root_only
-from engine.decoding.verify import Verdict, verify
+from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree, ancestors_or_self, chain, root_only
+from rlhfspec.engine.decoding.verify import Verdict, verify
 
 
 def tree_of(parents: list[list[int]], ids: list[list[int]], ranks: list[list[int]]) -> DraftTree:

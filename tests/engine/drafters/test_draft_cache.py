@@ -11,16 +11,16 @@ import pytest
 import torch
 from checked_drafter import CheckedDrafter, checked
 
-from core.config import EngineConfig, SpeculationConfig
-from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from core.records import SampleRequest, SamplingParams
-from engine.build import build_engine
-from engine.decoding.draft_tree import DraftTree
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.verify import Verdict
-from engine.drafters.model_drafter import MAX_CATCH_UP_TOKENS, ModelDrafter
-from engine.engine import Engine
-from policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.decoding.draft_tree import DraftTree
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.engine.drafters.model_drafter import MAX_CATCH_UP_TOKENS, ModelDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
 
 TOLERANCE = 1e-4
 CHAIN = FixedPolicy(num_nodes=4, depth=4, branching=1)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from hand_profile import hand_cost, hand_profile
 
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import ConfigError
-from core.records import SampleRequest, SamplingParams
-from core.weight_records import WeightManifest
-from engine.build import build_engine
-from engine.drafters.model_drafter import ModelDrafter
-from engine.engine import Engine
-from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.chunks import model_checksum, pack_weights, unpack_weights
 
 PROFILE = hand_profile(0.9, cost=hand_cost(forward_ms=10.0, token_ms=0.02, level_ms=0.5, draft_token_ms=0.01))
 SAMPLING = SamplingParams(max_new_tokens=120)

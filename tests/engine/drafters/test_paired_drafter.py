@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import EngineConfig, SpeculationConfig
-from core.decode_records import Budget, DecodeState, StepRecord
-from core.records import SamplingParams
-from engine.build import build_engine
-from engine.decoding.draft_tree import DEAD, chain, select_best
-from engine.drafters.drafter import TrainedDrafter
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.paired_drafter import PairedDrafter, either, part_of
-from engine.drafters.suffix_drafter import SuffixDrafter
-from policies.drafting.paired_goodput import PairedGoodput
-from policies.drafting.replay import replay
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.decode_records import Budget, DecodeState, StepRecord
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.decoding.draft_tree import DEAD, chain, select_best
+from rlhfspec.engine.drafters.drafter import TrainedDrafter
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.drafters.paired_drafter import PairedDrafter, either, part_of
+from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
+from rlhfspec.policies.drafting.paired_goodput import PairedGoodput
+from rlhfspec.policies.drafting.replay import replay
 from tests.helpers.hand_profile import hand_cost, hand_profile
 from tests.helpers.random_heads import random_head
 

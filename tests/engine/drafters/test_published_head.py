@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.errors import ModelError, WeightsError
-from engine.drafters.head.published_head import (
+from rlhfspec.core.errors import ModelError, WeightsError
+from rlhfspec.engine.drafters.head.published_head import (
     head_checksum,
     is_head,
     pack_head,
     published_head,
     rounded,
 )
-from engine.weights.chunks import pack_weights, weight_views
+from rlhfspec.engine.weights.chunks import pack_weights, weight_views
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tiny_pool
 
-from core.config import EngineConfig, SpeculationConfig
-from core.records import Completion, SampleRequest
-from engine.build import build_engine
-from engine.drafters.record_drafter import RecordDrafter
-from policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import Completion, SampleRequest
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.drafters.record_drafter import RecordDrafter
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
 
 NODES = 5
 REQUESTS = tiny_pool.requests(6, new_tokens=30)

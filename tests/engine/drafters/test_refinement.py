@@ -10,16 +10,16 @@ import pytest
 import torch
 from checked_drafter import checked
 
-from core.decode_records import Budget, DecodeState, StepRecord
-from core.records import SampleRequest, SamplingParams
-from engine.attention.packing import RaggedRows
-from engine.decoding.draft_tree import chain, keep
-from engine.decoding.noise import Noise
-from engine.decoding.sampling_rule import RowSampling, leaders
-from engine.drafters.refinement import Scorer
-from engine.engine import Engine
-from engine.model.compute_backend import ComputeBackend
-from profiles.acceptance import AcceptanceModel, first_features, other_features
+from rlhfspec.core.decode_records import Budget, DecodeState, StepRecord
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.engine.attention.packing import RaggedRows
+from rlhfspec.engine.decoding.draft_tree import chain, keep
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.sampling_rule import RowSampling, leaders
+from rlhfspec.engine.drafters.refinement import Scorer
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.profiles.acceptance import AcceptanceModel, first_features, other_features
 from tests.helpers.backends import own_backend, torch_backend
 
 MODEL = AcceptanceModel(first=(1.0, 0.7, 0.1, 0.5, -0.2), other=(-0.5, -0.8, 0.4, -0.1, -0.3))

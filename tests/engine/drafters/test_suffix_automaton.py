@@ -2,7 +2,7 @@
 
 import random
 
-from engine.drafters.suffix_automaton import ROOT, SuffixAutomaton
+from rlhfspec.engine.drafters.suffix_automaton import ROOT, SuffixAutomaton
 
 
 def accepted(automaton: SuffixAutomaton) -> set[tuple[int, ...]]:

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import EngineConfig, SpeculationConfig
-from core.decode_records import Budget
-from core.records import SampleRequest, SamplingParams
-from core.sample_state import SampleState
-from engine.build import build_engine
-from engine.decoding.draft_tree import DEAD
-from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.drafters.match_acceptance import MatchAcceptance
-from engine.drafters.suffix_drafter import STATE_BYTES, SuffixDrafter
-from policies.drafting.baselines.fixed import FixedPolicy
-from policies.drafting.lookup_goodput import LookupGoodput
-from policies.drafting.replay import replay
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.core.sample_state import SampleState
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.decoding.draft_tree import DEAD
+from rlhfspec.engine.decoding.noise import Noise
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.drafters.match_acceptance import MatchAcceptance
+from rlhfspec.engine.drafters.suffix_drafter import STATE_BYTES, SuffixDrafter
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.lookup_goodput import LookupGoodput
+from rlhfspec.policies.drafting.replay import replay
 from tests.helpers.backends import CPU, own_backend
 from tests.helpers.hand_profile import hand_cost, hand_profile
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.records import SamplingParams
-from engine.attention.backends import ATTENTION
-from engine.model.cuda_graphs import ForwardGraphs, Run
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.attention.backends import ATTENTION
+from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Run
 from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, assert_equal
 from tests.helpers.backends import torch_backend
 

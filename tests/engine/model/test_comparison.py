@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import ModelError, NotFiniteError, NumericsError
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams
-from engine.build import build_engine
-from engine.cache.kv_pool import KVPool, KVShape
-from engine.cache.segments import segments_of
-from engine.engine import Engine
-from engine.model.comparison import is_rounding
-from engine.model.compute_backend import PoolAttention
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ModelError, NotFiniteError, NumericsError
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.cache.segments import segments_of
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.comparison import is_rounding
+from rlhfspec.engine.model.compute_backend import PoolAttention
 from tests.helpers.backends import own_backend
 
 SMALL = {

@@ -13,13 +13,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
-from core.config import EngineConfig, SpeculationConfig
-from core.records import SamplingParams
-from engine.build import build_engine
-from engine.engine import Engine
-from engine.model.cuda_graphs import ForwardGraphs, Recorder, Run, StepShape, shape_of
-from engine.model.forward_plan import TreePlan
-from engine.recorded_step import StepRecordings
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Recorder, Run, StepShape, shape_of
+from rlhfspec.engine.model.forward_plan import TreePlan
+from rlhfspec.engine.recorded_step import StepRecordings
 from tests.engine.conftest import Pair
 from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, assert_equal
 from tests.helpers.backends import torch_backend

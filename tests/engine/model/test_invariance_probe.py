@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import ConfigError, NumericsError
-from engine.attention.backends import (
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ConfigError, NumericsError
+from rlhfspec.engine.attention.backends import (
     ATTENTION,
     Attention,
     ordered_attention,
     reference_attention,
     sdpa_attention,
 )
-from engine.build import build_engine
-from engine.engine import Engine
-from engine.model.compute_backend import ComputeBackend, PoolAttention
-from engine.model.invariance_probe import prove_invariance
-from engine.model.runner import ModelRunner
-from engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.compute_backend import ComputeBackend, PoolAttention
+from rlhfspec.engine.model.invariance_probe import prove_invariance
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
 from tests.helpers.backends import own_backend, torch_backend
 
 HEADS = 2

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from core.config import EngineConfig, SpeculationConfig
-from engine.build import build_engine
-from engine.engine import Engine
-from engine.model.kept_verdicts import KeptVerdicts, facts_of
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.kept_verdicts import KeptVerdicts, facts_of
 
 SETTINGS = {"device": "cpu", "numerics": "invariant", "max_running_samples": 2}
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import ModelError, NumericsError
-from engine.build import build_engine
-from engine.model.compute_backend import ComputeBackend
-from engine.model.invariance_probe import prove_invariance
-from engine.model.linears import MatrixLinear, PrepackedLinear
-from engine.model.llama_forward import LlamaForward, can_serve
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from engine.model.runner import ModelRunner
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ModelError, NumericsError
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.invariance_probe import prove_invariance
+from rlhfspec.engine.model.linears import MatrixLinear, PrepackedLinear
+from rlhfspec.engine.model.llama_forward import LlamaForward, can_serve
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from rlhfspec.engine.model.runner import ModelRunner
 from tests.helpers.backends import CPU, LAYOUTS, OWN_LAYOUTS, own_backend, stock_products, torch_backend
 
 IDS = torch.arange(20) * 7 % 64
@@ -58,7 +58,7 @@ def test_what_it_does_not_know_is_left_to_the_stock_module(new_model) -> None:
 
 def test_a_wrong_forward_is_refused(new_model, monkeypatch) -> None:
     """The comparison with the model's own forward stands between a mistake here and a sample."""
-    monkeypatch.setattr("engine.model.llama_layout._pairs_together", lambda x, *, dim: x)
+    monkeypatch.setattr("rlhfspec.engine.model.llama_layout._pairs_together", lambda x, *, dim: x)
     with pytest.raises(ModelError, match="differ from its own forward's"):
         runner_of(new_model(1, "float32"))
 
@@ -86,7 +86,7 @@ def test_library_layouts_go_by_type_and_shape(monkeypatch) -> None:
     assert isinstance(plain.linear(weight, None, torch.float32), MatrixLinear)
     assert isinstance(backend.linear(weight, None, torch.float32), PrepackedLinear)
     assert isinstance(backend.linear(weight[:32], None, torch.float32), MatrixLinear)
-    monkeypatch.setattr("engine.model.compute_backend.can_prepack", lambda: False)
+    monkeypatch.setattr("rlhfspec.engine.model.compute_backend.can_prepack", lambda: False)
     assert isinstance(backend.linear(weight, None, torch.float32), MatrixLinear)
 
 
@@ -144,7 +144,7 @@ def test_without_invariant_prepacking_plain_matrices_serve(new_model) -> None:
 def test_bfloat16_is_computed_in_float32_where_the_processor_has_no_bfloat16(monkeypatch) -> None:
     cuda = ComputeBackend(torch.device("cuda"))
     for has, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("engine.model.compute_backend.has_bfloat16", lambda has=has: has)
+        monkeypatch.setattr("rlhfspec.engine.model.compute_backend.has_bfloat16", lambda has=has: has)
         assert torch_backend().compute_dtype(torch.bfloat16) == expected
         assert torch_backend().compute_dtype(torch.float32) == torch.float32
         assert cuda.compute_dtype(torch.bfloat16) == torch.bfloat16
@@ -156,7 +156,7 @@ def test_computing_in_float32_stays_close_to_the_bfloat16_module(new_model, monk
     """Both types of computation pass the comparison and agree to bfloat16's rounding."""
     logits = []
     for has in (True, False):
-        monkeypatch.setattr("engine.model.compute_backend.has_bfloat16", lambda has=has: has)
+        monkeypatch.setattr("rlhfspec.engine.model.compute_backend.has_bfloat16", lambda has=has: has)
         runner = runner_of(new_model(1, "bfloat16"), backend=torch_backend())
         logits.append(causal_logits(runner, IDS).float().softmax(-1))
     distance = (logits[0] - logits[1]).abs().sum(-1).max() / 2
@@ -174,7 +174,7 @@ def test_rotations_round_alike_whatever_the_capacity(new_model, monkeypatch, hea
     """A short pool keeps a table of rotations for all heads, a long one does not."""
     model = new_model(1, "float32", head_dim=head_dim)
     with_table = causal_logits(runner_of(model), IDS)
-    monkeypatch.setattr("engine.model.llama_forward.MAX_ROTATION_BYTES", 0)
+    monkeypatch.setattr("rlhfspec.engine.model.llama_forward.MAX_ROTATION_BYTES", 0)
     assert torch.equal(with_table, causal_logits(runner_of(model), IDS))
 
 

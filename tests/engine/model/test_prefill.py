@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.records import SampleRequest, SamplingParams
-from engine.model.prefill import share_prompts
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from engine.model.runner import ModelRunner
+from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.engine.model.prefill import share_prompts
+from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from rlhfspec.engine.model.runner import ModelRunner
 from tests.helpers.backends import own_backend
 
 

@@ -13,11 +13,11 @@ from torch.nn import Module
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from core.errors import WeightsError
-from engine.model.linears import first_altered, same_bits, together
-from engine.model.llama_forward import LlamaForward
-from engine.model.runner import ModelRunner
-from engine.model.stock_linears import OwnProduct
+from rlhfspec.core.errors import WeightsError
+from rlhfspec.engine.model.linears import first_altered, same_bits, together
+from rlhfspec.engine.model.llama_forward import LlamaForward
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.model.stock_linears import OwnProduct
 from tests.helpers.backends import LAYOUTS, own_backend, stock_products, torch_backend
 from tests.helpers.devices import DEVICES
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.model.linears import MatrixLinear
-from engine.model.stock_forward import StockForward
-from engine.model.stock_linears import OwnProduct, with_own_products
+from rlhfspec.engine.model.linears import MatrixLinear
+from rlhfspec.engine.model.stock_forward import StockForward
+from rlhfspec.engine.model.stock_linears import OwnProduct, with_own_products
 from tests.helpers.backends import OWN_LAYOUTS, stock_products
 
 GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}

@@ -3,8 +3,8 @@
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.errors import ModelError
-from engine.model.support import switch_attention
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.model.support import switch_attention
 
 
 def new_config() -> LlamaConfig:

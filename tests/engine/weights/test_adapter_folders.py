@@ -2,8 +2,8 @@
 
 from pytest import mark, raises
 
-from core.errors import ModelError
-from engine.weights.loading import load_hf_config, load_tokenizer
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.weights.loading import load_hf_config, load_tokenizer
 
 
 @mark.parametrize("load", [load_hf_config, load_tokenizer])

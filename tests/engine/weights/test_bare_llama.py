@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from core.config import EngineConfig, SpeculationConfig
-from core.errors import ModelError, NotFiniteError
-from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.build import build_engine
-from engine.weights.bare_llama import BareLlama, bare_llama, same_model
-from engine.weights.causal_lm import CausalLM
-from engine.weights.chunks import load_into, unique_tensors
-from engine.weights.loading import freeze
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ModelError, NotFiniteError
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.weights.bare_llama import BareLlama, bare_llama, same_model
+from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.weights.chunks import load_into, unique_tensors
+from rlhfspec.engine.weights.loading import freeze
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES: dict[str, Any] = {
@@ -160,8 +160,8 @@ def test_finite_weights_whose_logits_overflow_are_told_apart() -> None:
 def test_what_an_instance_imports_is_not_transformers() -> None:
     """Its modelling code takes longer to import than all else of a start."""
     script = (
-        "import sys, actors.generation.generation_actor, actors.generation.engine_host, actors.migration.ray_endpoint\n"
-        "assert 'torch' in sys.modules and 'engine.build' in sys.modules\n"
+        "import sys, rlhfspec.actors.generation.generation_actor, rlhfspec.actors.generation.engine_host, rlhfspec.actors.migration.ray_endpoint\n"
+        "assert 'torch' in sys.modules and 'rlhfspec.engine.build' in sys.modules\n"
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=300)

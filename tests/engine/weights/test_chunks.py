@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from core.errors import ModelError, NotFiniteError, NumericsError, WeightsError
-from engine.weights.chunks import (
+from rlhfspec.core.errors import ModelError, NotFiniteError, NumericsError, WeightsError
+from rlhfspec.engine.weights.chunks import (
     WeightPacker,
     load_into,
     model_checksum,
@@ -21,7 +21,7 @@ from engine.weights.chunks import (
     unique_tensors,
     unpack_weights,
 )
-from engine.weights.loading import build_causal_lm
+from rlhfspec.engine.weights.loading import build_causal_lm
 
 CHUNK_BYTES = 10_000
 

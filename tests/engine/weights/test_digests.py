@@ -8,9 +8,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from core.weight_records import kind_of
-from engine.weights.chunks import WeightPacker, checksum_of, pack_tensors, weight_views
-from engine.weights.digests import Digest, word_sums
+from rlhfspec.core.weight_records import kind_of
+from rlhfspec.engine.weights.chunks import WeightPacker, checksum_of, pack_tensors, weight_views
+from rlhfspec.engine.weights.digests import Digest, word_sums
 from tests.helpers.devices import DEVICES
 
 WORD = (1 << 64) - 1
@@ -42,7 +42,7 @@ def tensors() -> list[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_sums_are_those_of_the_book_on_every_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("engine.weights.digests._PIECE_WORDS", 10)
+    monkeypatch.setattr("rlhfspec.engine.weights.digests._PIECE_WORDS", 10)
     for _, tensor in tensors():
         raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         sums = word_sums(tensor.to(device)).cpu().numpy().view(np.uint64)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.errors import ModelError
-from engine.weights.causal_lm import DTYPES
-from engine.weights.chunks import WeightPacker, pack_weights
-from engine.weights.loading import load_causal_lm, load_hf_config, require_finite
-from engine.weights.stored_weights import StoredWeights, stored_weights
-from engine.weights.weight_files import check_weight_files
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.chunks import WeightPacker, pack_weights
+from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, require_finite
+from rlhfspec.engine.weights.stored_weights import StoredWeights, stored_weights
+from rlhfspec.engine.weights.weight_files import check_weight_files
 from tests.engine.weights.test_bare_llama import CONFIGS, stock_model
 
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from core.errors import ModelError
-from engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer, meta_model
-from engine.weights.weight_files import check_weight_files
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer, meta_model
+from rlhfspec.engine.weights.weight_files import check_weight_files
 from tests.conftest import TinyPair
 
 Weights = dict[str, Tensor]

@@ -7,8 +7,8 @@ from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, 
 
 EQUAL = """
 import torch
-from engine.weights.word_sums_cuda import BLOCK, add_word_sums
-from engine.weights.digests import word_sums
+from rlhfspec.engine.weights.word_sums_cuda import BLOCK, add_word_sums
+from rlhfspec.engine.weights.digests import word_sums
 
 for count in (0, 1, 7, BLOCK, BLOCK + 1, 3 * BLOCK - 5):
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), dtype=torch.int64)
@@ -18,7 +18,7 @@ for count in (0, 1, 7, BLOCK, BLOCK + 1, 3 * BLOCK - 5):
 print("equal")
 """
 BUILD = """
-from engine.weights import word_sums_cuda as word_kernel
+from rlhfspec.engine.weights import word_sums_cuda as word_kernel
 
 built("words", word_kernel._word_sums, ["*i64", "*i64", "i32"], {"block": word_kernel.BLOCK}, num_warps=8)
 built("many words", word_kernel._word_sums, ["*i64", "*i64", "i64"], {"block": word_kernel.BLOCK}, num_warps=8)

@@ -3,7 +3,7 @@
 import torch
 from pytest import approx
 
-from learning.algorithms.advantages import (
+from rlhfspec.learning.objectives.advantages import (
     discounted_returns,
     explained_variance,
     gae,

@@ -2,8 +2,8 @@
 
 from pytest import approx
 
-from core.config import AlgorithmConfig
-from learning.algorithms.controllers import Coefficients
+from rlhfspec.core.config import AlgorithmConfig
+from rlhfspec.learning.objectives.controllers import Coefficients
 
 
 def test_the_kl_coefficient_grows_above_its_target_and_shrinks_below():

@@ -5,7 +5,7 @@ import math
 import torch
 from pytest import approx, mark
 
-from learning.algorithms.losses import (
+from rlhfspec.learning.objectives.losses import (
     Sequences,
     cispo_loss,
     clipped_policy_loss,

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import AlgorithmConfig, TrainerConfig
-from core.errors import ConfigError, NumericsError
-from core.records import WeightSpan
-from core.settings.correction import CORRECTIONS, CorrectionConfig
-from learning.algorithms.off_policy import importance_weights
-from learning.experience import collate, token_versions
-from learning.learner import Learner
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.errors import ConfigError, NumericsError
+from rlhfspec.core.records import WeightSpan
+from rlhfspec.core.settings.correction import CORRECTIONS, CorrectionConfig
+from rlhfspec.learning.objectives.off_policy import importance_weights
+from rlhfspec.learning.trainer.experience import collate, token_versions
+from rlhfspec.learning.trainer.learner import Learner
 
 POLICY = torch.tensor([[0.2, 0.9, 0.5], [0.4, 0.4, 0.0]]).log()
 SAMPLING = torch.tensor([[0.4, 0.3, 0.5], [0.4, 0.5, 1.0]]).log()

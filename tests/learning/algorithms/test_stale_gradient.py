@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config import AlgorithmConfig
-from core.settings.correction import CorrectionConfig
-from learning.algorithms.losses import Sequences
-from learning.algorithms.objective import LossInputs, objective
-from learning.algorithms.off_policy import importance_weights
-from learning.update_metrics import MinibatchFigures
+from rlhfspec.core.config import AlgorithmConfig
+from rlhfspec.core.settings.correction import CorrectionConfig
+from rlhfspec.learning.objectives.losses import Sequences
+from rlhfspec.learning.objectives.objective import LossInputs, objective
+from rlhfspec.learning.objectives.off_policy import importance_weights
+from rlhfspec.learning.trainer.update_metrics import MinibatchFigures
 
 VOCAB = 4
 STEP = 1.0

@@ -5,11 +5,11 @@ import json
 import pytest
 from word_chat import PLAIN, word_chat
 
-from core.config import DataConfig, SamplingConfig
-from core.errors import ModelError
-from engine.weights.generation_settings import ending_at
-from learning.data.end_tokens import find_end_tokens, model_end_tokens, turn_end
-from learning.data.prompts import sampling_params
+from rlhfspec.core.config import DataConfig, SamplingConfig
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.weights.generation_settings import ending_at
+from rlhfspec.learning.data.end_tokens import find_end_tokens, model_end_tokens, turn_end
+from rlhfspec.learning.data.prompts import sampling_params
 
 END, OPEN = 1, 5
 DATA = DataConfig(path="x.jsonl")

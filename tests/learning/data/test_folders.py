@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pytest import mark, raises
 
-from core.errors import DataError
-from learning.data.data_files import find_files
-from learning.data.raw_records import iter_records
+from rlhfspec.core.errors import DataError
+from rlhfspec.learning.data.data_files import find_files
+from rlhfspec.learning.data.raw_records import iter_records
 
 TRAIN, TEST = [{"question": "t", "answer": "1"}], [{"question": "held out", "answer": "2"}]
 

@@ -6,11 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 
-from core.config import DataConfig
-from core.errors import DataError
-from learning.data.messages import asked_and_answered, readable
-from learning.data.prompts import load_prompts
-from learning.pairs.tokenization import train_bpe
+from rlhfspec.core.config import DataConfig
+from rlhfspec.core.errors import DataError
+from rlhfspec.learning.data.messages import asked_and_answered, readable
+from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.models.tokenization import train_bpe
 
 TEMPLATE = (
     "{% if think %}<think>{% endif %}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"

@@ -6,13 +6,13 @@ from collections import Counter
 import numpy as np
 from pytest import fixture, mark, raises
 
-from core.config import DataConfig
-from core.errors import DataError
-from core.records import SamplingParams
-from learning.data.cursor import PromptCursor
-from learning.data.mixing import EpochOrder, repeats_of
-from learning.data.prompts import load_prompts
-from learning.pairs.tokenization import train_bpe
+from rlhfspec.core.config import DataConfig
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.learning.data.cursor import PromptCursor
+from rlhfspec.learning.data.mixing import EpochOrder, repeats_of
+from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.models.tokenization import train_bpe
 
 
 @fixture(scope="module")

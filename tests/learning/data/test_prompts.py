@@ -8,16 +8,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 
-import learning.data.encoding
-import learning.pairs.tokenization
-from core.config import DataConfig, SamplingConfig
-from core.errors import DataError, ModelError
-from core.records import Prompt, SamplingParams
-from learning.data.cursor import PromptCursor
-from learning.data.packed_prompts import PackedPrompts
-from learning.data.prompts import load_prompts, sampling_params
-from learning.pairs.tokenization import character_tokenizer, train_bpe
-from learning.tasks.chain_task import ALPHABET
+import rlhfspec.learning.data.encoding
+import rlhfspec.learning.models.tokenization
+from rlhfspec.core.config import DataConfig, SamplingConfig
+from rlhfspec.core.errors import DataError, ModelError
+from rlhfspec.core.records import Prompt, SamplingParams
+from rlhfspec.learning.data.cursor import PromptCursor
+from rlhfspec.learning.data.packed_prompts import PackedPrompts
+from rlhfspec.learning.data.prompts import load_prompts, sampling_params
+from rlhfspec.learning.models.tokenization import character_tokenizer, train_bpe
+from rlhfspec.learning.tasks.chain_task import ALPHABET
 
 
 @fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_tokenizer_is_trained_on_a_million_letters_without_a_blank(text):
 def test_long_runs_change_no_other_text(monkeypatch):
     texts = ["Tom has 12 apples.\n" * 50, "x" * 1024, " " * 1024 + "y"]
     cut = train_bpe(texts, vocab_size=400).get_vocab()
-    monkeypatch.setattr(learning.pairs.tokenization, "_without_long_runs", lambda texts: texts)
+    monkeypatch.setattr(rlhfspec.learning.models.tokenization, "_without_long_runs", lambda texts: texts)
     assert train_bpe(texts, vocab_size=400).get_vocab() == cut
 
 
@@ -198,13 +198,13 @@ def test_a_prompt_beyond_all_tokens_is_refused_without_being_tokenised(tmp_path,
     lengths = (8, most, most + 1, 10**7)
     path.write_text("".join(json.dumps({"question": "a" * n, "answer": ""}) + "\n" for n in lengths))
     encoded = []
-    encode = learning.data.encoding.encode_texts
+    encode = rlhfspec.learning.data.encoding.encode_texts
 
     def counting(tokenizer, texts, *, special):
         encoded.extend(len(text) for text in texts)
         return encode(tokenizer, texts, special=special)
 
-    monkeypatch.setattr(learning.data.encoding, "encode_texts", counting)
+    monkeypatch.setattr(rlhfspec.learning.data.encoding, "encode_texts", counting)
     data = DataConfig(path=str(path), max_prompt_tokens=8, on_long_prompt="skip")
     dataset = load_prompts(data, tokenizer, seed=0)
     assert (len(dataset), dataset.num_skipped, encoded) == (1, 3, [8, most])

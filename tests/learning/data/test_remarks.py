@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 
-from core.config import DataConfig
-from core.errors import DataError
-from learning.data.prompts import load_prompts
-from learning.pairs.tokenization import train_bpe
+from rlhfspec.core.config import DataConfig
+from rlhfspec.core.errors import DataError
+from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.models.tokenization import train_bpe
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}/{% endfor %}"

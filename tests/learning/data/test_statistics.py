@@ -4,10 +4,10 @@ import json
 
 from pytest import fixture, mark
 
-from core.config import DataConfig
-from learning.data.prompts import load_prompts
-from learning.data.statistics import data_report
-from learning.pairs.tokenization import train_bpe
+from rlhfspec.core.config import DataConfig
+from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.data.statistics import data_report
+from rlhfspec.learning.models.tokenization import train_bpe
 
 
 @fixture(scope="module")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 from pytest import mark, raises
 
-from core.errors import DataError
-from learning.data.raw_records import ReadProgress, iter_records
-from learning.data.text_records import BrokenList, list_items
+from rlhfspec.core.errors import DataError
+from rlhfspec.learning.data.raw_records import ReadProgress, iter_records
+from rlhfspec.learning.data.text_records import BrokenList, list_items
 
 ROWS = [{"question": f"What is {n}?", "answer": f"{n:03}"} for n in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)

@@ -7,20 +7,20 @@ import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 from word_chat import word_chat
 
-from actors.serving.score_schema import ScoreBody, from_body, to_body
-from core.config import DataConfig
-from core.errors import DataError, ModelError
-from core.settings.supervised import DemonstrationsConfig, PreferencesConfig
-from learning.data.prompts import load_prompts
-from learning.data.record import Record
-from learning.environments.observations import ObservationRenderer
-from learning.pairs.tokenization import train_bpe
-from learning.rewards.model_text import ModelText
-from learning.rewards.score_request import ScoreRequest
-from learning.rewards.user_function import _columns
-from learning.supervised.demonstrations import encode_demonstrations
-from learning.supervised.preferences import encode_preferences
-from learning.supervised.rows import read_raw_rows
+from rlhfspec.actors.serving.score_schema import ScoreBody, from_body, to_body
+from rlhfspec.core.config import DataConfig
+from rlhfspec.core.errors import DataError, ModelError
+from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
+from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.environments.observations import ObservationRenderer
+from rlhfspec.learning.models.tokenization import train_bpe
+from rlhfspec.learning.rewards.model_text import ModelText
+from rlhfspec.learning.rewards.score_request import ScoreRequest
+from rlhfspec.learning.rewards.user_function import _columns
+from rlhfspec.learning.supervised.demonstrations import encode_demonstrations
+from rlhfspec.learning.supervised.preferences import encode_preferences
+from rlhfspec.learning.supervised.rows import read_raw_rows
 
 TEMPLATE = (
     "{% for t in tools or [] %}T{{ t.function.name }};{% endfor %}"

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from core.errors import ConfigError
-from core.records import Prompt
-from learning.environments.calculator import Calculator, calculate
-from learning.environments.environment_protocol import Step, is_raw
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.records import Prompt
+from rlhfspec.learning.environments.calculator import Calculator, calculate
+from rlhfspec.learning.environments.environment_protocol import Step, is_raw
 
 PROMPT = Prompt(prompt_id=0, token_ids=np.arange(3), text="q", reference="so #### 72")
 

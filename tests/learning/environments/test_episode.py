@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from core.records import (
+from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -13,8 +13,8 @@ from core.records import (
     SamplingParams,
     WeightSpan,
 )
-from learning.environments.episode import Episode, EpisodeLimits
-from learning.rewards.score_request import score_requests
+from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
+from rlhfspec.learning.rewards.score_request import score_requests
 
 PROMPT = Prompt(prompt_id=0, token_ids=np.arange(3), text="q", messages=(("user", "q"),))
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from core.errors import EpisodeError
-from core.records import Prompt
-from learning.environments.environment_protocol import checked_step
-from learning.environments.observations import ObservationRenderer, ending_with
-from learning.pairs.tokenization import character_tokenizer
-from learning.rewards.written_text import written_text
+from rlhfspec.core.errors import EpisodeError
+from rlhfspec.core.records import Prompt
+from rlhfspec.learning.environments.environment_protocol import checked_step
+from rlhfspec.learning.environments.observations import ObservationRenderer, ending_with
+from rlhfspec.learning.models.tokenization import character_tokenizer
+from rlhfspec.learning.rewards.written_text import written_text
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz:;!|-?"
 TEMPLATE = (

@@ -3,7 +3,7 @@
 import numpy as np
 from pytest import mark
 
-from learning.forward.batching import pack_by_length, pack_tokens, pad_right
+from rlhfspec.learning.trainer.batching import pack_by_length, pack_tokens, pad_right
 
 
 @mark.parametrize("max_tokens", [1, 10, 64])

@@ -6,13 +6,13 @@ import pytest
 import torch
 from engine_scored import ENGINE, learner_of, sampled, scorer_of, target
 
-from core.config import AlgorithmConfig, EngineConfig
-from core.errors import ConfigError
-from core.records import SamplingParams
-from core.settings.correction import CorrectionConfig
-from core.settings.trainer import LoraConfig
-from learning.experience import collate
-from learning.forward.engine_scoring import EngineScorer, require_engine_scoring, with_values
+from rlhfspec.core.config import AlgorithmConfig, EngineConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.core.settings.correction import CorrectionConfig
+from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.learning.trainer.engine_scoring import EngineScorer, require_engine_scoring, with_values
+from rlhfspec.learning.trainer.experience import collate
 
 CPU = torch.device("cpu")
 

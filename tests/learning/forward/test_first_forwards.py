@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from core.config import AlgorithmConfig, TrainerConfig
-from core.errors import NumericsError
-from core.settings.trainer import LoraConfig
-from learning.learner import Learner
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.errors import NumericsError
+from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.learning.trainer.learner import Learner
 
 BLOCK = 3
 CASES = {

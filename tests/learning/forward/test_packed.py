@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from core.config import AlgorithmConfig, TrainerConfig
-from engine.decoding.logprobs import token_logprobs
-from learning.experience import collate
-from learning.forward.training_forward import prepare_for_training, response_logits
-from learning.learner import Learner
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.engine.decoding.logprobs import token_logprobs
+from rlhfspec.learning.trainer.experience import collate
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
 from tests.helpers.tiny_llama import SIZES
 
 FAMILIES = {

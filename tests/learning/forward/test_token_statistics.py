@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from engine.decoding.logprobs import token_logprobs
-from learning.forward.token_statistics import token_statistics
+from rlhfspec.engine.decoding.logprobs import token_logprobs
+from rlhfspec.learning.trainer.token_statistics import token_statistics
 
 
 def plain_entropy(logits, temperature):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import learning.forward.packed_attention as packed_attention
-from learning.forward.packed_attention import _attend
+import rlhfspec.learning.trainer.packed_attention as packed_attention
+from rlhfspec.learning.trainer.packed_attention import _attend
 from tests.helpers.devices import DEVICES
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from core.errors import ConfigError
-from engine.drafters.head.feature_sequence import FeatureSequence
-from learning.heads.feature_buffer import FeatureBuffer
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.learning.drafts.feature_buffer import FeatureBuffer
 
 HIDDEN = 4
 

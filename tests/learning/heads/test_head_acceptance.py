@@ -9,17 +9,17 @@ import torch
 from tiny_heads import tiny_head
 from tiny_llama import tiny_llama
 
-from core.records import Prompt, SamplingParams
-from engine.decoding.noise import gumbel_noise, key_words
-from learning.heads.head_acceptance import (
+from rlhfspec.core.records import Prompt, SamplingParams
+from rlhfspec.engine.decoding.noise import gumbel_noise, key_words
+from rlhfspec.learning.drafts.head_acceptance import (
     NO_RANK,
     Acceptance,
     DraftedResponse,
     _ranks,
     drafted_response,
 )
-from learning.heads.head_module import HeadModule
-from learning.heads.own_responses import Responder
+from rlhfspec.learning.drafts.head_module import HeadModule
+from rlhfspec.learning.drafts.own_responses import Responder
 from tests.learning.heads.test_unrolled import drafted
 
 LEVELS = 3

@@ -6,8 +6,8 @@ from tiny_heads import random_sequences, tiny_head, trainer_of
 from tiny_llama import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learning.heads import anchor_attention, head_trainer
-from learning.heads.operations import Products
+from rlhfspec.learning.drafts import anchor_attention, head_trainer
+from rlhfspec.learning.drafts.operations import Products
 
 ANCHORS, SCORES, HEADS, LEVELS = 16, 2048, 4, 3
 SHAPES = [(3, 90), (1, 5), (2, 40)]

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from tiny_gguf import write_tiny_gguf, write_wheel
 
-from core.errors import ConfigError, ModelError
-from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.known_models.catalog import KNOWN_MODELS, KnownModel
-from learning.known_models.get import get_model
+from rlhfspec.core.errors import ConfigError, ModelError
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
+from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel
+from rlhfspec.learning.models.get import get_model
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -127,8 +127,8 @@ def test_a_download_that_breaks_off_does_not_become_other_weights(
     threading.Thread(target=hub.serve_forever, daemon=True).start()
     code = (
         "from dataclasses import replace\nfrom pathlib import Path\n"
-        "from learning.known_models.catalog import KnownModel\n"
-        "from learning.known_models.get import get_model\n"
+        "from rlhfspec.learning.models.catalog import KnownModel\n"
+        "from rlhfspec.learning.models.get import get_model\n"
         f"model = {index['tiny']!r}\n"
         f"get_model('tiny', Path({str(tmp_path)!r}), known={{'tiny': replace(model, hub='some/tiny')}})"
     )
@@ -152,8 +152,8 @@ def test_a_wrong_name_lists_the_known_ones(tmp_path: Path) -> None:
 _GET = """
 import json, sys
 from pathlib import Path
-from learning.known_models.catalog import KnownModel
-from learning.known_models.get import get_model
+from rlhfspec.learning.models.catalog import KnownModel
+from rlhfspec.learning.models.get import get_model
 model = KnownModel(**json.loads(sys.argv[1]))
 def progress(text, share):
     print(text, flush=True)

@@ -10,9 +10,9 @@ import torch
 from reference_bpe import reference_ids
 from tiny_gguf import CONTROL, TEXT, TinyGguf, write_tiny_gguf
 
-from core.errors import ModelError
-from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.known_models.gguf_folder import convert_gguf, read_head
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
+from rlhfspec.learning.models.gguf_folder import convert_gguf, read_head
 
 CHATS = [
     *TEXT,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from learning.pairs.distill import distill_step, distillation_loss
-from learning.supervised.next_token import Example, SupervisedTrainer, supervised_batches
+from rlhfspec.learning.models.distill import distill_step, distillation_loss
+from rlhfspec.learning.trainer.next_token import Example, SupervisedTrainer, supervised_batches
 
 
 def logits_of(*rows: list[float]) -> torch.Tensor:

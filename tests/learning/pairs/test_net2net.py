@@ -3,7 +3,7 @@
 import torch
 from pytest import mark
 
-from learning.pairs.net2net import deepen, widen
+from rlhfspec.learning.models.net2net import deepen, widen
 
 
 @mark.parametrize("factor", [2, 3])

@@ -6,11 +6,11 @@ import torch
 from pytest import approx, mark, raises
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core.errors import ConfigError, DataError, RlhfSpecError
-from learning.pairs.demo_pair import DemoPairMaker, DemoRecipe
-from learning.pairs.distill import distillation_loss
-from learning.pairs.make import make_demo_pair, make_pair_from_text
-from learning.pairs.text_pair import TextRecipe
+from rlhfspec.core.errors import ConfigError, DataError, RlhfSpecError
+from rlhfspec.learning.models.demo_pair import DemoPairMaker, DemoRecipe
+from rlhfspec.learning.models.distill import distillation_loss
+from rlhfspec.learning.models.make import make_demo_pair, make_pair_from_text
+from rlhfspec.learning.models.text_pair import TextRecipe
 
 # ten steps teach next to nothing, so the accuracy asked for is next to nothing too
 TINY = DemoRecipe(
@@ -122,7 +122,7 @@ def test_bad_text_is_named(tmp_path, name, text, message):
 @mark.parametrize("place", ["file/cache", "/proc/cache"])
 def test_a_cache_that_cannot_be_written_is_found_before_anything_is_trained(place, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("learning.pairs.make.DemoPairMaker", None)
+    monkeypatch.setattr("rlhfspec.learning.models.make.DemoPairMaker", None)
     with raises(ConfigError, match=r"cannot be written.*set run\.cache_dir"):
         make_demo_pair(tmp_path / place)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_learner_state import small_learner_state
 
-from core.errors import ConfigError
+from rlhfspec.core.errors import ConfigError
 
 
 class Touch:

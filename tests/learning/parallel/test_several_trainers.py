@@ -19,8 +19,8 @@ from group_learning import (
 from tiny_llama import tiny_llama
 from trainer_group import run_group
 
-from core.errors import PeerLost
-from learning.parallel.data_parallel import join_group, new_store, store_at
+from rlhfspec.core.errors import PeerLost
+from rlhfspec.learning.trainer.data_parallel import join_group, new_store, store_at
 
 
 @pytest.fixture(scope="module")

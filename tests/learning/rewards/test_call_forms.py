@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from pytest import mark, raises
 
-from learning.rewards.call_forms import BAD, EXTRAS, NONE, PARTS, PLACES, CannotBeCalled, call_of
+from rlhfspec.learning.rewards.call_forms import BAD, EXTRAS, NONE, PARTS, PLACES, CannotBeCalled, call_of
 
 SAMPLE = {
     "prompt": "2+2?",

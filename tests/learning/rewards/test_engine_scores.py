@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from learning.rewards.engine_scores import MAX_TOKENS, NUM_SLOTS, engine_scores
+from rlhfspec.learning.rewards.engine_scores import MAX_TOKENS, NUM_SLOTS, engine_scores
 
 PAD = 0
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from word_chat import word_chat
 
-from actors.serving.score_schema import ScoreBody, from_body, to_body
-from core.config import DataConfig
-from core.records import FinishReason, Prompt, ResponseFacts
-from core.settings.supervised import PreferencesConfig
-from learning.data.prompts import load_prompts
-from learning.data.record import Record
-from learning.rewards.model_text import ModelText
-from learning.rewards.rendering import render
-from learning.rewards.score_request import ScoreRequest, score_requests
-from learning.supervised.preferences import encode_preferences
+from rlhfspec.actors.serving.score_schema import ScoreBody, from_body, to_body
+from rlhfspec.core.config import DataConfig
+from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts
+from rlhfspec.core.settings.supervised import PreferencesConfig
+from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.rewards.model_text import ModelText
+from rlhfspec.learning.rewards.rendering import render
+from rlhfspec.learning.rewards.score_request import ScoreRequest, score_requests
+from rlhfspec.learning.supervised.preferences import encode_preferences
 
 ASKED = (("system", "be kind"), ("user", "who are you"))
 WHOLE = "<system> be kind <end> <user> who are you <end> <assistant> me <end>"

@@ -11,13 +11,13 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from core.config import RewardConfig
-from core.errors import ModelError, RewardError
-from core.records import Prompt, Reward, Unscored
-from learning.rewards.model_text import ModelText
-from learning.rewards.reward_function import build_reward
-from learning.rewards.reward_model import _batches
-from learning.rewards.score_request import score_requests
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.errors import ModelError, RewardError
+from rlhfspec.core.records import Prompt, Reward, Unscored
+from rlhfspec.learning.rewards.model_text import ModelText
+from rlhfspec.learning.rewards.reward_function import build_reward
+from rlhfspec.learning.rewards.reward_model import _batches
+from rlhfspec.learning.rewards.score_request import score_requests
 
 TEXTS = ["h;", "h;02:h+5=m;", "#b", "h;02:h+5=m;01:m+5=b;#b" * 3, "", "a", "b"]
 CHAT = (("user", "03:c+5="), ("assistant", "h;"), ("user", "02:h+5="))

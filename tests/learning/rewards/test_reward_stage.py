@@ -4,10 +4,10 @@ import numpy as np
 from pydantic import ValidationError
 from pytest import approx, mark, raises
 
-from core.config import RewardConfig
-from core.errors import ConfigError, RewardError
-from core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
-from learning.rewards.reward_function import build_reward
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.errors import ConfigError, RewardError
+from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
+from rlhfspec.learning.rewards.reward_function import build_reward
 
 LENGTH = {"name": "length_of", "kind": "odd_rewards:fine", "weight": 0.5}
 GSM8K = {"name": "solved", "kind": "gsm8k", "weight": 2.0}

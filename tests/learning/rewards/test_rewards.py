@@ -7,11 +7,11 @@ from decimal import Decimal
 import numpy as np
 from pytest import approx, mark, raises
 
-from core.config import RewardConfig
-from core.errors import ConfigError, ModelError, RewardError
-from core.records import Prompt
-from learning.rewards.reward_function import build_reward
-from learning.tasks.gsm8k import Gsm8kReward, final_number
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.errors import ConfigError, ModelError, RewardError
+from rlhfspec.core.records import Prompt
+from rlhfspec.learning.rewards.reward_function import build_reward
+from rlhfspec.learning.tasks.gsm8k import Gsm8kReward, final_number
 
 
 def prompt(reference: str = "", prompt_id: int = 0) -> Prompt:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from pytest import approx, mark
 
-from core.records import FinishReason, ResponseFacts, Reward
-from core.settings.reward import OverlongConfig, Scorer, ShapingConfig
-from learning.rewards.shaping import shape, soft_overlong_punishment, standardise
+from rlhfspec.core.records import FinishReason, ResponseFacts, Reward
+from rlhfspec.core.settings.reward import OverlongConfig, Scorer, ShapingConfig
+from rlhfspec.learning.rewards.shaping import shape, soft_overlong_punishment, standardise
 
 
 def facts(num_tokens: int, finish_reason: FinishReason = FinishReason.STOP) -> ResponseFacts:

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 from pytest import mark, raises
 
-from cluster.preflight.reward_plan import reward_columns
-from core.config import RewardConfig
-from core.config_io import config_from_dict
-from core.errors import ConfigError, RewardError
-from core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
-from learning.rewards.reward_function import build_reward
-from learning.rewards.score_request import score_requests
-from learning.rewards.user_function import UserReward
+from rlhfspec.cluster.preflight.reward_plan import reward_columns
+from rlhfspec.core.config import RewardConfig
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError, RewardError
+from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
+from rlhfspec.learning.rewards.reward_function import build_reward
+from rlhfspec.learning.rewards.score_request import score_requests
+from rlhfspec.learning.rewards.user_function import UserReward
 
 ODD = [
     ("hangs", r"did not return within reward.timeout_s \(0.5 s\)"),

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from word_chat import MARKED, PLAIN, word_chat
 
-from core.errors import DataError, ModelError
-from core.settings.supervised import DemonstrationsConfig
-from learning.data.record import Record
-from learning.supervised.demonstrations import encode_demonstrations
+from rlhfspec.core.errors import DataError, ModelError
+from rlhfspec.core.settings.supervised import DemonstrationsConfig
+from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.supervised.demonstrations import encode_demonstrations
 
 TALK = [
     {"role": "system", "content": "be kind"},

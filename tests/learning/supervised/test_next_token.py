@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from learning.supervised.next_token import Example, SupervisedTrainer, supervised_batches
+from rlhfspec.learning.trainer.next_token import Example, SupervisedTrainer, supervised_batches
 
 
 def example(tokens: list[int], num_prompt_tokens: int) -> Example:

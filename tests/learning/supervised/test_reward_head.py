@@ -6,8 +6,8 @@ from supervised_items import tiny
 from transformers import LlamaForSequenceClassification
 from word_chat import word_chat
 
-from core.errors import ModelError
-from learning.supervised.reward_head import load_scorer
+from rlhfspec.core.errors import ModelError
+from rlhfspec.learning.supervised.reward_head import load_scorer
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import DataError
-from core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
-from learning.supervised.rows import read_raw_rows
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
+from rlhfspec.learning.supervised.rows import read_raw_rows
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(20)]
 

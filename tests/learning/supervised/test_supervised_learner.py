@@ -6,11 +6,11 @@ import torch
 from supervised_items import CASES, PAD, SAVED_AFTER, STEPS, items_of, learn, new_learner, tiny
 from transformers.optimization import get_scheduler
 
-from core.errors import ConfigError, NotFiniteError
-from core.settings.trainer import LoraConfig
-from learning.supervised.objectives import packed_sequences
-from learning.supervised.preference_loss import bradley_terry_loss
-from learning.supervised.reward_head import packed_scores, scored_places
+from rlhfspec.core.errors import ConfigError, NotFiniteError
+from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.learning.objectives.objectives import packed_sequences
+from rlhfspec.learning.objectives.preference_loss import bradley_terry_loss
+from rlhfspec.learning.supervised.reward_head import packed_scores, scored_places
 
 
 def dense_token_loss(model, items):

@@ -3,9 +3,9 @@
 import numpy as np
 from pytest import approx, mark, raises
 
-from core.errors import RewardError
-from core.records import Prompt
-from learning.tasks.chain_task import ChainProblem, ChainReward, draw_problem, parse_prompt, solution
+from rlhfspec.core.errors import RewardError
+from rlhfspec.core.records import Prompt
+from rlhfspec.learning.tasks.chain_task import ChainProblem, ChainReward, draw_problem, parse_prompt, solution
 
 THREE = ChainProblem(num_steps=3, letter=2, shift=5)  # c -> h -> m -> b (the ring ends at p)
 

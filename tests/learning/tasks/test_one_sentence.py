@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from core.records import Prompt, Reward
-from learning.tasks.one_sentence import QUESTIONS, SUBJECTS, OneSentenceReward, draw_prompts
+from rlhfspec.core.records import Prompt, Reward
+from rlhfspec.learning.tasks.one_sentence import QUESTIONS, SUBJECTS, OneSentenceReward, draw_prompts
 
 
 def score(response: str, subject: str = "lamp") -> Reward:

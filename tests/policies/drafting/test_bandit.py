@@ -2,11 +2,11 @@
 
 import pytest
 
-from core.config import SpeculationConfig
-from core.decode_records import Budget, DecodeState, StepRecord
-from engine.draft_policies import build_policy
-from policies.drafting.baselines.bandit import BanditPolicy, bucket
-from policies.drafting.draft_policy import DraftPolicy
+from rlhfspec.core.config import SpeculationConfig
+from rlhfspec.core.decode_records import Budget, DecodeState, StepRecord
+from rlhfspec.engine.draft_policies import build_policy
+from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy, bucket
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
 
 def state(num_samples: int = 4, decode_step: int = 0, remaining: int = 100) -> DecodeState:

@@ -12,17 +12,17 @@ from hand_profile import (
     hand_profile,
 )
 
-from core.decode_records import Budget, DraftLog, StepRecord
-from policies.drafting.cadence import (
+from rlhfspec.core.decode_records import Budget, DraftLog, StepRecord
+from rlhfspec.policies.drafting.cadence import (
     LARGE_BATCH_SEARCH_STEPS,
     SEARCH_STEPS,
     UPDATE_STEPS,
     Cadence,
     costed_batch,
 )
-from policies.drafting.draft_policy import RefiningPolicy
-from policies.drafting.goodput import LARGE_BATCH, GoodputPolicy
-from profiles.cost import CostModel
+from rlhfspec.policies.drafting.draft_policy import RefiningPolicy
+from rlhfspec.policies.drafting.goodput import LARGE_BATCH, GoodputPolicy
+from rlhfspec.profiles.cost import CostModel
 
 CHEAP = hand_cost(forward_ms=10.0, token_ms=0.02, level_ms=0.5, draft_token_ms=0.01)
 CONTEXT = hand_cost(forward_ms=10.0, token_ms=0.02, level_ms=0.5, context_token_ms=0.01)

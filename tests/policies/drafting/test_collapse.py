@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hand_profile import draft_log, first_nodes
 
-from core.decode_records import DraftLog
-from policies.drafting.collapse import LOWEST_USUAL, CollapseDetector
+from rlhfspec.core.decode_records import DraftLog
+from rlhfspec.policies.drafting.collapse import LOWEST_USUAL, CollapseDetector
 
 DEAD = np.zeros(1, dtype=bool)
 

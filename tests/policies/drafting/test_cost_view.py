@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from policies.drafting.cost_view import BatchCosts, CostView
-from profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
+from rlhfspec.policies.drafting.cost_view import BatchCosts, CostView
+from rlhfspec.profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
 
 RANDOM = np.random.default_rng(0)
 COST = CostModel(

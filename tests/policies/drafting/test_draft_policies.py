@@ -2,18 +2,18 @@
 
 import pytest
 
-from core.config import SpeculationConfig
-from core.decode_records import PLAIN, Budget, DecodeState
-from engine.draft_policies import build_policy
-from policies.drafting.baselines.bandit import BanditPolicy
-from policies.drafting.baselines.fixed import (
+from rlhfspec.core.config import SpeculationConfig
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState
+from rlhfspec.engine.draft_policies import build_policy
+from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
+from rlhfspec.policies.drafting.baselines.fixed import (
     FixedPolicy,
     OffPolicy,
     clip_depth,
     max_tree_nodes,
     narrowest_width,
 )
-from policies.drafting.draft_policy import DraftPolicy
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
 
 def state(num_samples: int = 4, remaining: int = 100) -> DecodeState:

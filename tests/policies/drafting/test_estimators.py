@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hand_profile import decode_state, draft_log, hand_cost, hand_profile
 
-from core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
-from policies.drafting.estimators import OTHER_BATCH, Estimators
-from policies.drafting.planner import Planner
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
+from rlhfspec.policies.drafting.estimators import OTHER_BATCH, Estimators
+from rlhfspec.policies.drafting.planner import Planner
 
 COST = hand_cost(forward_ms=10.0, token_ms=0.1, level_ms=0.5)
 CHAIN = Budget(num_nodes=4, depth=4, branching=1, width=1, reason="by hand", refined=True)

@@ -15,15 +15,15 @@ from hand_profile import (
     total_s,
 )
 
-from core.decode_records import StepRecord
-from policies.drafting.cadence import LARGE_BATCH_SEARCH_STEPS, Cadence
-from policies.drafting.cost_view import BatchCosts
-from policies.drafting.draft_policy import RefiningPolicy
-from policies.drafting.goodput import GoodputPolicy
-from policies.drafting.shapes import ShapeTable
-from policies.drafting.track_record import TrackRecord
-from profiles.cost import CostModel
-from profiles.profile import Profile, YieldCurve
+from rlhfspec.core.decode_records import StepRecord
+from rlhfspec.policies.drafting.cadence import LARGE_BATCH_SEARCH_STEPS, Cadence
+from rlhfspec.policies.drafting.cost_view import BatchCosts
+from rlhfspec.policies.drafting.draft_policy import RefiningPolicy
+from rlhfspec.policies.drafting.goodput import GoodputPolicy
+from rlhfspec.policies.drafting.shapes import ShapeTable
+from rlhfspec.policies.drafting.track_record import TrackRecord
+from rlhfspec.profiles.cost import CostModel
+from rlhfspec.profiles.profile import Profile, YieldCurve
 
 CHEAP = hand_cost(forward_ms=10.0, token_ms=0.02, level_ms=0.5, draft_token_ms=0.01)
 "A token more costs next to nothing, a level a twentieth of a forward."

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hand_profile import decode_state, draft_log, hand_cost, hand_profile
 
-from core.decode_records import StepRecord
-from policies.drafting.lookup_goodput import LookupGoodput
-from profiles.cost import CostModel, Shape
+from rlhfspec.core.decode_records import StepRecord
+from rlhfspec.policies.drafting.lookup_goodput import LookupGoodput
+from rlhfspec.profiles.cost import CostModel, Shape
 
 COST = hand_cost(forward_ms=10.0, token_ms=1.0)
 "A node costs a tenth of a forward."

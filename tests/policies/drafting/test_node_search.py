@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from policies.drafting.cost_view import CostView
-from policies.drafting.node_search import allocation_of, best_ragged, best_uniform, sorted_scores
+from rlhfspec.policies.drafting.cost_view import CostView
+from rlhfspec.policies.drafting.node_search import allocation_of, best_ragged, best_uniform, sorted_scores
 
 
 def view(

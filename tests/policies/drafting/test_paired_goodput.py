@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 from hand_profile import PaperDrafter, decode_state, goodput, hand_cost, hand_profile
 
-from core.decode_records import DraftLog, LookUpLog, StepRecord
-from policies.drafting.draft_policy import PairedPolicy
-from policies.drafting.paired_goodput import PairedGoodput
-from policies.drafting.replay import replay
-from profiles.cost import CostModel, Shape
+from rlhfspec.core.decode_records import DraftLog, LookUpLog, StepRecord
+from rlhfspec.policies.drafting.draft_policy import PairedPolicy
+from rlhfspec.policies.drafting.paired_goodput import PairedGoodput
+from rlhfspec.policies.drafting.replay import replay
+from rlhfspec.profiles.cost import CostModel, Shape
 
 COST = hand_cost(forward_ms=10.0, token_ms=0.1, level_ms=1.0)
 "A node costs a hundredth of a forward, a level a tenth."

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hand_profile import decode_state, first_nodes, hand_cost, hand_profile
 
-from core.decode_records import PLAIN, StepRecord
-from policies.drafting.estimators import Estimators
-from policies.drafting.planner import Chosen, Planner
-from policies.drafting.probes import PROBE_SHARE, ProbeAccount
+from rlhfspec.core.decode_records import PLAIN, StepRecord
+from rlhfspec.policies.drafting.estimators import Estimators
+from rlhfspec.policies.drafting.planner import Chosen, Planner
+from rlhfspec.policies.drafting.probes import PROBE_SHARE, ProbeAccount
 
 PROFILE = hand_profile(0.02, hand_cost(forward_ms=10.0, token_ms=0.5, level_ms=1.0))
 PLANNER = Planner(PROFILE, max_nodes=8, max_depth=8)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hand_profile import decode_state, draft_log, first_nodes
 
-from core.decode_records import PLAIN, Budget, StepRecord
-from policies.drafting.recalibration import (
+from rlhfspec.core.decode_records import PLAIN, Budget, StepRecord
+from rlhfspec.policies.drafting.recalibration import (
     COST_RANGE,
     HAZARD_RANGE,
     WIDEN,

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
-from policies.drafting.baselines.bandit import BanditPolicy
-from policies.drafting.baselines.fixed import FixedPolicy
-from policies.drafting.replay import Difference, replay
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
+from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.replay import Difference, replay
 
 CHAIN = Budget(num_nodes=6, depth=6, branching=1, width=1, reason="chain", refined=True)
 TREE = Budget(num_nodes=4, depth=6, branching=3, width=3, reason="tree", refined=True)

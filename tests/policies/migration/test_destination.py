@@ -10,7 +10,7 @@ from move_messages import (
     settle,
 )
 
-from policies.migration.destination import (
+from rlhfspec.policies.migration.destination import (
     Answer,
     DestinationMove,
     DestinationStage,
@@ -19,9 +19,9 @@ from policies.migration.destination import (
     KeepSlot,
     TakeIn,
 )
-from policies.migration.move_messages import Claim, Landed, Refused, Verdict
-from policies.migration.source import Say
-from policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.migration.move_messages import Claim, Landed, Refused, Verdict
+from rlhfspec.policies.migration.source import Say
+from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 HAND_OVER = hand_over()
 OWN, RELEASE = settle(Verdict.OWN), settle(Verdict.RELEASE, epoch=2)

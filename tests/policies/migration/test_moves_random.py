@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 from move_messages import complete, report, request
 
-from core.records import Completion, SampleKey
-from policies.migration.move_messages import CallOff, Claim, MoveOrder, MoveReport, Settle, Verdict
-from policies.reallocation.pool_records import Move, MoveMode
-from policies.scheduling.events import (
+from rlhfspec.core.records import Completion, SampleKey
+from rlhfspec.policies.migration.move_messages import CallOff, Claim, MoveOrder, MoveReport, Settle, Verdict
+from rlhfspec.policies.reallocation.pool_records import Move, MoveMode
+from rlhfspec.policies.scheduling.events import (
     Abandon,
     Alarm,
     Deliver,
@@ -27,7 +27,7 @@ from policies.scheduling.events import (
     StartMove,
     Submit,
 )
-from policies.scheduling.scheduler import Scheduler
+from rlhfspec.policies.scheduling.scheduler import Scheduler
 
 
 @dataclass

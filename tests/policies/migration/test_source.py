@@ -3,8 +3,8 @@
 import pytest
 from move_messages import LANDED, READY, REFUSED, SHIPPED, SHIPPING_FAILED, order, settle
 
-from policies.migration.move_messages import CallOff, Claim, Verdict
-from policies.migration.source import (
+from rlhfspec.policies.migration.move_messages import CallOff, Claim, Verdict
+from rlhfspec.policies.migration.source import (
     AskDestination,
     Forget,
     LetGo,
@@ -16,7 +16,7 @@ from policies.migration.source import (
     StopShipping,
     TakeUp,
 )
-from policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 CALL_OFF = CallOff(move_id="0-0", reason="b is lost: killed")
 OWN, RELEASE = settle(Verdict.OWN, epoch=2), settle(Verdict.RELEASE)

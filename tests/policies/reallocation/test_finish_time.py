@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from policies.reallocation.finish_time import outlook
-from policies.reallocation.rate_curve import RateCurve
-from policies.reallocation.survival import LengthHistory, Survival
+from rlhfspec.policies.reallocation.finish_time import outlook
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.reallocation.survival import LengthHistory, Survival
 
 LINE = RateCurve(np.arange(1, 65), np.full(64, 100.0))
 "All samples together get 100 tokens a second: B samples need B / 100 s a token."

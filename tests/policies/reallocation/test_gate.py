@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from policies.reallocation.gate import BYSTANDER_SHARE, HANDLING_S, Gate, GateMode
-from policies.reallocation.pool_records import MoveMode
-from profiles.transfer import PrefillModel, TransferModel
+from rlhfspec.policies.reallocation.gate import BYSTANDER_SHARE, HANDLING_S, Gate, GateMode
+from rlhfspec.policies.reallocation.pool_records import MoveMode
+from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 
 def gate(mode: GateMode = "auto") -> Gate:

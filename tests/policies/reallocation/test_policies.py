@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from pool_views import after, cheap_gate, cpu_curve, pool_view
 
-from core.errors import ConfigError
-from policies.reallocation.by_name import REALLOCATION_POLICIES, make_reallocation_policy
-from policies.reallocation.finish_time_policy import FinishTimePolicy
-from policies.reallocation.forced import ForcedMoves
-from policies.reallocation.gate import Gate
-from policies.reallocation.paper_rule import PaperRule
-from policies.reallocation.pool_records import InstanceView, MoveMode, PoolView, ReallocationPolicy
-from profiles.transfer import PrefillModel, TransferModel
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.policies.reallocation.by_name import REALLOCATION_POLICIES, make_reallocation_policy
+from rlhfspec.policies.reallocation.finish_time_policy import FinishTimePolicy
+from rlhfspec.policies.reallocation.forced import ForcedMoves
+from rlhfspec.policies.reallocation.gate import Gate
+from rlhfspec.policies.reallocation.paper_rule import PaperRule
+from rlhfspec.policies.reallocation.pool_records import InstanceView, MoveMode, PoolView, ReallocationPolicy
+from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 MOVING = ("paper_rule", "finish_time", "forced")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hand_profile import hand_cost, hand_profile
 
-from engine.calibration.profiler import NOTHING_DRAFTED
-from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
+from rlhfspec.engine.calibration.profiler import NOTHING_DRAFTED
+from rlhfspec.policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
 
 
 def test_the_curve_passes_through_its_points_and_seconds_are_a_line_between_them() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from policies.reallocation.survival import MEMORY_SAMPLES, LengthHistory
+from rlhfspec.policies.reallocation.survival import MEMORY_SAMPLES, LengthHistory
 
 
 def history(*lengths: int, prior_samples: float = 0.0) -> LengthHistory:

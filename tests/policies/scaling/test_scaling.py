@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from pool_views import cpu_curve, pool_view
 
-from policies.reallocation.pool_records import PoolView
-from policies.scaling.forecast import Forecast
-from policies.scaling.scaling_policy import ScalingPolicy
-from policies.scaling.scaling_records import Candidate, Limits, PoolFacts, Resize, Starts
-from policies.scaling.scaling_rule import decide
+from rlhfspec.policies.reallocation.pool_records import PoolView
+from rlhfspec.policies.scaling.forecast import Forecast
+from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
+from rlhfspec.policies.scaling.scaling_records import Candidate, Limits, PoolFacts, Resize, Starts
+from rlhfspec.policies.scaling.scaling_rule import decide
 
 LIMITS = Limits(least=1, most=6, idle_timeout_s=20.0)
 

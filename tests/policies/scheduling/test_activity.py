@@ -2,15 +2,15 @@
 
 from move_messages import complete, request
 
-from policies.scheduling.events import (
+from rlhfspec.policies.scheduling.events import (
     ClockTicked,
     Event,
     InstanceJoined,
     InstanceReported,
     SamplesArrived,
 )
-from policies.scheduling.members import Activity
-from policies.scheduling.scheduler import Scheduler
+from rlhfspec.policies.scheduling.members import Activity
+from rlhfspec.policies.scheduling.scheduler import Scheduler
 
 
 def scheduler_of(*names: str) -> Scheduler:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from move_messages import complete, request
 
-from core.records import Completion, FinishReason, SampleRequest
-from policies.migration.move_messages import Claim, MoveReport
-from policies.reallocation.pool_records import Move, MoveMode
-from policies.scheduling.events import (
+from rlhfspec.core.records import Completion, FinishReason, SampleRequest
+from rlhfspec.policies.migration.move_messages import Claim, MoveReport
+from rlhfspec.policies.reallocation.pool_records import Move, MoveMode
+from rlhfspec.policies.scheduling.events import (
     Abandon,
     Alarm,
     CutAll,
@@ -25,7 +25,7 @@ from policies.scheduling.events import (
     StartMove,
     Submit,
 )
-from policies.scheduling.scheduler import Scheduler
+from rlhfspec.policies.scheduling.scheduler import Scheduler
 
 
 def cut_at(held: SampleRequest, instance: str, count: int) -> Completion:

@@ -3,11 +3,11 @@
 from move_messages import complete, request
 from pool_views import cheap_gate, cpu_curve
 
-from policies.reallocation.by_name import make_reallocation_policy
-from policies.reallocation.pool_records import MoveMode
-from policies.scaling.scaling_policy import ScalingPolicy
-from policies.scaling.scaling_records import Limits, Starts
-from policies.scheduling.events import (
+from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
+from rlhfspec.policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
+from rlhfspec.policies.scaling.scaling_records import Limits, Starts
+from rlhfspec.policies.scheduling.events import (
     Abandon,
     Deliver,
     InstanceGone,
@@ -20,7 +20,7 @@ from policies.scheduling.events import (
     StartMove,
     Submit,
 )
-from policies.scheduling.scheduler import Scheduler
+from rlhfspec.policies.scheduling.scheduler import Scheduler
 
 
 def pool(*slots: int, **settings) -> Scheduler:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from move_messages import complete, move, report, request
 
-from core.decode_records import GenerationStats, InstanceLoad
-from policies.migration.move_messages import Claim, Settle
-from policies.scheduling.events import (
+from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
+from rlhfspec.policies.migration.move_messages import Claim, Settle
+from rlhfspec.policies.scheduling.events import (
     Alarm,
     Deliver,
     InstanceGone,
@@ -20,8 +20,8 @@ from policies.scheduling.events import (
     StartMove,
     Submit,
 )
-from policies.scheduling.ledger import Binding
-from policies.scheduling.scheduler import Scheduler
+from rlhfspec.policies.scheduling.ledger import Binding
+from rlhfspec.policies.scheduling.scheduler import Scheduler
 
 
 def pool(

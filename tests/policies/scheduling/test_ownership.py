@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from move_messages import complete, move, report, request
 
-from policies.migration.move_messages import CallOff, Claim, MoveOrder, Settle
-from policies.scheduling.events import (
+from rlhfspec.policies.migration.move_messages import CallOff, Claim, MoveOrder, Settle
+from rlhfspec.policies.scheduling.events import (
     Abandon,
     Alarm,
     Deliver,
@@ -20,8 +20,8 @@ from policies.scheduling.events import (
     StartMove,
     Submit,
 )
-from policies.scheduling.ownership import Ruling, rule_on_commit, rule_on_take_back
-from policies.scheduling.scheduler import MOVE_TIMEOUT_S, Scheduler
+from rlhfspec.policies.scheduling.ownership import Ruling, rule_on_commit, rule_on_take_back
+from rlhfspec.policies.scheduling.scheduler import MOVE_TIMEOUT_S, Scheduler
 
 ASKED = request(0)
 KEY = ASKED.key

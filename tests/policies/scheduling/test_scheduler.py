@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from move_messages import complete, request
 
-from core.decode_records import GenerationStats, InstanceLoad
-from core.errors import RlhfSpecError
-from core.records import EPOCHS_OF_AN_ASKING, Completion, SampleKey, SampleRequest
-from policies.scheduling.accepted import Accepted
-from policies.scheduling.events import (
+from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
+from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.records import EPOCHS_OF_AN_ASKING, Completion, SampleKey, SampleRequest
+from rlhfspec.policies.scheduling.accepted import Accepted
+from rlhfspec.policies.scheduling.events import (
     Abandon,
     Alarm,
     ClockTicked,
@@ -23,8 +23,8 @@ from policies.scheduling.events import (
     SamplesArrived,
     Submit,
 )
-from policies.scheduling.members import KEPT_GONE, InstanceState
-from policies.scheduling.scheduler import Scheduler
+from rlhfspec.policies.scheduling.members import KEPT_GONE, InstanceState
+from rlhfspec.policies.scheduling.scheduler import Scheduler
 
 
 def arrived(count: int) -> SamplesArrived:

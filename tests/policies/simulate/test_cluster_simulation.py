@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.errors import ConfigError
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.assumptions import MODELLED, SOURCES, assumptions
-from policies.simulate.cluster_simulation import bound, simulate_cluster
-from policies.simulate.described_cluster import describe
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate.assumptions import MODELLED, SOURCES, assumptions
+from rlhfspec.policies.simulate.cluster_simulation import bound, simulate_cluster
+from rlhfspec.policies.simulate.described_cluster import describe
 
 
 def config(**sections: dict[str, Any]) -> SimulatedClusterConfig:

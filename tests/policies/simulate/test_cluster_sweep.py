@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from core.errors import ConfigError
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate import sweep as sweep_module
-from policies.simulate.cluster_simulation import num_played, require_bounded
-from policies.simulate.described_cluster import describe
-from policies.simulate.rollout_player import require_few_polls
-from policies.simulate.sweep import best, changed, combinations, default_axes, planned, sweep
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.simulate import sweep as sweep_module
+from rlhfspec.policies.simulate.cluster_simulation import num_played, require_bounded
+from rlhfspec.policies.simulate.described_cluster import describe
+from rlhfspec.policies.simulate.rollout_player import require_few_polls
+from rlhfspec.policies.simulate.sweep import best, changed, combinations, default_axes, planned, sweep
 
 
 def small(**sections: dict[str, Any]) -> SimulatedClusterConfig:

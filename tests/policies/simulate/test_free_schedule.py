@@ -7,15 +7,15 @@ import itertools
 import numpy as np
 import pytest
 
-from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.pipelining.free_admission import FreeAdmission
-from policies.reallocation.no_moves import NoMoves
-from policies.reallocation.rate_curve import RateCurve
-from policies.simulate.cluster_simulation import simulate_cluster
-from policies.simulate.described_cluster import describe
-from policies.simulate.played_steps import FreeRun, Update, joined, phase_samples, play_free
-from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
-from policies.simulate.workloads import samples_of
+from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
+from rlhfspec.policies.pipelining.free_admission import FreeAdmission
+from rlhfspec.policies.reallocation.no_moves import NoMoves
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
+from rlhfspec.policies.simulate.described_cluster import describe
+from rlhfspec.policies.simulate.played_steps import FreeRun, Update, joined, phase_samples, play_free
+from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
+from rlhfspec.policies.simulate.workloads import samples_of
 
 EVEN = RateCurve([1, 64], [100.0, 6400.0])
 "10 ms a token, whoever else runs."

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from core.errors import ConfigError
-from core.settings.simulated_cluster import QWEN_7B
-from policies.simulate.model_dimensions import dimensions_of, head_dimensions, read_dimensions
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.simulated_cluster import QWEN_7B
+from rlhfspec.policies.simulate.model_dimensions import dimensions_of, head_dimensions, read_dimensions
 
 QWEN3_235B: dict[str, Any] = {
     "hidden_size": 4096,

@@ -9,13 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.errors import ConfigError
-from core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
-from policies.simulate.analytic_instance import AnalyticInstance, Draft, accepted_nodes, even_acceptance
-from policies.simulate.described_cluster import describe
-from policies.simulate.devices import SHEETS, DeviceSheet
-from policies.simulate.model_dimensions import ModelDimensions, dimensions_of, head_dimensions
-from policies.simulate.roofline import Reached, Roofline
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
+from rlhfspec.policies.simulate.analytic_instance import (
+    AnalyticInstance,
+    Draft,
+    accepted_nodes,
+    even_acceptance,
+)
+from rlhfspec.policies.simulate.described_cluster import describe
+from rlhfspec.policies.simulate.devices import SHEETS, DeviceSheet
+from rlhfspec.policies.simulate.model_dimensions import ModelDimensions, dimensions_of, head_dimensions
+from rlhfspec.policies.simulate.roofline import Reached, Roofline
 
 SHEET = DeviceSheet(
     name="hand",

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from pool_views import cpu_curve
 
-from policies.simulate.compare import COMPARED, Comparison, compare
-from policies.simulate.described_cluster import H100_CLASS, describe
-from policies.simulate.simulation_records import MoveTruth, PoolSetup
-from policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
-from profiles.transfer import PrefillModel, TransferModel
+from rlhfspec.policies.simulate.compare import COMPARED, Comparison, compare
+from rlhfspec.policies.simulate.described_cluster import H100_CLASS, describe
+from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup
+from rlhfspec.policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
+from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 SAMPLES = 48
 LIMIT = 640

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policies.reallocation.no_moves import NoMoves
-from policies.reallocation.rate_curve import RateCurve
-from policies.simulate.simulated_instance import SharedMachine
-from policies.simulate.simulation import simulate
-from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, SimulationResult
-from policies.simulate.workloads import samples_of
+from rlhfspec.policies.reallocation.no_moves import NoMoves
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.simulate.simulated_instance import SharedMachine
+from rlhfspec.policies.simulate.simulation import simulate
+from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, SimulationResult
+from rlhfspec.policies.simulate.workloads import samples_of
 
 LINE = RateCurve(np.arange(1, 65), 1.0 / (0.006 / np.arange(1, 65) + 0.004))
 "6 ms and 4 ms a sample, of a token."

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from policies.reallocation.no_moves import NoMoves
-from policies.reallocation.pool_records import Move, MoveMode, PoolView
-from policies.reallocation.rate_curve import RateCurve
-from policies.simulate.perfect import least_finish_s, perfect_finish_s
-from policies.simulate.simulation import simulate
-from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
-from policies.simulate.workloads import drawn_lengths, samples_of
-from profiles.transfer import PrefillModel, TransferModel
+from rlhfspec.policies.reallocation.no_moves import NoMoves
+from rlhfspec.policies.reallocation.pool_records import Move, MoveMode, PoolView
+from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.simulate.perfect import least_finish_s, perfect_finish_s
+from rlhfspec.policies.simulate.simulation import simulate
+from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
+from rlhfspec.policies.simulate.workloads import drawn_lengths, samples_of
+from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 LINE = RateCurve(np.arange(1, 65), 1.0 / (0.006 / np.arange(1, 65) + 0.004))
 "6 ms + 4 ms for each sample."

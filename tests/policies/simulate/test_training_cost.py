@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import ConfigError
-from core.settings.simulated_cluster import SimulatedLearnerConfig
-from policies.simulate.devices import DeviceSheet
-from policies.simulate.model_dimensions import ModelDimensions
-from policies.simulate.roofline import Reached, Roofline
-from policies.simulate.training_cost import gather_s, memory_fit, most_slots, publication_s, training_cost
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.simulated_cluster import SimulatedLearnerConfig
+from rlhfspec.policies.simulate.devices import DeviceSheet
+from rlhfspec.policies.simulate.model_dimensions import ModelDimensions
+from rlhfspec.policies.simulate.roofline import Reached, Roofline
+from rlhfspec.policies.simulate.training_cost import (
+    gather_s,
+    memory_fit,
+    most_slots,
+    publication_s,
+    training_cost,
+)
 
 SHEET = DeviceSheet(
     name="hand",

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from core.errors import ModelError
-from engine.drafters.head.head_weights import (
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.drafters.head.head_weights import (
     HeadConfig,
     HeadWeights,
     load_head,
     load_head_config,
     save_head,
 )
-from engine.drafters.head.layer_forward import _rotations
-from learning.heads.head_module import Rotation
+from rlhfspec.engine.drafters.head.layer_forward import _rotations
+from rlhfspec.learning.drafts.head_module import Rotation
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
 

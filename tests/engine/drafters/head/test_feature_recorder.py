@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from core.config import EngineConfig, SpeculationConfig
-from core.records import SamplingParams
-from engine.build import build_engine
-from engine.drafters.head.feature_recorder import FeatureRecorder
-from engine.drafters.head.tapping import record_features
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureRecorder
+from rlhfspec.engine.drafters.head.tapping import record_features
 from tests.helpers.random_heads import random_head
 
 PLANS = {

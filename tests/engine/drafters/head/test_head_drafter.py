@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from core.config import EngineConfig, SpeculationConfig
-from core.decode_records import Budget
-from core.records import SamplingParams
-from engine.build import build_engine
-from engine.decoding.noise import gumbel_noise
-from engine.drafters.head.head_drafter import MAX_WAITING, HeadDrafter
-from engine.drafters.head.head_weights import HeadWeights, load_head, save_head
-from engine.engine import Engine
-from policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.decoding.noise import gumbel_noise
+from rlhfspec.engine.drafters.head.head_drafter import MAX_WAITING, HeadDrafter
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, save_head
+from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
 from tests.helpers.random_heads import random_head
 
 CHAIN = SpeculationConfig(policy="fixed", drafter="head", num_nodes=4, depth=4, branching=1)

@@ -8,21 +8,27 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from core.config import EngineConfig, SpeculationConfig
-from core.decode_records import Budget
-from core.errors import ConfigError
-from core.records import SamplingParams
-from engine.build import build_engine
-from engine.decoding.noise import gumbel_noise
-from engine.drafters.head.head_drafter import MAX_WAITING, HeadDrafter
-from engine.drafters.head.head_weights import HeadWeights
-from engine.drafters.head.mtp_weights import load_mtp
-from engine.drafters.head.published_head import head_checksum, is_head, is_mtp, pack_head, published_head
-from engine.engine import Engine
-from engine.weights.causal_lm import DTYPES
-from engine.weights.chunks import weight_views
-from engine.weights.loading import load_causal_lm, load_hf_config
-from policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.decode_records import Budget
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.decoding.noise import gumbel_noise
+from rlhfspec.engine.drafters.head.head_drafter import MAX_WAITING, HeadDrafter
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.drafters.head.mtp_weights import load_mtp
+from rlhfspec.engine.drafters.head.published_head import (
+    head_checksum,
+    is_head,
+    is_mtp,
+    pack_head,
+    published_head,
+)
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.chunks import weight_views
+from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config
+from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
 from tests.helpers.hand_profile import hand_cost, hand_profile
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_mimo import stored_mtp, write_tiny_mimo

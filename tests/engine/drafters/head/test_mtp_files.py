@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from core.errors import ModelError
-from engine.drafters.head.head_weights import require_fit
-from engine.drafters.head.mtp_weights import load_mtp, mtp_config
-from engine.weights.loading import load_causal_lm, load_hf_config
-from engine.weights.stored_weights import stored_weights
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.drafters.head.head_weights import require_fit
+from rlhfspec.engine.drafters.head.mtp_weights import load_mtp, mtp_config
+from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config
+from rlhfspec.engine.weights.stored_weights import stored_weights
 from tests.helpers.tiny_mimo import index_mtp, stored_mtp, write_tiny_mimo
 
 OWN = "model.mtp_layers.0."

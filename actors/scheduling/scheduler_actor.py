@@ -1,0 +1,394 @@
+"""Scheduler actor: the shell around the state machine in `policies.scheduling.scheduler`.
+
+One thread keeps one poll in flight to every instance and never waits for a particular one; a poll
+answers at once when a sample finishes there, else after the poll interval. Completions come with the
+poll and go out through `take`. An instance that dies, or answers no poll for the heartbeat timeout
+(Ray never notices a frozen process), is given up; the loop makes the replacement. What this process itself
+slept through counts for nobody. The loop also replaces this actor: `rebuild` takes over what a dead one knew.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from rlhfspec.actors.actor_messages import (
+    LostInstance,
+    MoveSight,
+    PollReply,
+    Rejoined,
+    SchedulerSettings,
+    SchedulerSight,
+    Taken,
+)
+from rlhfspec.actors.scheduling.instance_sights import instance_sights, move_sight
+from rlhfspec.actors.scheduling.move_gauges import count_move
+from rlhfspec.actors.scheduling.scheduler_news import News
+from rlhfspec.actors.waiting import run_metrics
+from rlhfspec.actors.waiting.actor_start import begin_actor
+from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
+from rlhfspec.actors.waiting.remote import Handle, remote
+from rlhfspec.actors.waiting.waiting import own_error, wait_any
+from rlhfspec.core.errors import WaitTimeout
+from rlhfspec.core.records import Completion, SampleRequest
+from rlhfspec.policies.migration.move_messages import CallOff, MoveOrder, Settle
+from rlhfspec.policies.reallocation.pool_records import Move
+from rlhfspec.policies.scaling.scaling_records import Starts
+from rlhfspec.policies.scheduling.events import (
+    Abandon,
+    Alarm,
+    ClockTicked,
+    CutAll,
+    CutOwned,
+    Deliver,
+    Event,
+    InstanceGone,
+    InstanceJoined,
+    InstanceLeaves,
+    InstanceReported,
+    InstanceSnapshot,
+    Left,
+    MoveEnded,
+    Order,
+    Resized,
+    SamplesArrived,
+    SendVerdict,
+    StartMove,
+    Submit,
+)
+from rlhfspec.policies.scheduling.scheduler import Scheduler
+
+IDLE_POLL_S = 1.0
+"An instance without samples is polled for its heartbeat only."
+MOVES_SEEN = 10
+"Of the last ones, for people."
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Link:
+    """How an instance is reached; a row of the machine's table holds it."""
+
+    handle: Handle
+    acknowledged: int = 0
+    poll: Any = None
+    drafter_alarm: str = ""
+    "told last; it is not told again after silence"
+
+
+@remote(max_restarts=0, concurrency_groups={"control": 3, "take": 1})
+class SchedulerActor:
+    """The central scheduler of one run."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._name = begin_actor("scheduler")
+        self._settings = settings
+        self._machine = Scheduler(**self._machine_arguments())
+        self._submits: dict[Any, str] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._news = News()
+        self._seen_moves: deque[MoveSight] = deque(maxlen=MOVES_SEEN)
+        self._reallocated_at_s = 0.0
+        self._planning_s = 0.0
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._progress_mark = (0, 0)
+        self._progress_at_s = self._machine.awake_s
+
+    def _machine_arguments(self) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "heartbeat_timeout_s": settings.heartbeat_timeout_s,
+            "binding": settings.binding,
+            # arrays that came through the object store are read-only, and the policy learns
+            "reallocation": copy.deepcopy(settings.reallocation),
+            "scaling": copy.deepcopy(settings.scaling),
+            "term": settings.term,
+        }
+
+    def __repr__(self) -> str:
+        return f"SchedulerActor({self._name})"
+
+    def run(self) -> None:
+        """Poll until told to stop; the caller keeps the reference as a death sentinel."""
+        while not self._stopping:
+            refs = self._refs_in_flight()
+            if not refs:
+                time.sleep(self._settings.poll_interval_s)
+            for ref in wait_any(refs, timeout_s=self._settings.poll_interval_s):
+                self._take_answer(ref)
+            now_s = time.monotonic()
+            self._handle(ClockTicked(now_s=now_s))
+            if now_s - self._reallocated_at_s >= self._settings.reallocation_interval_s:
+                self._reallocate(now_s)
+            self._check_for_stall()
+
+    @ray.method(concurrency_group="control")
+    def join(self, instance: str, handle: Handle, num_slots: int) -> None:
+        """Add an instance whose weights have been confirmed."""
+        now_s, link = time.monotonic(), _Link(handle=handle)
+        with self._changed:
+            self._handle(InstanceJoined(instance=instance, num_slots=num_slots, now_s=now_s, link=link))
+            self._progress_at_s = self._machine.awake_s
+
+    @ray.method(concurrency_group="control")
+    def lose(self, instance: str, reason: str) -> None:
+        """Give an instance up; the loop calls it when a weight load failed there."""
+        self._handle(InstanceGone(instance=instance, reason=reason))
+
+    @ray.method(concurrency_group="control")
+    def leave(self, instance: str, reason: str) -> None:
+        """Empty an instance; `take` tells when it may be ended."""
+        self._handle(InstanceLeaves(instance=instance, reason=reason))
+
+    @ray.method(concurrency_group="control")
+    def expect(self, starts: Starts, may_leave: tuple[str, ...]) -> None:
+        """Take note of instances that start, and of those whose places can be given back."""
+        with self._changed:
+            self._machine.expect(starts, may_leave)
+
+    @ray.method(concurrency_group="control")
+    def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
+        """Take new samples; they complete through `take`."""
+        with self._changed:
+            self._progress_at_s = self._machine.awake_s
+            self._handle(SamplesArrived(requests=requests))
+
+    @ray.method(concurrency_group="control")
+    def cut(self) -> None:
+        """End every open sample where it is; they complete through `take`, cut."""
+        self._handle(CutAll())
+
+    @ray.method(concurrency_group="control")
+    def rebuild(
+        self,
+        requests: tuple[SampleRequest, ...],
+        delivered: tuple[Completion, ...],
+        rejoined: tuple[Rejoined, ...],
+    ) -> None:
+        """Go on where a dead scheduler stopped; to be called before `run` and instead of `join`."""
+        snapshots = [
+            InstanceSnapshot(
+                instance=one.held.instance,
+                num_slots=one.num_slots,
+                open_epochs=one.held.open_epochs,
+                completions=one.held.completions,
+                set_aside=one.held.set_aside,
+                link=_Link(handle=one.handle, acknowledged=one.held.sequence),
+            )
+            for one in rejoined
+        ]
+        with self._changed:
+            self._machine, orders = Scheduler.rebuild(
+                requests=requests,
+                delivered=delivered,
+                snapshots=snapshots,
+                now_s=time.monotonic(),
+                **self._machine_arguments(),
+            )
+            self._progress_at_s = self._machine.awake_s
+            self._carry_out(orders)
+
+    @ray.method(concurrency_group="control")
+    def instances(self) -> Mapping[str, int]:
+        """Living instances and the samples each owns."""
+        with self._changed:
+            return self._machine.instances()
+
+    @ray.method(concurrency_group="control")
+    def sights(self) -> SchedulerSight:
+        """Every instance that ever joined, as this scheduler sees it now, and its last moves; for people."""
+        with self._changed:
+            return SchedulerSight(
+                instances=instance_sights(self._machine.members, now_s=time.monotonic()),
+                moves=tuple(self._seen_moves),
+            )
+
+    @ray.method(concurrency_group="control")
+    def move(self, moves: tuple[Move, ...]) -> None:
+        """Order moves by hand; one that is not possible is left out."""
+        with self._changed:
+            self._carry_out(self._machine.move(moves, now_s=time.monotonic()))
+
+    @ray.method(concurrency_group="control")
+    def stop(self) -> None:
+        """End the polling."""
+        self._stopping = True
+
+    @ray.method(concurrency_group="take")
+    def take(self, wait_s: float) -> Taken:
+        """Return the news since the last call, waiting up to `wait_s` for some.
+
+        Raises what made generation impossible: an error of ours that an instance raised, or WaitTimeout.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._news.is_urgent or self._failure, timeout=wait_s)
+            if self._failure is not None:
+                raise self._failure
+            news, self._news = self._news, News()
+            return news.taken(
+                planning_s=self._planning_s,
+                num_open=self._machine.num_open,
+                stats=self._machine.members.stats,
+            )
+
+    def _refs_in_flight(self) -> list[Any]:
+        """Start a poll where none is in flight; return all references that may answer."""
+        with self._changed:
+            members = self._machine.members.serving.values()
+            for member in members:
+                link: _Link = member.link
+                if link.poll is None:
+                    wait_s = self._settings.poll_interval_s if member.owned else IDLE_POLL_S
+                    link.poll = link.handle.poll.remote(link.acknowledged, wait_s)
+            return [member.link.poll for member in members] + list(self._submits)
+
+    def _take_answer(self, ref: Any) -> None:
+        with self._changed:
+            name = self._submits.pop(ref, None) or self._polled(ref)
+            if name is None:
+                return
+            try:
+                answer = ray.get(ref)
+            except DEATHS as error:
+                self._handle(InstanceGone(instance=name, reason=f"died: {cause_of(error)}"))
+            except RayTaskError as error:
+                self._fail(own_error(error))
+            else:
+                if isinstance(answer, PollReply):
+                    self._take_reply(name, answer)
+
+    def _polled(self, ref: Any) -> str | None:
+        for name, member in self._machine.members.serving.items():
+            if member.link.poll == ref:
+                member.link.poll = None
+                return name
+        return None
+
+    def _take_reply(self, name: str, reply: PollReply) -> None:
+        link: _Link = self._machine.members[name].link
+        link.acknowledged = reply.sequence
+        if reply.load is not None and reply.load.drafter_alarm not in ("", link.drafter_alarm):
+            link.drafter_alarm = reply.load.drafter_alarm
+            self._news.drafter_alarms.append(f"{name}: {link.drafter_alarm}")
+        self._handle(
+            InstanceReported(
+                instance=name,
+                now_s=time.monotonic(),
+                completions=reply.completions,
+                progress=reply.progress,
+                load=reply.load,
+                moves=reply.moves,
+                boundary=reply.boundary,
+                busy_s=reply.busy_s,
+                is_training=reply.is_training,
+            )
+        )
+
+    def _reallocate(self, now_s: float) -> None:
+        with self._changed:
+            self._reallocated_at_s, began_s = now_s, time.monotonic()
+            self._carry_out(self._machine.reallocate(now_s))
+            self._planning_s += time.monotonic() - began_s
+
+    def _handle(self, event: Event) -> None:
+        with self._changed:
+            self._carry_out(self._machine.handle(event))
+
+    def _carry_out(self, orders: Iterable[Order]) -> None:
+        """Do what the machine says; what concerns moves goes to each instance in one call."""
+        moves: dict[str, list[MoveOrder]] = {}
+        verdicts: dict[str, list[Settle | CallOff]] = {}
+        for order in orders:
+            match order:
+                case StartMove():
+                    moves.setdefault(order.order.source, []).append(order.order)
+                case SendVerdict():
+                    verdicts.setdefault(order.instance, []).append(order.verdict)
+                case _:
+                    self._carry_out_one(order)
+        for name, words in verdicts.items():
+            if name in self._machine.members.serving:
+                self._handle_of(name).settle.remote(tuple(words), self._settings.term)
+        for source, started in moves.items():
+            destinations = {order.destination: self._handle_of(order.destination) for order in started}
+            self._handle_of(source).move_out.remote(tuple(started), destinations, self._settings.term)
+
+    def _handle_of(self, instance: str) -> Handle:
+        return self._machine.members[instance].link.handle
+
+    def _carry_out_one(self, order: Order) -> None:
+        match order:
+            case Submit():
+                ref = self._handle_of(order.instance).submit.remote(
+                    order.requests, self._settings.order_timeout_s, self._settings.term
+                )
+                self._submits[ref] = order.instance
+            case CutOwned():
+                self._handle_of(order.instance).cut.remote(order.keys, self._settings.term)
+            case Deliver():
+                self._news.completions.append(order.completion)
+                self._changed.notify_all()
+            case Abandon():
+                self._abandon(order)
+            case Left():
+                self._news.left.append(order)
+                self._changed.notify_all()
+            case Resized():
+                self._news.resized = order.change
+            case MoveEnded():
+                self._news.moves.append(order.record)
+                self._seen_moves.append(move_sight(order.record, ended_at=time.time()))
+                count_move(order.record)
+            case Alarm():
+                logger.error("integrity alarm: %s", order)
+                run_metrics.add("integrity_alarms")
+                self._news.alarms.append(order)
+
+    def _abandon(self, order: Abandon) -> None:
+        logger.warning("%s is given up: %s", order.instance, order.reason)
+        ray.kill(self._handle_of(order.instance))
+        self._submits = {ref: name for ref, name in self._submits.items() if name != order.instance}
+        self._news.lost.append(
+            LostInstance(instance=order.instance, reason=order.reason, num_requeued=order.num_requeued)
+        )
+        self._changed.notify_all()
+
+    def _check_for_stall(self) -> None:
+        """Fail when samples are open and none has moved for the order timeout: nobody may hang."""
+        with self._changed:
+            now_s = self._machine.awake_s
+            emitted = sum(stats.num_emitted_tokens for stats in self._machine.members.stats.values())
+            mark = (emitted, self._machine.num_delivered)
+            # without an instance they wait for one, as long as the loop lets them
+            is_idle = self._machine.num_open == 0 or not self._machine.members.serving
+            if mark != self._progress_mark or is_idle:
+                self._progress_mark, self._progress_at_s = mark, now_s
+            waited_s = now_s - self._progress_at_s
+            if waited_s <= self._settings.order_timeout_s or self._failure is not None:
+                return
+            oldest = self._machine.open_samples()[0]
+            self._fail(
+                WaitTimeout(
+                    waiter=f"the scheduler ({self._machine.num_open} open samples)",
+                    waited_for=oldest.owner
+                    or f"a free slot on {list(self._machine.members.serving) or 'no instance'}",
+                    order=f"sample {oldest.request.key.sample_index}, epoch {oldest.request.epoch}",
+                    waited_s=waited_s,
+                    advice="look at the instance's log in the Ray dashboard",
+                )
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.notify_all()

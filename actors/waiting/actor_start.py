@@ -1,0 +1,49 @@
+"""What every actor does first: its log file, its metrics' label, stacks on request (`stack_page`), no proxy to itself.
+
+The loop tells by the environment which run it is and where its folder is. A node that does not see the folder keeps
+Ray's own logs only.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import ray
+
+from rlhfspec.actors.serving.loopback import spare_loopback
+from rlhfspec.actors.waiting import run_metrics
+from rlhfspec.actors.waiting.process_log import begin_process_log
+from rlhfspec.actors.waiting.stack_page import begin_stack_page
+from rlhfspec.actors.waiting.vitals import begin_vitals
+
+RUN_VARIABLE = "RLHFSPEC_RUN"
+"Name of the run."
+LOGS_VARIABLE = "RLHFSPEC_LOGS"
+"Its folder of logs; empty: none are kept."
+
+
+def actor_environment(run: str, logs: Path | None) -> dict[str, str]:
+    """Variables that tell an actor its run."""
+    return {RUN_VARIABLE: run, LOGS_VARIABLE: str(logs or "")}
+
+
+def begin_actor(name: str) -> str:
+    """Begin log and metrics of this process; the actor's name, which a replacement has of its own."""
+    spare_loopback()
+    name = _own_name() or name
+    run, logs = os.environ.get(RUN_VARIABLE), os.environ.get(LOGS_VARIABLE)
+    if run:
+        run_metrics.begin(run_metrics.RaySink(run))
+        begin_stack_page(run, name)
+        begin_vitals(name)
+    if run and logs:
+        begin_process_log(Path(logs), name, run=run)
+    return name
+
+
+def _own_name() -> str | None:
+    try:
+        return ray.get_runtime_context().get_actor_name()
+    except Exception:
+        return None  # outside of Ray, in tests

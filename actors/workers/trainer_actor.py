@@ -1,0 +1,360 @@
+"""Trainer actor: a thin Ray shell around `learning.trainer.learner.Learner` and `learning.drafts.draft_refit.DraftRefitter`.
+
+It gets its first weights by manifest, as the generation actors do, so it may run on any machine. New
+weights go out as chunks that the actor returns (the caller owns them, so they outlive this actor).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import torch
+from transformers import PreTrainedModel
+
+from rlhfspec.actors.actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
+from rlhfspec.actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
+from rlhfspec.actors.waiting.actor_start import begin_actor
+from rlhfspec.actors.waiting.assigned_device import assigned_gpus, gpu_seat, require_gpu_room, resolve_device
+from rlhfspec.actors.waiting.remote import remote
+from rlhfspec.core.errors import ConfigError, RlhfSpecError, WeightsError
+from rlhfspec.core.records import Rollout, UpdateReport
+from rlhfspec.core.weight_records import DigestKind, WeightManifest
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.chunks import load_into, weight_views
+from rlhfspec.engine.weights.loading import build_causal_lm, freeze
+from rlhfspec.learning.drafts.cotraining import DraftCotrainer
+from rlhfspec.learning.drafts.draft_refit import DraftRefitter, RefitReport
+from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
+from rlhfspec.learning.trainer.data_parallel import DataParallel, join_group, meet, new_store, store_at
+from rlhfspec.learning.trainer.engine_scoring import EngineScorer, require_engine_scoring
+from rlhfspec.learning.trainer.forward_count import forwards_made
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.precision import compute_dtype_on, hold_linears_in
+from rlhfspec.learning.trainer.published_form import PublishedForm
+from rlhfspec.learning.trainer.schedule import Horizon
+from rlhfspec.learning.trainer.sharded import Sharded
+
+_REFIT_STATE = "draft_refit.safetensors"
+
+
+@remote(max_restarts=0, concurrency_groups={"control": 1})
+class TrainerActor:
+    """Owns the target model being trained, and the draft model that follows it."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        begin_actor(spec.name)
+        self._spec = spec
+        self._built: Learner | None = None
+        self._built_refitter: DraftRefitter | DraftCotrainer | None = None
+        self._soft_targets: SoftTargetStore | None = None
+        self._forms: dict[str, PublishedForm] = {}
+        self._broadcast_host: BroadcastHost | None = None
+        self._broadcast: BroadcastGroup | None = None
+        self._trainers: OneTrainer = OneTrainer()
+        self._store: Any = None
+        self._meeting: TrainerMeeting | None = None
+
+    def __repr__(self) -> str:
+        return f"TrainerActor({self._spec.name})"
+
+    @ray.method(concurrency_group="control")
+    def forwards_so_far(self) -> int:
+        """How many forwards the models here have made: answered at once, whatever the trainer is at."""
+        return forwards_made()
+
+    def open_group(self, timeout_s: float) -> TrainerMeeting:
+        """Make a place where the trainers of this run meet, at this node's address; for the first of them."""
+        host = ray.util.get_node_ip_address()
+        self._store = new_store(host, self._spec.num_trainers, timeout_s)
+        return TrainerMeeting(host=host, port=self._store.port, timeout_s=timeout_s)
+
+    def join_group(self, meeting: TrainerMeeting) -> None:
+        """Join the other trainers. Raises PeerLost when not all come in time."""
+        spec, device = self._spec, self._device
+        self._meeting = meeting
+        self._store = self._store or store_at(
+            meeting.host, meeting.port, spec.num_trainers, meeting.timeout_s
+        )
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        join_group(
+            self._store, rank=spec.rank, size=spec.num_trainers, device=device, timeout_s=spec.timeout_s
+        )
+        self._trainers = Sharded(device) if spec.trainer.strategy == "fsdp2" else DataParallel()
+
+    def load_weights(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
+        """Build the learner around the published model and read its checksum back."""
+        torch.set_num_threads(self._spec.trainer.num_threads)
+        require_gpu_room(
+            self._spec.name,
+            self._device,
+            needed_bytes=self._spec.gpu_bytes,
+            share=self._spec.gpu_share,
+            advice="lower trainer.max_tokens_per_forward, set trainer.lora or trainer.gradient_checkpointing, or share "
+            "the model: cluster.trainer.num_actors with trainer.strategy: fsdp2",
+        )
+        model = self._build(manifest, chunks)
+        drafter_training = self._spec.drafter_training
+        if drafter_training is not None and drafter_training.mode == "refit":
+            self._soft_targets = SoftTargetStore(drafter_training.num_target_tokens)
+        self._built = Learner(
+            model,
+            algorithm=self._spec.algorithm,
+            trainer=self._spec.trainer,
+            temperature=self._spec.temperature,
+            seed=self._spec.seed,
+            pad_token_id=self._spec.pad_token_id,
+            vocab_size=self._spec.vocab_size,
+            soft_targets=self._soft_targets,
+            compute_dtype=self._compute_dtype,
+            scorer=self._scorer(manifest, chunks),
+            trainers=self._trainers,
+            horizon=Horizon(
+                num_optimizer_steps=self._spec.num_optimizer_steps, max_new_tokens=self._spec.max_new_tokens
+            ),
+        )
+        if self._meeting is not None:
+            # loading has a longer limit than what follows
+            limit_s = self._meeting.timeout_s
+            meet(self._store, rank=self._spec.rank, size=self._spec.num_trainers, timeout_s=limit_s)
+        return self._loaded(manifest, self.checksum(like=manifest.checksum))
+
+    def load_draft(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
+        """Build what the published draft model follows the target by, and read its checksum back."""
+        settings = self._spec.drafter_training
+        if settings is None:
+            raise RlhfSpecError("the trainer got a draft model but drafter_training.refit is off")
+        model = self._build(manifest, chunks)
+        if settings.mode == "cotrain":
+            self._built_refitter = self._learner.cotrainer = DraftCotrainer(
+                model,
+                settings=settings,
+                temperature=self._spec.temperature,
+                vocab_size=self._spec.vocab_size,
+                weight_version=manifest.weight_version,
+                compute_dtype=self._compute_dtype,
+                trainers=self._trainers,
+            )
+        else:
+            self._built_refitter = DraftRefitter(
+                model,
+                settings=settings,
+                temperature=self._spec.temperature,
+                seed=self._spec.seed,
+                pad_token_id=self._spec.pad_token_id,
+                vocab_size=self._spec.vocab_size,
+                weight_version=manifest.weight_version,
+                compute_dtype=self._compute_dtype,
+            )
+        weights = self._refitter.weights()
+        return self._loaded(manifest, self._forms["draft"].checksum(weights, like=manifest.checksum))
+
+    def update(self, rollouts: Sequence[Rollout], recompute_old: bool = False) -> UpdateReport:
+        """Do one update; equal rollouts in any order give bitwise equal parameters on the CPU.
+
+        Raises PeerLost when another trainer of several is gone.
+        """
+        with self._trainers.naming("update"):
+            return self._learner.update(rollouts, recompute_old=recompute_old)
+
+    def forward_ahead(self, rollouts: Sequence[Rollout], recompute_old: bool = False) -> float:
+        """Compute what an update to come needs of one block of its samples; the seconds that it took.
+
+        Raises PeerLost when another trainer of several is gone.
+        """
+        began_s = time.perf_counter()
+        with self._trainers.naming("compute the forwards of scored samples"):
+            self._learner.forward_ahead(rollouts, recompute_old=recompute_old)
+        return time.perf_counter() - began_s
+
+    def follow(self) -> None:
+        """Take part while the first trainer walks through the target's weights. Raises PeerLost."""
+        with self._trainers.naming("gather weights"):
+            self._learner.accompany_weights()
+
+    def refit(self, rollouts: Sequence[Rollout], budget_s: float) -> RefitReport:
+        """Let the draft model follow the target for at most so long, or say how it has; the target is not touched."""
+        return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
+
+    def packed(
+        self, model: Literal["target", "draft"] = "target", checksums: DigestKind | None = None
+    ) -> Iterator[np.ndarray | WeightManifest]:
+        """Pack a model's current weights: every chunk when it is full, in a buffer of its own use, then the manifest.
+
+        To be called with `num_returns="streaming"`: each chunk is in the object store before the next is packed.
+        `checksums`: the kind of the whole's; None: as it publishes.
+        """
+        owner = self._learner if model == "target" else self._refitter
+        packer = self._forms[model].packer(
+            name=model,
+            weight_version=owner.weight_version,
+            # rounded and summed where the weights lie; what comes to the host is what goes out
+            device=self._device if self._device.type == "cuda" else None,
+            kind=checksums or self._spec.checksums,
+        )
+        with self._trainers.naming("gather weights"), closing(owner.weights()) as weights:
+            yield from packer.chunks(weights)
+        yield packer.manifest()
+
+    def sees(self, folder: str) -> bool:
+        """Whether a folder of the driver's machine is this machine's too."""
+        return Path(folder).is_dir()
+
+    def save_state(self, folder: str) -> None:
+        """Write all that goes on from here into a new folder of all trainers. Raises StorageError, PeerLost."""
+        with self._trainers.naming("write their state"):
+            self._learner.save(Path(folder))
+        if self._built_refitter is not None:
+            self._built_refitter.save(Path(folder) / _REFIT_STATE)
+
+    def load_state(self, folder: str) -> None:
+        """Go on where `save_state` was called. Raises ConfigError when it does not fit, PeerLost."""
+        with self._trainers.naming("read their state"):
+            self._learner.load(Path(folder))
+        # a run that did not refit has none
+        if self._built_refitter is not None and (Path(folder) / _REFIT_STATE).is_file():
+            self._built_refitter.load(Path(folder) / _REFIT_STATE)
+
+    def gpu_seat(self) -> str | None:
+        """The GPU that the target is trained on, by a name that no other GPU of the cluster has; None: a CPU."""
+        return gpu_seat(self._device)
+
+    def open_broadcast(
+        self, members: tuple[str, ...], form: BroadcastForm = "gloo", room_bytes: int = 0
+    ) -> BroadcastTicket:
+        """Listen for instances that shall join a broadcast group; `join_broadcast` waits for them.
+
+        `room_bytes`: of the largest bucket.
+        """
+        self.close_broadcast()
+        self._broadcast_host = BroadcastHost(
+            host=ray.util.get_node_ip_address(),
+            members=members,
+            form=form,
+            device=self._device,
+            room_bytes=room_bytes,
+        )
+        return self._broadcast_host.ticket
+
+    def join_broadcast(self, timeout_s: float) -> None:
+        """Wait for all members. Raises WaitTimeout naming who did not come."""
+        if self._broadcast_host is not None:
+            self._broadcast = self._broadcast_host.join(timeout_s)
+
+    def broadcast(self, layout: WeightManifest) -> SentWeights:
+        """Send the target's weights, each bucket while the next is packed where the group has them; what was sent.
+
+        Raises WeightsError when the buckets are not laid out as `layout` says, WaitTimeout when a member fails.
+        """
+        if self._broadcast is None:
+            # the other trainers walk with it all the same
+            self._learner.accompany_weights()
+            raise WeightsError(
+                "the trainer is in no broadcast group; the object store carries the weights instead"
+            )
+        version = self._learner.weight_version
+        packer = self._forms["target"].packer(
+            name="target",
+            weight_version=version,
+            rooms=self._broadcast.rooms,
+            device=self._broadcast.device,
+            kind=self._spec.checksums,
+            chunk_bytes=max(layout.chunk_num_bytes),
+        )
+        began_s, waited_s = time.perf_counter(), 0.0
+        with self._trainers.naming("gather weights"), closing(self._learner.weights()) as weights:
+            for index, chunk in enumerate(packer.buckets(weights)):
+                if index >= len(layout.chunk_num_bytes) or len(chunk) != layout.chunk_num_bytes[index]:
+                    raise WeightsError(
+                        f"chunk {index} of target version {version} is not of the size that was agreed"
+                    )
+                waits_from_s = time.perf_counter()
+                self._broadcast.send(chunk, packer.last_digest, f"chunk {index} of target version {version}")
+                waited_s += time.perf_counter() - waits_from_s
+        pack_s = time.perf_counter() - began_s - waited_s
+        self._broadcast.settle()
+        return SentWeights(manifest=packer.manifest(), pack_s=pack_s)
+
+    def close_broadcast(self) -> None:
+        """Leave the group, if there is one."""
+        if self._broadcast is not None:
+            self._broadcast.close()
+        self._broadcast = self._broadcast_host = None
+
+    def checksum(self, like: str = "") -> str:
+        """Checksum over the target's parameters as they are published, of the kind of `like`."""
+        with closing(self._learner.weights()) as weights:
+            return self._forms["target"].checksum(weights, like=like)
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """The LoRA adapter as a folder that peft loads: name and content of each file. Needs `trainer.lora`."""
+        return self._learner.adapter_files(base_model=self._spec.base_model)
+
+    def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
+        """The published model on this actor's device, in float32 where an optimizer steps its weights."""
+        model = build_causal_lm(manifest.hf_config_json, "float32")
+        load_into(model, weight_views(manifest, chunks))
+        if manifest.model == "target" and self._spec.trainer.lora is not None:
+            hold_linears_in(model, self._compute_dtype)
+        self._forms[manifest.model] = PublishedForm(manifest)
+        # shards are made on the CPU, and only they go to the device
+        stays = manifest.model == "target" and self._trainers.is_sharded
+        return model if stays else model.to(self._device)  # type: ignore[arg-type]
+
+    def _scorer(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> EngineScorer | None:
+        """The engine's forward over the published weights, where it is to value log-probabilities."""
+        spec = self._spec
+        if spec.trainer.scoring == "model":
+            return None
+        if spec.engine is None:
+            raise ConfigError(
+                "trainer.scoring is engine, but the trainer was not told of any; give TrainerSpec.engine"
+            )
+        require_engine_scoring(spec.engine, self._device)
+        model = freeze(build_causal_lm(manifest.hf_config_json, spec.dtype))
+        load_into(model, weight_views(manifest, chunks))
+        return EngineScorer(
+            model,
+            engine=spec.engine,
+            max_total_tokens=spec.max_total_tokens,
+            vocab_size=spec.vocab_size,
+            temperature=spec.temperature,
+        )
+
+    def _loaded(self, manifest: WeightManifest, checksum: str) -> LoadedWeights:
+        return LoadedWeights(
+            instance=self._spec.name,
+            model=manifest.model,
+            weight_version=manifest.weight_version,
+            checksum=checksum,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        # not kept: what Ray assigns to an actor stays
+        return resolve_device(
+            self._spec.trainer.device, assigned=assigned_gpus(), key="trainer.device", pool="cluster.trainer"
+        )
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return compute_dtype_on(self._device, DTYPES[self._spec.dtype])
+
+    @property
+    def _learner(self) -> Learner:
+        if self._built is None:
+            raise RlhfSpecError("the trainer was asked before it had weights; publish weights to it first")
+        return self._built
+
+    @property
+    def _refitter(self) -> DraftRefitter | DraftCotrainer:
+        if self._built_refitter is None:
+            raise RlhfSpecError("the trainer was asked before it had a draft model; publish one to it first")
+        return self._built_refitter

@@ -1,0 +1,114 @@
+"""Everything that is written of a run's iterations: rollouts, weights, metrics, histograms, samples, other trackers.
+
+Nothing is written into a folder that another process has taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rlhfspec.cluster.folder.distribution_figures import distribution_figures
+from rlhfspec.cluster.folder.histograms import Histogram, write_histograms
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
+from rlhfspec.cluster.folder.trackers import Trackers
+from rlhfspec.cluster.folder.weights_log import note_weights
+from rlhfspec.core.files import storage_errors, write_whole
+from rlhfspec.core.metrics import MetricsLog
+from rlhfspec.core.records import Rollout, UpdateReport
+from rlhfspec.core.settings.tracking import TrackingConfig
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.learning.trainer.update_metrics import LOG_RATIO_BINS, LOG_RATIO_WIDTH
+
+
+class RunLog:
+    """Of one run. Iterations count from 0; trackers get the number of finished ones as their step.
+
+    Every method that writes raises RunTaken first where another process goes on with the run.
+    """
+
+    def __init__(self, tracking: TrackingConfig, run_dir: RunDir, trackers: Trackers) -> None:
+        self._tracking, self._run_dir, self._trackers = tracking, run_dir, trackers
+        self._metrics = MetricsLog(run_dir.metrics_file)
+
+    @classmethod
+    def begin(
+        cls, tracking: TrackingConfig, run_dir: RunDir, note: Callable[[str], None], *, num_done: int
+    ) -> RunLog:
+        """With the trackers that are asked for, which hear of what goes wrong by `note`."""
+        run_dir.owner.require()
+        return cls(tracking, run_dir, Trackers.of(tracking, run_dir, note, num_done=num_done))
+
+    def rollouts(
+        self,
+        iteration: int,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float | None] | None = None,
+    ) -> None:
+        """Write an iteration's rollouts, again once their advantages are known. Raises StorageError."""
+        self._run_dir.owner.require()
+        write_rollouts(self._run_dir.rollouts_file(iteration), rollouts, advantages)
+
+    def weights(self, manifest: WeightManifest) -> None:
+        """Note a version of the target that instances have confirmed. Raises StorageError."""
+        self._run_dir.owner.require()
+        note_weights(self._run_dir.weights_file, manifest)
+
+    def record(self, iteration: int, rollouts: Sequence[Rollout], update: UpdateReport) -> dict[str, float]:
+        """Keep what was learned from as histograms and samples; return the figures of its distribution.
+
+        `rollouts` in the order of their sample index. Raises StorageError.
+        """
+        self._run_dir.owner.require()
+        advantages = update.sample_advantages
+        values: dict[str, Sequence[float]] = {
+            "response_tokens": [rollout.completion.num_sampled_tokens for rollout in rollouts],
+            "reward": [rollout.reward.value for rollout in rollouts],
+        }
+        if advantages is not None:
+            values["advantage"] = advantages
+        write_histograms(self._run_dir.histograms_file, iteration, values, _log_ratios(update))
+        self._trackers.histograms(iteration + 1, values)
+        self._keep_samples(iteration, rollouts, advantages)
+        figures = distribution_figures(rollouts, advantages)
+        return figures | {"learner/num_optimizer_steps": float(update.num_optimizer_steps)}
+
+    def before_training(self, figures: Mapping[str, float]) -> None:
+        """Hand on what the first weights' evaluation gave."""
+        if figures:
+            self._trackers.figures(0, figures)
+
+    def write(self, iteration: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of one iteration. Raises StorageError; RlhfSpecError for one that may not be set."""
+        self._run_dir.owner.require()
+        self._metrics.write(iteration, figures)
+        self._trackers.figures(iteration + 1, figures)
+
+    def close(self) -> None:
+        """End the trackers."""
+        self._trackers.close()
+
+    def _keep_samples(
+        self, iteration: int, rollouts: Sequence[Rollout], advantages: Sequence[float] | None
+    ) -> None:
+        if not self._tracking.samples:
+            return
+        rows = [
+            SampleRow.of(rollout, advantage)
+            for rollout, advantage in zip(rollouts, advantages or [None] * len(rollouts), strict=True)
+        ]
+        chosen = choose_samples(rows, self._tracking.samples, seed=iteration)
+        path = self._run_dir.samples_file(iteration)
+        with storage_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        write_whole(path, as_markdown(f"Iteration {iteration + 1}", chosen))
+        self._trackers.samples(iteration + 1, chosen)
+
+
+def _log_ratios(update: UpdateReport) -> dict[str, Histogram]:
+    """How far the policy moved at each token, over all optimizer steps."""
+    if not any(update.log_ratio_counts):
+        return {}
+    first = -LOG_RATIO_WIDTH * (LOG_RATIO_BINS // 2)
+    return {"log_ratio": Histogram(first=first, width=LOG_RATIO_WIDTH, counts=update.log_ratio_counts)}

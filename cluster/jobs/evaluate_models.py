@@ -1,0 +1,170 @@
+"""Evaluates models that are not being trained: what generates and scores in a run, without a trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
+from rlhfspec.cluster.placement.ray_session import ray_session
+from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
+from rlhfspec.cluster.preflight.inputs import Inputs, require_cores
+from rlhfspec.cluster.preflight.model_check import check_models, require_served
+from rlhfspec.cluster.preflight.reward_plan import check_reward, reward_columns
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
+from rlhfspec.cluster.system.system import running_generation
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import apply_overrides, config_from_dict
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.files import storage_errors, write_whole
+from rlhfspec.core.records import Rollout
+from rlhfspec.learning.data.prompts import PromptDataset, load_prompts
+
+_OF_THE_RUN_S_ROWS = (
+    "task", "path", "sources", "weight_of", "stopping", "skip_rows", "filter", "limit", "deduplicate"
+)  # fmt: skip
+"Keys of `data` that say which rows a run trains on, and nothing of another file."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelResult:
+    """What one model scored."""
+
+    model: str
+    figures: dict[str, float]
+    seconds: float
+    rollouts: list[Rollout]
+
+
+def evaluation_config(
+    tree: dict[str, Any], *, model: str, data: str | None, overrides: Sequence[str], sampling: dict[str, Any]
+) -> Config:
+    """The config of one evaluation, from that of a run or from nothing.
+
+    Args:
+        tree: a run's config as nested mappings, or an empty one; it stays as it is.
+        model: to be evaluated, in the place of the run's target.
+        data: a file of prompts, of which all rows count; None for `evaluation.data` of the config, else its `data`,
+            of which `evaluate_model` takes the holdout.
+        overrides: `section.key=value`, which go before all else.
+        sampling: keys of the section `evaluation`.
+
+    Raises:
+        ConfigError: nothing names prompts, or what the config's classes refuse.
+    """
+    made = {name: dict(section or {}) for name, section in tree.items()}
+    evaluation = {**made.get("evaluation", {}), **sampling, "every": 0}
+    evaluation.pop("metric", None)  # of a run's best checkpoint; nothing is kept here
+    own = evaluation.pop("data", None)
+    holds_out = data is None and not own and made.get("evaluation", {}).get("every")
+    prompts = own or made.get("data", {})
+    if data is not None:
+        prompts = {key: value for key, value in prompts.items() if key not in _OF_THE_RUN_S_ROWS}
+        prompts["path"] = data
+    if not prompts:
+        raise ConfigError("nothing says which prompts to evaluate: expected --data FILE, or data in --config")
+    models = {**made.get("models", {}), "target": model}
+    speculation = made.get("speculation", {})
+    if not models.get("draft") and speculation.get("drafter", "model") in ("model", "head", "mtp"):
+        models["draft"] = None
+        speculation = {"drafter": "none", "policy": "off"}
+    elif speculation.get("policy", "goodput") == "goodput":
+        # a profile is of one target, and drafting changes no token
+        speculation = {**speculation, "policy": "fixed"}
+    # a holdout is of a run that evaluates; any count above 0 says so here
+    evaluation["every"] = 1 if holds_out else 0
+    made |= {"models": models, "speculation": speculation, "data": prompts, "evaluation": evaluation}
+    return config_from_dict(apply_overrides(made, overrides), origin="the evaluation")
+
+
+def evaluate_model(config: Config, report: Reporter) -> ModelResult:
+    """Evaluate `models.target` on Ray: on what the run held out of `data`, where it evaluates, else on all of it.
+
+    Of these at most the first `evaluation.limit`.
+    Raises InputError for model, data or reward that cannot be used; what `collect` raises.
+    """
+    require_cores(config.cluster, engine=config.engine.num_threads, trainer=config.trainer.num_threads)
+    # nothing learns
+    frozen = config.trainer.model_copy(update={"lora": None})
+    models = check_models(config.model_copy(update={"trainer": frozen}))
+    tokenizer = models.tokenizer
+    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+    config, evaluation = prompts_of(config, dataset, tokenizer)
+    evaluation.require_context(models.configs)
+    # nothing longer than an evaluation's samples is generated
+    config = config.model_copy(
+        update={
+            "sampling": config.sampling.model_copy(
+                update={"max_new_tokens": evaluation.sampling.max_new_tokens}
+            )
+        }
+    )
+    require_served(
+        config, models, max_total_tokens=evaluation.max_total_tokens + config.max_first_words_tokens
+    )
+    check_reward(config.reward, reward_columns(config.data, config.evaluation))
+    for line in evaluation.lines:
+        report.note(line)
+    inputs = Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation)
+    with (
+        ray_session(config.cluster, "evaluation") as session,
+        running_generation(config, session, inputs, note=report.note) as system,
+    ):
+        report.start(1)
+        done = evaluate(system, evaluation_requests(evaluation, asking=0), report)
+        report.stop()
+    return ModelResult(
+        model=config.models.target,
+        figures=done.figures,
+        seconds=done.seconds,
+        rollouts=done.collected.rollouts,
+    )
+
+
+def prompts_of(
+    config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Config, EvaluationPrompts]:
+    """The prompts that are evaluated; where the config's own evaluations hold some out, those, and a line says so.
+
+    Raises DataError: the holdout leaves nothing to train on.
+    """
+    _, held_out = split_evaluation(config, dataset, tokenizer)
+    once = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 0})})
+    if held_out is None:
+        lines = (f"  all {len(dataset):,} prompts of data, whether a run was trained on them or not",)
+        return once, evaluation_of(once, dataset.prompts, tokenizer, lines=lines)
+    lines = ("  the prompts that the run held out of its data (evaluation.holdout)",)
+    return once, evaluation_of(once, held_out.prompts, tokenizer, lines=lines)
+
+
+def write_results(folder: Path, results: Sequence[ModelResult], config: Config) -> None:
+    """Write `results.json`, and of each model `samples-N.parquet` with all samples and `samples-N.md` with a few.
+
+    Raises StorageError.
+    """
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    tree = {
+        "models": [
+            {
+                "model": one.model,
+                "figures": one.figures,
+                "seconds": one.seconds,
+                "samples": f"samples-{number}.parquet",
+            }
+            for number, one in enumerate(results)
+        ],
+        "config": config.model_dump(mode="json"),
+    }
+    write_whole(folder / "results.json", json.dumps(tree, indent=2) + "\n")
+    for number, one in enumerate(results):
+        write_rollouts(folder / f"samples-{number}.parquet", one.rollouts)
+        chosen = choose_samples([SampleRow.of(rollout, None) for rollout in one.rollouts], 12, seed=0)
+        write_whole(folder / f"samples-{number}.md", as_markdown(one.model, chosen))

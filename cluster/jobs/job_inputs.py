@@ -1,0 +1,190 @@
+"""From a config to a supervised job: names resolved, rows read and tokenised, everything checked that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from rlhfspec.cluster.placement.machine import num_cores
+from rlhfspec.cluster.preflight.model_files import count_params
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
+from rlhfspec.core.config_io import config_text
+from rlhfspec.core.errors import ConfigError, DataError
+from rlhfspec.core.settings.supervised import (
+    DemonstrationsConfig,
+    ExamplesConfig,
+    PreferenceLossConfig,
+    PreferencesConfig,
+    SupervisedConfig,
+    SupervisedModelConfig,
+    TrainRewardConfig,
+)
+from rlhfspec.engine.weights.causal_lm import max_context_tokens
+from rlhfspec.engine.weights.loading import load_hf_config, load_tokenizer
+from rlhfspec.learning.data.chat_format import named_template
+from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.data.template_time import keep_time
+from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel
+from rlhfspec.learning.supervised.demonstrations import Demonstration, encode_demonstrations
+from rlhfspec.learning.supervised.preferences import encode_preferences
+from rlhfspec.learning.supervised.rows import read_raw_rows
+from rlhfspec.learning.supervised.supervised_job import SupervisedJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A job, and what a person is told of it first."""
+
+    job: SupervisedJob
+    lines: tuple[str, ...]
+
+
+def prepare(
+    config: SupervisedConfig,
+    folder: Path,
+    report: Reporter,
+    *,
+    resume: Path | None = None,
+    known: Mapping[str, KnownModel] = KNOWN_MODELS,
+) -> Prepared:
+    """Read everything that a job needs. `folder` is for its checkpoints, and is not made here.
+
+    Raises ConfigError, ModelError, DataError: the first fault found.
+    """
+    _require_cores(config)
+    model = _resolved(config, report, known)
+    path = Path(model.name).expanduser()
+    if has_manifest(path):
+        verify_checkpoint(path)
+    trust = model.trust_remote_code
+    hf_config = load_hf_config(model.name, trust_remote_code=trust)
+    if not isinstance(config, TrainRewardConfig):
+        # whole and plain, before rows are read and the folder is made
+        count_params(hf_config, AutoModelForCausalLM, model.name)
+    room = max_context_tokens(hf_config)
+    data = config.data
+    if room is not None and data.token_limit > room:
+        if data.max_tokens is not None:
+            raise ConfigError(
+                f"data.max_tokens is {data.max_tokens}, but the model '{model.name}' has {room} positions; lower it"
+            )
+        data = data.model_copy(update={"max_tokens": room})
+    tokenizer = load_tokenizer(model.tokenizer or model.name, trust_remote_code=trust)
+    if model.chat_template is not None:
+        named = named_template(tokenizer, model.chat_template)
+        tokenizer.chat_template = named if named is not None else _read_template(model.chat_template)
+    keep_time(tokenizer, config.run.template_time)
+    if model.eos_token is not None:
+        set_end_token(tokenizer, model.eos_token)
+    rows, held_out_rows = read_raw_rows(data, seed=config.run.seed)
+    train, num_left_out = _encoded(data, rows, tokenizer)
+    held_out: Sequence[Any] = ()
+    if held_out_rows:
+        held_out, more = _encoded(data, held_out_rows, tokenizer)
+        num_left_out += more
+    job = SupervisedJob(
+        kind="reward" if isinstance(config, TrainRewardConfig) else "sft",
+        model=model,
+        trainer=config.trainer,
+        loss=config.loss if isinstance(config, TrainRewardConfig) else PreferenceLossConfig(),
+        seed=config.run.seed,
+        tokenizer=tokenizer,
+        train=train,
+        held_out=held_out,
+        folder=folder,
+        resume=resume,
+        config_text=config_text(config),
+    )
+    what = "pairs" if job.kind == "reward" else "examples"
+    why = "too long" if job.kind == "reward" else "too long, or with no token to learn within data.max_tokens"
+    left_out = f", {num_left_out:,} left out: {why}" if num_left_out else ""
+    num_tokens = sum(item.num_tokens for item in train)
+    return Prepared(
+        job=job,
+        lines=(
+            f"{len(train):,} {what} of {num_tokens:,} tokens, {len(held_out):,} held out{left_out}",
+            f"{job.total_steps:,} steps of {config.trainer.batch_size} {what}",
+            *(open_end(train, tokenizer) if job.kind == "sft" else ()),
+        ),
+    )
+
+
+def set_end_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    """Make a token the one that ends a text. Raises ConfigError: the tokenizer does not know it."""
+    if token not in tokenizer.get_vocab():
+        raise ConfigError(
+            f"model.eos_token is '{token}', which is no token of the tokenizer; expected the one that ends a turn in "
+            "its chat template, such as <|im_end|>"
+        )
+    tokenizer.eos_token = token
+
+
+def open_end(examples: Sequence[Demonstration], tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """A line where what is learned ends with a special token that does not end a response of the saved model."""
+    special = set(tokenizer.all_special_ids)
+    for example in examples:
+        learned = example.token_ids[example.is_learned].tolist()
+        last = next((token for token in reversed(learned) if token in special), None)
+        if last == tokenizer.eos_token_id:
+            return ()
+        if last is not None:
+            name = tokenizer.convert_ids_to_tokens(last)
+            return (
+                f"the learned turns end with {name}, but the tokenizer's end token is {tokenizer.eos_token}: the model "
+                f"will not stop there; set model.eos_token to '{name}'",
+            )
+    return ()
+
+
+def _encoded(
+    data: ExamplesConfig, rows: Sequence[Record], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Sequence[Any], int]:
+    if isinstance(data, DemonstrationsConfig):
+        return encode_demonstrations(rows, data, tokenizer)
+    if isinstance(data, PreferencesConfig):
+        return encode_preferences(rows, data, tokenizer)
+    raise ConfigError("the config is neither of rlhfspec sft nor of rlhfspec train-reward; use one of them")
+
+
+def _resolved(
+    config: SupervisedConfig, report: Reporter, known: Mapping[str, KnownModel]
+) -> SupervisedModelConfig:
+    """The model section with an absolute path for a folder, or for a model that is known by name."""
+    model = config.model
+    folder = Path(model.name).expanduser()
+    if folder.is_dir():
+        # trainers of several may work in other folders
+        return model.model_copy(update={"name": str(folder.absolute())})
+    if model.name not in known:
+        return model
+    from rlhfspec.learning.models.get import get_model
+
+    with report.job(f"getting {model.name}") as tick:
+        found = get_model(model.name, Path(config.run.cache_dir), progress=tick, known=known)
+    report.note(f"{model.name}: {found.path} (from the {found.source})")
+    return model.model_copy(update={"name": str(found.path)})
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"cannot read model.chat_template {path}: {error}; expected a file of Jinja text, or the name of one of "
+            "the tokenizer's templates"
+        ) from error
+
+
+def _require_cores(config: SupervisedConfig) -> None:
+    most = max(num_cores(), 2)
+    if config.cluster.address is None and config.trainer.num_threads > most:
+        raise ConfigError(
+            f"trainer.num_threads is {config.trainer.num_threads}, but this machine has {num_cores()} cores; expected "
+            f"at most {most}: more only wait for one another"
+        )

@@ -1,0 +1,177 @@
+"""One supervised training from a config to a run folder.
+
+RUN/config.yaml, RUN/status.json    as of `rlhfspec train`
+RUN/metrics.jsonl                   one object a step: train/*, every few steps eval/*; step 0 is before the first
+RUN/checkpoints/model               the last checkpoint, what --model, models.target and reward.model take
+RUN/checkpoints/{adapter,model_0100,state_0100}     see `learning.supervised.supervised_job`
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from rlhfspec.cluster.folder.layout import RunDir, choose_run_path
+from rlhfspec.cluster.folder.run_time import of_folder, with_time
+from rlhfspec.cluster.jobs.job_inputs import prepare
+from rlhfspec.cluster.jobs.job_runner import run
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.reporting.supervised_summary import SILENT_ADVICE, is_silent
+from rlhfspec.cluster.resume.kept_record import note_gaps, whole_lines
+from rlhfspec.cluster.resume.own_config import require_own_config
+from rlhfspec.cluster.resume.resumed_run import require_cut_off, take_over
+from rlhfspec.core.checkpoint_manifest import state_folders, state_number
+from rlhfspec.core.config import RunConfig
+from rlhfspec.core.config_io import dump_config
+from rlhfspec.core.errors import describe_error
+from rlhfspec.core.files import storage_errors, write_whole
+from rlhfspec.core.metrics import MetricsLog
+from rlhfspec.core.settings.supervised import SupervisedConfig
+from rlhfspec.learning.supervised.supervised_job import (
+    CONFIG_FILE,
+    SupervisedJob,
+    last_state,
+    require_same,
+)
+
+FOLDERS = ("checkpoints",)
+_TOLD_EVERY_S = 2.0
+
+
+def train_supervised(config: SupervisedConfig, report: Reporter, *, out: Path | None) -> Path:
+    """Begin a training and run it to its end; the checkpoint's folder. `out` names the run folder itself.
+
+    Raises ConfigError, ModelError and DataError before the folder is made; then what the job raises.
+    """
+    config = with_time(config)
+    settings = RunConfig(name=config.run.name, output_dir=config.run.output_dir)
+    path = choose_run_path(settings, caller_dir=Path.cwd(), now=datetime.now(), out=out)
+    report.note(f"run folder {path}")
+    report.stage("reading model and rows")
+    prepared = prepare(config, path / "checkpoints", report)
+    run_dir = RunDir.create(config, path, folders=FOLDERS)
+    # another run may have taken the name
+    job = prepared.job if run_dir.path == path else prepare(config, run_dir.checkpoints_folder, report).job
+    report.stop()
+    for line in prepared.lines:
+        report.note(line)
+    return _run(config, job, run_dir, report)
+
+
+def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Path) -> Path:
+    """Go on with the run in `folder` from its last state; the checkpoint's folder. Errors as above."""
+    run_dir = RunDir.open(folder)
+    require_cut_off(run_dir)
+    config = of_folder(config, run_dir.path)
+    state = last_state(run_dir.checkpoints_folder, report.note)
+    require_own_config(run_dir.config_file, state / CONFIG_FILE)
+    report.note(f"run folder {run_dir.path}, from {state.name}")
+    report.stage("reading model and rows")
+    prepared = prepare(config, run_dir.checkpoints_folder, report, resume=state)
+    report.stop()
+    for line in prepared.lines:
+        report.note(line)
+    require_same(prepared.job, state)
+    # another may have begun meanwhile
+    take_over(run_dir)
+    dump_config(config, run_dir.config_file)
+    _forget_later(run_dir, state_number(state), report.note)
+    return _run(config, prepared.job, run_dir, report)
+
+
+def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: Reporter) -> Path:
+    metrics = MetricsLog(run_dir.metrics_file)
+    evaluation: Mapping[str, float] = {}
+    first_loss: float | None = None
+    num_silent = 0
+    try:
+        with (
+            storage_errors(run_dir.path, only_known=True),
+            run_dir.heartbeat(),
+            report.job("training") as tick,
+        ):
+            ticker = _Ticker(tick, report.clock, job.total_steps)
+            for step in run(config, job, run_id=run_dir.path.name):
+                run_dir.owner.require()
+                metrics.write(step.step, step.figures)
+                run_dir.progress(step.step, "train")
+                evaluation = _evaluation(step.figures) or evaluation
+                first_loss = evaluation.get("loss") if first_loss is None else first_loss
+                ticker.show(step.step, step.figures)
+                if is_silent(step.figures):
+                    num_silent += 1
+                    if num_silent == 1:
+                        report.note(
+                            f"step {step.step}: the gradient is 0 and nothing was learned: the loss is "
+                            f"{step.figures['train/loss']:.4g}; {SILENT_ADVICE}"
+                        )
+    except BaseException as error:
+        is_stop = isinstance(error, KeyboardInterrupt | SystemExit)
+        with suppress(Exception):
+            run_dir.set_status("interrupted" if is_stop else "failed", describe_error(error))
+        raise
+    run_dir.set_status("finished")
+    if num_silent:
+        report.note(f"{num_silent} steps had a gradient of 0 and learned nothing; {SILENT_ADVICE}")
+    if evaluation:
+        report.note(
+            "held out  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(evaluation.items()))
+        )
+    if first_loss is not None and evaluation["loss"] > first_loss:
+        report.note(
+            f"the held-out loss rose from {first_loss:.4f} to {evaluation['loss']:.4f}: the model got worse; lower "
+            "trainer.learning_rate, or keep an earlier checkpoint (trainer.checkpoint_every)"
+        )
+    report.note(f"model {job.folder / 'model'}")
+    return job.folder / "model"
+
+
+def _forget_later(run_dir: RunDir, step: int, note: Callable[[str], None]) -> None:
+    """Drop metrics and states of steps after the state that is gone on from: they are taken again.
+
+    `note` is told of steps before it whose line is cut or gone.
+    """
+    for state in state_folders(run_dir.checkpoints_folder):
+        if state_number(state) > step:
+            with storage_errors(state):
+                shutil.rmtree(state)
+    file = run_dir.metrics_file
+    lines = whole_lines(file, lambda row: row["iteration"] <= step)
+    note_gaps(file, "iteration", lines, 1, step + 1, note)
+    if lines:
+        write_whole(file, "".join(f"{line}\n" for line in lines))
+
+
+def _evaluation(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix("eval/"): value for name, value in figures.items() if name.startswith("eval/")}
+
+
+class _Ticker:
+    """Tells of steps as often as a person reads, and of every evaluation."""
+
+    def __init__(self, tick: Callable[[str, float], None], clock: Callable[[], float], total: int) -> None:
+        self._tick, self._clock, self._total = tick, clock, total
+        self._told_s = -_TOLD_EVERY_S
+
+    def show(self, step: int, figures: Mapping[str, float]) -> None:
+        """Say what a step did, unless the last was told of a moment ago."""
+        now_s = self._clock()
+        if now_s - self._told_s < _TOLD_EVERY_S and "eval/loss" not in figures:
+            return
+        self._told_s = now_s
+        self._tick(_line(step, self._total, figures), step / self._total)
+
+
+def _line(step: int, total: int, figures: Mapping[str, float]) -> str:
+    shown = [
+        ("train/loss", "loss {:.4f}"),
+        ("train/accuracy", "accuracy {:.2f}"),
+        ("eval/loss", "held out {:.4f}"),
+        ("eval/accuracy", "accuracy {:.3f}"),
+        ("train/tokens_per_s", "{:,.0f} tokens/s"),
+    ]
+    parts = [form.format(figures[name]) for name, form in shown if name in figures]
+    return "  ".join([f"step {step}/{total}", *parts])

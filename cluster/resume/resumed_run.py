@@ -1,0 +1,235 @@
+"""Opens a run that was cut off: its config, its last whole state; a run that still lives is left alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhfspec.cluster.folder.layout import RunDir, of_run
+from rlhfspec.cluster.folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
+from rlhfspec.cluster.folder.run_time import folder_time, of_folder, with_time
+from rlhfspec.cluster.preflight.absolute_paths import with_absolute_paths
+from rlhfspec.cluster.resume.changed_keys import deciding_changes
+from rlhfspec.cluster.resume.own_config import kept_config, require_own_config
+from rlhfspec.cluster.resume.rewind import rewind
+from rlhfspec.cluster.resume.run_state import RunState, last_state
+from rlhfspec.core.checkpoint_manifest import state_folders
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import dump_config, load_config
+from rlhfspec.core.errors import ConfigError, DataError, describe_error
+from rlhfspec.learning.data.cursor import PromptCursor
+from rlhfspec.learning.data.prompts import PromptDataset
+
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedRun:
+    """What a run is gone on with."""
+
+    config: Config
+    run_dir: RunDir
+    state: RunState
+    is_time_guessed: bool = False
+    "run.template_time is of the folder's name, as the run kept none"
+
+    def require_same_data(self, dataset: PromptDataset) -> None:
+        """Raise DataError where the prompts are not those that the run has learned from."""
+        config = self.config
+        cursor = PromptCursor(dataset, run_seed=config.run.seed, shuffle=config.data.shuffle)
+        try:
+            cursor.restore(self.state.cursor)
+        except DataError as error:
+            if not self.is_time_guessed:
+                raise
+            raise DataError(
+                f"{error}; the run is of an earlier version, which kept no time: where the chat template prints it, "
+                f"{config.run.template_time} was taken, and --set run.template_time=... gives another"
+            ) from error
+
+    def begin(self, config: Config, note: Callable[[str], None]) -> RunDir:
+        """Take the folder back to the state and call it running; `note` is told of what was lost or put back.
+
+        Raises StorageError, ConfigError: it runs again.
+        """
+        take_over(self.run_dir)
+        try:
+            rewind(self.run_dir, self.state, note)
+            dump_config(config, self.run_dir.config_file)
+        except Exception as error:
+            self.run_dir.set_status("failed", describe_error(error))
+            raise
+        return self.run_dir
+
+
+def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], None]) -> ResumedRun:
+    """Read a run's folder; `settings` are changes to its config. Nothing is written.
+
+    Raises ConfigError: no run, one that is running, one without a whole state, one that is finished, or a change that
+    decides about its result.
+    """
+    run_dir = RunDir.open(folder)
+    before = _own_config(run_dir)
+    config = with_absolute_paths(load_config(run_dir.config_file, settings), Path.cwd())
+    is_time_guessed = config.run.template_time is None
+    config = of_folder(config, run_dir.path)
+    # of an earlier version: nothing says that this time is another than the run had
+    before = with_time(before, config.run.template_time)
+    changes = deciding_changes(before, config)
+    if changes:
+        raise ConfigError(
+            f"a resumed run goes on as it would have, and this changes its result: {'; '.join(changes)}; "
+            "leave it out, or begin a new run (--config) with models.target at a checkpoint of this one"
+        )
+    require_cut_off(run_dir)
+    state = last_state(run_dir, note)
+    if state is None:
+        raise ConfigError(
+            f"{run_dir.path} cannot be resumed: expected a whole state in checkpoints/, got none; a run keeps one "
+            "every run.state_every iterations; start it anew with --config"
+        )
+    _require_config_of(state, run_dir, before)
+    if _is_done(run_dir, config):
+        raise ConfigError(
+            f"{run_dir.path} is finished, after {before.run.iterations} iterations: nothing is left to do; go on with "
+            "--set run.iterations=..."
+        )
+    resumed = ResumedRun(config=config, run_dir=run_dir, state=state, is_time_guessed=is_time_guessed)
+    return _told(resumed, note)
+
+
+def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> ResumedRun | None:
+    """What `--resume auto` goes on with: of the runs of this name in `base`, the newest that has this config.
+
+    None where that one is finished or has no state, or there is none: a new one is to begin. A run of another machine
+    that calls itself running is waited for until it was silent for long enough.
+    Raises ConfigError when it goes on running.
+    """
+    asked = config
+    for folder in _runs_of(base, asked.run.name):
+        run_dir = RunDir(path=folder)
+        try:
+            run_dir.require_files()
+            own = _kept_config(run_dir) or _own_config(run_dir)
+            is_time_guessed = own.run.template_time is None
+            own = with_time(own, asked.run.template_time or folder_time(folder))
+            # a run goes on with what it began with
+            config = _ending_as(own, with_time(asked, own.run.template_time))
+            changes = deciding_changes(own, config)
+        except ConfigError as error:
+            note(f"--resume auto passes over {folder}: {error}")
+            continue
+        if changes:
+            note(f"--resume auto passes over {folder}: {'; '.join(changes)}")
+            continue
+        if _is_done(run_dir, config):
+            note(f"--resume auto: {folder} is finished; a new run begins")
+            return None
+        _wait_until_silent(run_dir, note)
+        state = last_state(run_dir, note)
+        if state is None:
+            note(f"--resume auto: {folder} has no state to go on from; a new run begins")
+            return None
+        resumed = ResumedRun(config=config, run_dir=run_dir, state=state, is_time_guessed=is_time_guessed)
+        return _told(resumed, note)
+    return None
+
+
+def _ending_as(own: Config, config: Config) -> Config:
+    """The config with the end tokens that a run has found, where it leaves them to be found."""
+    if config.sampling.end_token_ids is not None:
+        return config
+    sampling = config.sampling.model_copy(update={"end_token_ids": own.sampling.end_token_ids})
+    return config.model_copy(update={"sampling": sampling})
+
+
+def _own_config(run_dir: RunDir) -> Config:
+    try:
+        # runs of earlier versions kept relative ones
+        return with_absolute_paths(load_config(run_dir.config_file), Path.cwd())
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run_dir.path} is no run of `rlhfspec train`, or one of another version, and cannot be resumed: {error}"
+            f"{kept_config(run_dir.checkpoints_folder)}"
+        ) from None
+
+
+def _kept_config(run_dir: RunDir) -> Config | None:
+    """What the newest state has of it, which nobody edits; None where there is none that can be read."""
+    for folder in state_folders(run_dir.checkpoints_folder)[:1]:
+        with suppress(ConfigError):
+            return with_absolute_paths(load_config(folder / run_dir.config_file.name), Path.cwd())
+    return None
+
+
+def _require_config_of(state: RunState, run_dir: RunDir, own: Config) -> None:
+    """Raise ConfigError where the run's config is not that of its state: it was cut, or changed by hand.
+
+    States of earlier versions have none to compare with.
+    """
+    kept = state.config_file
+    if kept.is_file():
+        then = with_absolute_paths(load_config(kept), Path.cwd())
+        then, own = with_time(then, own.run.template_time), with_time(own, then.run.template_time)
+        require_own_config(run_dir.config_file, kept, deciding_changes(then, own))
+
+
+def _is_done(run_dir: RunDir, config: Config) -> bool:
+    """Whether a run has ended well, and its config asks for no more."""
+    is_finished = run_dir.status()["state"] == "finished"
+    return is_finished and _own_config(run_dir).run.iterations >= config.run.iterations
+
+
+def take_over(run_dir: RunDir) -> None:
+    """Make the folder of a run that is cut off this process's own, and call it running.
+
+    Raises ConfigError where it runs, or another process takes it at this moment, StorageError.
+    """
+    last = run_dir.owner.last()
+    require_cut_off(run_dir)
+    if not run_dir.owner.claim(after=last):
+        raise ConfigError(f"{run_dir.path} was just taken up by another process; look at `rlhfspec show`")
+    run_dir.set_status("running")
+
+
+def require_cut_off(run_dir: RunDir) -> None:
+    """Raise ConfigError for a run that may be running."""
+    status = run_dir.status()
+    if may_be_running(status):
+        raise ConfigError(f"{run_dir.path} is not cut off: {describe_status(status)[0]}; stop it first")
+
+
+def _wait_until_silent(run_dir: RunDir, note: Callable[[str], None]) -> None:
+    """A pod that was replaced is not there any more, and its last heartbeat may be seconds old."""
+    first = run_dir.status()
+    if may_be_running(first):
+        note(
+            f"{run_dir.path}: {describe_status(first)[0]}; waiting until that one is heard of, or surely gone"
+        )
+    ends_s = time.monotonic() + STALE_AFTER_S + _LOOK_S
+    while may_be_running(status := run_dir.status()) and not was_heard_of(first, status):
+        if time.monotonic() > ends_s:
+            # of this machine, and stopped
+            break
+        time.sleep(_LOOK_S)
+    require_cut_off(run_dir)
+
+
+def _runs_of(base: Path, name: str) -> list[Path]:
+    """Run folders of a name, the newest first."""
+    names = [path.name for path in base.iterdir()] if base.is_dir() else []
+    return [base / found for found in of_run(names, name) if (base / found / "config.yaml").is_file()]
+
+
+def _told(resumed: ResumedRun, note: Callable[[str], None]) -> ResumedRun:
+    done, total = resumed.state.num_iterations, resumed.config.run.iterations
+    if done > total:
+        raise ConfigError(
+            f"{resumed.run_dir.path} has gone {done} iterations already, expected run.iterations of at least that, got "
+            f"{total}; raise it, or begin a new run"
+        )
+    note(f"run folder {resumed.run_dir.path}, resumed after iteration {done} of {total}")
+    return resumed

@@ -1,5 +1,0 @@
-"""How a run goes on after it was cut off, with the result that it would have had.
-
-Lives here: the state of a run between two iterations, reading it back, clearing away what came after it.
-Must not live here: checkpoints for people to use (`cluster.run_checkpoints`), how a run ends (`cluster.loop`).
-"""

@@ -1,0 +1,101 @@
+"""Groups that teach: for each whose rewards are all equal, one more prompt, while the others are still generated.
+
+Source: Yu et al. 2025 (DAPO), section 3.2. There a whole batch is sampled again; here a further prompt is asked for
+as soon as a group turns out useless, so it fills the tail.
+
+What is kept does not depend on who finishes first: prompts are asked for in the order of the cursor, one for each
+useless group, and all that were asked for are awaited. So the batch is the useful ones among the fewest first prompts
+that hold enough of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from rlhfspec.core.errors import ConfigError, NumericsError
+from rlhfspec.core.records import Reward, Rollout, SampleRequest
+
+
+class UsefulGroups:
+    """Of one iteration."""
+
+    def __init__(
+        self,
+        next_group: Callable[[], list[SampleRequest]],
+        requests: Sequence[SampleRequest],
+        *,
+        max_extra: int,
+        metric: str | None = None,
+    ) -> None:
+        """`next_group` gives the requests of one further prompt; `max_extra` of them are asked for at most.
+
+        `metric` is the part of the reward that is to differ; None: the reward before shaping, which tells a long
+        right answer from a short one where both are right.
+        """
+        self._metric = metric
+        self._next_group = next_group
+        self._left = max_extra
+        self._open: dict[int, int] = defaultdict(int)
+        self._rewards: dict[int, list[float]] = defaultdict(list)
+        self._expect(requests)
+        self._num_wanted = len(self._open)
+
+    def scored(self, rollout: Rollout) -> list[SampleRequest]:
+        """Take note of a sample's reward; what is to be sampled besides. Raises ConfigError: no such part."""
+        return self.ended(rollout.completion.group_id, self._judged(rollout.reward))
+
+    def ended(self, group_id: int, reward: float | None) -> list[SampleRequest]:
+        """The same by the number itself, None of a sample that is left out."""
+        self._open[group_id] -= 1
+        if reward is not None:
+            self._rewards[group_id].append(reward)
+        if self._open[group_id] or self.is_useful(group_id) or not self._left:
+            return []
+        self._left -= 1
+        requests = self._next_group()
+        self._expect(requests)
+        return requests
+
+    def is_useful(self, group_id: int) -> bool:
+        """Whether the rewards of a group differ."""
+        return len(set(self._rewards[group_id])) > 1
+
+    def batch(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """What is learned from: the useful groups, filled up with others where too few are.
+
+        Raises NumericsError when none is useful, which says more of prompts and rewards than of this batch.
+        """
+        groups = sorted(self._open)
+        useful = [group for group in groups if self.is_useful(group)]
+        if not useful:
+            raise NumericsError(
+                f"of {len(groups)} prompts none has samples with different rewards (algorithm.dynamic_sampling), so "
+                "nothing can be learned from them; expected some that are neither too easy nor too hard: look at the "
+                "rewards in rollouts/, choose other prompts, or raise rollout.samples_per_prompt"
+            )
+        rest = [group for group in groups if not self.is_useful(group)]
+        chosen = set((useful + rest)[: self._num_wanted])
+        return [rollout for rollout in rollouts if rollout.completion.group_id in chosen]
+
+    def figures(self) -> dict[str, float]:
+        """For `metrics.jsonl`."""
+        num_useful = sum(self.is_useful(group) for group in self._open)
+        return {
+            "rollout/num_groups_sampled": float(len(self._open)),
+            "rollout/num_groups_useful": float(num_useful),
+        }
+
+    def _judged(self, reward: Reward) -> float:
+        if self._metric is None:
+            return reward.parts.get("unshaped", reward.value)
+        if self._metric not in reward.parts:
+            raise ConfigError(
+                f"algorithm.dynamic_sampling_metric '{self._metric}' is no part of the reward; its parts are "
+                f"{', '.join(sorted(reward.parts)) or 'none'}; name one of them, or leave it out"
+            )
+        return reward.parts[self._metric]
+
+    def _expect(self, requests: Sequence[SampleRequest]) -> None:
+        for request in requests:
+            self._open[request.group_id] += 1

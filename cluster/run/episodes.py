@@ -1,0 +1,297 @@
+"""Plays the episodes of an iteration: turns from the instances to the environments, answers back as the next turns.
+
+Only what has ended leaves: one completion a sample, with everything that was said, for rewards and learner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from rlhfspec.actors.waiting.remote import Handle
+from rlhfspec.actors.workers.environment_actors import Answer, EnvironmentActor, EnvironmentPool, describe
+from rlhfspec.cluster.placement.topology import PlacementContext, Topology, actor_options
+from rlhfspec.core.config import Config
+from rlhfspec.core.errors import EpisodeError
+from rlhfspec.core.records import (
+    Completion,
+    FinishReason,
+    Prompt,
+    ResponseFacts,
+    Reward,
+    SampleKey,
+    SampleRequest,
+    Stream,
+    Unscored,
+)
+from rlhfspec.learning.data.encoding import read_template
+from rlhfspec.learning.data.messages import Messages
+from rlhfspec.learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
+from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
+from rlhfspec.learning.environments.observations import Given, ObservationRenderer, ending_with
+from rlhfspec.learning.rewards.written_text import response_text, written_text
+
+Ended = tuple[SampleRequest, Completion, str]
+"An episode that is over: its request, the whole completion, the text of it."
+Asked = tuple[Episode, Completion | None]
+"What an environment is asked about: the turn that has ended, or None to begin."
+
+
+class Queue(Protocol):
+    """Takes requests for turns (`cluster.system.scheduler_client`)."""
+
+    def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
+        """Ask for them."""
+        ...
+
+
+class Episodes:
+    """All episodes of a run; those of one iteration end before the next begins."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: EnvironmentPool[Asked],
+        *,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Episodes as `config.environment` has them. Raises ConfigError: there is no such environment."""
+        settings = config.environment
+        self._tokenizer, self._pool, self._note = tokenizer, pool, note
+        self._settings = settings
+        example = environment_maker(settings)()
+        self._renderers = {
+            stream: ObservationRenderer(
+                tokenizer,
+                max_tokens=settings.max_observation_tokens,
+                raw=is_raw(example),
+                chat_template=read_template(data.chat_template, tokenizer),
+                chat_template_kwargs=data.chat_template_kwargs,
+            )
+            for stream, data in {
+                **dict.fromkeys(Stream, config.data),
+                Stream.EVAL: config.evaluation.data or config.data,
+            }.items()
+        }
+        self._limits = EpisodeLimits(
+            max_turns=settings.max_turns,
+            max_turn_tokens=settings.max_turn_tokens,
+            stop_token_ids=ending_with(tokenizer, stop_texts(example)),
+        )
+        self._open: dict[SampleKey, Episode] = {}
+        self._rewards: dict[SampleKey, Reward] = {}
+        self._spoken: dict[SampleKey, tuple[str, Messages]] = {}
+        self._skipped: list[tuple[SampleRequest, Unscored]] = []
+        self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
+
+    @property
+    def num_asked(self) -> int:
+        """Turns that environments are at."""
+        return self._pool.num_asked
+
+    def prove(self, *, timeout_s: float) -> None:
+        """Let every actor make an environment. Raises what that raises."""
+        self._pool.prove(timeout_s=timeout_s)
+
+    def begin(self, requests: Sequence[SampleRequest]) -> None:
+        """Begin an iteration's episodes: their first turns are asked for as environments are reset."""
+        self._rewards.clear()
+        self._spoken.clear()
+        self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
+        for renderer in self._renderers.values():
+            renderer.num_cut = 0
+        self.add(requests)
+
+    def add(self, requests: Sequence[SampleRequest]) -> None:
+        """Begin further episodes of the same iteration."""
+        for request in requests:
+            episode = self._open[request.key] = Episode(request, self._limits)
+            self._pool.ask((episode, None), request.key, request.prompt, ())
+
+    def advance(self, completions: Sequence[Completion], queue: Queue, *, wait_s: float = 0.0) -> list[Ended]:
+        """Take turns that have ended, put those that follow into the queue; return the episodes that are over.
+
+        Waits up to `wait_s` for an environment's answer. Raises EpisodeError where `environment.on_error` is fail, and
+        what the pool raises.
+        """
+        for completion in completions:
+            episode = self._open[completion.key.sample]
+            stopped = completion.finish_reason is FinishReason.STOP
+            episode.say(written_text(self._tokenizer, episode.new_tokens(completion), stopped=stopped))
+            request = episode.request
+            self._pool.ask((episode, completion), request.key, episode.prompt, tuple(episode.responses))
+        ended: list[Ended] = []
+        following: list[SampleRequest] = []
+        for (episode, completion), answer in self._pool.collect(wait_s=wait_s):
+            try:
+                then = self._then(episode, completion, answer)
+            except EpisodeError as error:
+                if self._settings.on_error != "skip":
+                    raise
+                self._skip(episode, error)
+                continue
+            if isinstance(then, SampleRequest):
+                following.append(then)
+            else:
+                ended.append(self._end(episode, then))
+        if following:
+            queue.enqueue(tuple(following))
+        return ended
+
+    def skipped(self) -> list[tuple[SampleRequest, Unscored]]:
+        """Return what has been left out since the last call (`environment.on_error: skip`), and why."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def reward(self, key: SampleKey) -> Reward:
+        """Return what an ended episode's environment gave: the sum over its steps."""
+        return self._rewards[key]
+
+    def spoken(self, key: SampleKey) -> tuple[str, Messages]:
+        """Return the policy's own words in an ended episode, and who said what since the prompt."""
+        return self._spoken[key]
+
+    def figures(self) -> dict[str, float]:
+        """For `metrics.jsonl`, of the iteration that `begin` began."""
+        return {
+            "environment/turns_mean": self._num_turns / max(self._num_ended, 1),
+            "environment/given_token_share": self._num_given / max(self._num_tokens, 1),
+            "environment/num_cut_observations": float(sum(one.num_cut for one in self._renderers.values())),
+            "environment/num_failed": float(self._num_failed),
+        }
+
+    def _then(
+        self, episode: Episode, completion: Completion | None, answer: Answer | EpisodeError
+    ) -> SampleRequest | Completion:
+        if completion is None:
+            return self._first(episode, answer)
+        return self._after(episode, completion, answer)
+
+    def _skip(self, episode: Episode, error: EpisodeError) -> None:
+        key = episode.request.key
+        del self._open[key]
+        self._pool.forget(key)
+        self._num_failed += 1
+        self._skipped.append((episode.request, Unscored(reason=str(error))))
+
+    def _first(self, episode: Episode, answer: Answer | EpisodeError) -> SampleRequest:
+        if isinstance(answer, EpisodeError):
+            # without a beginning there is nothing that could end as it is
+            raise answer
+        prompt: Prompt | None = None
+        if isinstance(answer, str) and answer:
+            prompt = self._renderers[episode.request.key.stream].with_text(episode.request.prompt, answer)
+        return episode.first(prompt)
+
+    def _after(
+        self, episode: Episode, completion: Completion, answer: Answer | EpisodeError
+    ) -> SampleRequest | Completion:
+        try:
+            if isinstance(answer, EpisodeError):
+                raise answer
+            assert isinstance(answer, Step)
+            given = self._given(episode, completion, answer)
+        except EpisodeError as error:
+            if self._settings.on_error != "end":
+                raise
+            self._num_failed += 1
+            self._note(f"{error}; the episode ends there")
+            return episode.whole(completion, FinishReason.LENGTH)
+        episode.add_parts(answer.parts)
+        return episode.goes_on(
+            completion, given.token_ids, reward=answer.reward, done=answer.done, messages=given.messages
+        )
+
+    def _given(self, episode: Episode, completion: Completion, answer: Step) -> Given:
+        request = episode.request
+        try:
+            return self._renderers[request.key.stream].give(
+                answer.observation, prompt=request.prompt, last_token=int(completion.token_ids[-1])
+            )
+        except EpisodeError as error:
+            where = describe(self._settings, request.key, len(episode.responses))
+            raise EpisodeError(f"{where}: {error}") from error
+
+    def _end(self, episode: Episode, completion: Completion) -> Ended:
+        key = completion.key
+        del self._open[key]
+        self._pool.forget(key)
+        self._num_ended += 1
+        self._num_turns += episode.num_turns
+        self._num_tokens += completion.num_tokens
+        self._num_given += int((~completion.is_sampled).sum())
+        self._spoken[key] = episode.spoken, tuple(episode.turns)
+        self._rewards[key] = Reward(
+            value=float(sum(episode.rewards)),
+            parts=episode.parts | {"num_turns": float(episode.num_turns)},
+        )
+        return episode.request, completion, response_text(self._tokenizer, completion)
+
+
+class EpisodeRewards:
+    """In the reward pool's place where `reward.kind` is environment: the episodes' own rewards."""
+
+    def __init__(self, episodes: Episodes) -> None:
+        self._episodes = episodes
+        self._items: list[Ended] = []
+
+    num_idle = 1
+    "nothing is computed"
+
+    def prove(self, *, timeout_s: float) -> None:
+        """Nothing to build."""
+
+    def submit(
+        self,
+        items: Sequence[Ended],
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        facts: Sequence[ResponseFacts] = (),
+    ) -> None:
+        """See `RewardPool.submit`."""
+        self._items += items
+
+    def skipped(self) -> list[tuple[Ended, Unscored]]:
+        """See `RewardPool.skipped`: every episode that ends has a reward."""
+        return []
+
+    def collect(self, *, wait_s: float) -> list[tuple[Ended, Reward]]:
+        """See `RewardPool.collect`."""
+        items, self._items = self._items, []
+        return [(item, self._episodes.reward(item[1].key)) for item in items]
+
+
+def start_episodes(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    topology: Topology,
+    context: PlacementContext,
+    note: Callable[[str], None],
+) -> Episodes | None:
+    """Start the actors that `config.environment` asks for; None where it names no environment."""
+    if config.environment.kind is None:
+        return None
+
+    def make(actor: int, number: int) -> Handle:
+        where = topology.environment[actor]
+        name = f"{where.name}-r{number}" if number else where.name
+        options = actor_options(where, context) | {
+            "name": name,
+            "max_concurrency": config.environment.concurrency,
+        }
+        return EnvironmentActor.options(**options).remote(name, config.environment, os.getcwd())
+
+    pool: EnvironmentPool[Asked] = EnvironmentPool(
+        [make(actor, 0) for actor in range(len(topology.environment))],
+        config.environment,
+        order_timeout_s=config.cluster.order_timeout_s,
+        heartbeat_timeout_s=config.cluster.silence_limit_s(config.environment.timeout_s),
+        make=make,
+        max_restarts=config.cluster.max_instance_restarts,
+        note=note,
+    )
+    return Episodes(config, tokenizer, pool, note=note)

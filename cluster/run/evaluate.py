@@ -1,0 +1,166 @@
+"""Measures the policy on held-out prompts, by the run's own generation and reward pools, and keeps the best weights.
+
+Every evaluation asks for the same samples under the same keys, of a stream of their own: equal weights give equal
+tokens, and training is the same to the bit with evaluations or without. A key that is asked for again comes under
+higher epochs (`core.records.next_asking`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.recorder import Recorder
+from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.reporting.evaluation_figures import evaluation_figures
+from rlhfspec.cluster.resume.run_checkpoints import save_best
+from rlhfspec.cluster.resume.run_state import EvaluationMarks
+from rlhfspec.cluster.run.collect import Collected, collect
+from rlhfspec.cluster.system.system import GeneratingSystem, System
+from rlhfspec.core.files import append_whole, storage_errors
+from rlhfspec.core.records import EPOCHS_OF_AN_ASKING, SampleKey, SampleRequest, Stream
+from rlhfspec.core.settings.evaluation import MAX_SAMPLES_PER_PROMPT
+
+_ALWAYS_THERE = "eval/reward_mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """One evaluation."""
+
+    collected: Collected
+    figures: dict[str, float]
+    seconds: float
+
+
+def evaluation_requests(evaluation: EvaluationPrompts, *, asking: int) -> list[SampleRequest]:
+    """The samples of an evaluation, those of one prompt side by side; `asking` counts evaluations of a run from 0.
+
+    A sample's index depends on its prompt's place and its own number alone: more samples a prompt, or more prompts,
+    leave the others as they are.
+    """
+    return [
+        SampleRequest(
+            key=SampleKey(
+                run_seed=evaluation.run_seed,
+                stream=Stream.EVAL,
+                sample_index=place * MAX_SAMPLES_PER_PROMPT + number,
+            ),
+            prompt=prompt,
+            sampling=evaluation.sampling,
+            group_id=place,
+            epoch=asking * EPOCHS_OF_AN_ASKING,
+        )
+        for place, prompt in enumerate(evaluation.prompts)
+        for number in range(evaluation.samples_per_prompt)
+    ]
+
+
+def evaluate(system: GeneratingSystem, requests: Sequence[SampleRequest], report: Reporter) -> Evaluated:
+    """Generate and score the samples with the weights that the instances hold. Raises what `collect` raises."""
+    began_s = time.perf_counter()
+    collected = collect(system, requests, report, phase="evaluate")
+    figures = evaluation_figures(collected.rollouts, collected.skipped_groups)
+    return Evaluated(collected=collected, figures=figures, seconds=time.perf_counter() - began_s)
+
+
+class Evaluator:
+    """The evaluations of one run; does nothing where the run has none."""
+
+    def __init__(
+        self,
+        system: System,
+        run_dir: RunDir,
+        report: Reporter,
+        recorder: Recorder,
+        marks: EvaluationMarks | None = None,
+    ) -> None:
+        """`marks`: of the run that is gone on with."""
+        self._system, self._run_dir, self._report, self._recorder = system, run_dir, report, recorder
+        self._settings = system.config.evaluation
+        marks = marks or EvaluationMarks()
+        self._metric = marks.metric or self._settings.metric
+        self._num_done, self._best = marks.num_done, marks.best
+
+    @property
+    def marks(self) -> EvaluationMarks:
+        """What a state keeps."""
+        return EvaluationMarks(num_done=self._num_done, best=self._best, metric=self._metric)
+
+    def at_start(self) -> dict[str, float]:
+        """Evaluate the first weights, where asked for; they set the mark that a best checkpoint has to pass."""
+        if self._system.evaluation is None:
+            return {}
+        for line in self._system.evaluation.lines:
+            self._report.note(line)
+        if not self._settings.at_start:
+            return {}
+        return self._evaluate(self._system.evaluation, num_iterations=0)
+
+    def after(self, iteration: int) -> dict[str, float]:
+        """Evaluate after an iteration, counted from 0, where one is due; the figures and `time/evaluate_s`."""
+        num_iterations = iteration + 1
+        is_last = num_iterations == self._system.config.run.iterations
+        if self._system.evaluation is None or (num_iterations % self._settings.every and not is_last):
+            return {}
+        if self._system.late_failure is not None:
+            self._report.note("no evaluation: there are no more rewards; a resumed run makes the next one")
+            self._num_done += 1
+            return {}
+        return self._evaluate(self._system.evaluation, num_iterations=num_iterations)
+
+    def _evaluate(self, evaluation: EvaluationPrompts, *, num_iterations: int) -> dict[str, float]:
+        began_s = time.perf_counter()
+        system = self._system
+        requests = evaluation_requests(evaluation, asking=self._num_done)
+        self._num_done += 1
+        done = evaluate(system, requests, self._report)
+        self._recorder.pass_over(system.generation.instances)
+        self._write_samples(done, num_iterations)
+        is_best = self._take_mark(done.figures) and num_iterations > 0
+        if is_best and self._settings.keep_best:
+            save_best(system, self._run_dir)
+        row = {
+            "num_iterations": num_iterations,
+            "weight_version": system.target.manifest.weight_version,
+            "is_best": float(is_best),
+            **done.figures,
+            "time/evaluate_s": time.perf_counter() - began_s,
+        }
+        append_whole(self._run_dir.evaluations_file, json.dumps(row) + "\n")
+        self._report.note(_line(num_iterations, done, self._metric, is_best=is_best))
+        return done.figures | {"time/evaluate_s": row["time/evaluate_s"]}
+
+    def _take_mark(self, figures: dict[str, float]) -> bool:
+        """Whether this is better than every evaluation before it."""
+        if self._metric not in figures:
+            # trained weights are worth more than the choice of the best: it goes on by what every reward has
+            self._report.note(
+                f"evaluation.metric is {self._metric}, but not every reward has a part 'correct' to make it of; the "
+                f"best checkpoint is from here on chosen by {_ALWAYS_THERE}"
+            )
+            self._metric, self._best = _ALWAYS_THERE, None
+        if self._best is not None and figures[self._metric] <= self._best:
+            return False
+        self._best = figures[self._metric]
+        return True
+
+    def _write_samples(self, done: Evaluated, num_iterations: int) -> None:
+        path = self._run_dir.evaluated_file(num_iterations)
+        with storage_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        write_rollouts(path, done.collected.rollouts)
+
+
+def _line(num_iterations: int, done: Evaluated, metric: str, *, is_best: bool) -> str:
+    shown = dict.fromkeys([metric, "eval/reward_mean", "eval/accuracy", "eval/pass_at_k"])
+    figures = "  ".join(
+        f"{name.removeprefix('eval/')} {done.figures[name]:.3f}" for name in shown if name in done.figures
+    )
+    when = f"after iteration {num_iterations}" if num_iterations else "before the first iteration"
+    return f"evaluation {when}: {figures}  ({done.seconds:.1f} s{', the best so far' if is_best else ''})"

@@ -1,0 +1,194 @@
+"""The loop's side of spot training: what instances learned in idle time becomes the next draft head.
+
+Collected from every instance, averaged, compared with the present head on what one of them has held out, and published
+where it is no worse; what nobody could compare is not published, and instances train on. All of it together stays
+within the share of the iteration that a refit may take: where it would not, instances train on and their heads meet in
+a later iteration (`cluster.run.refit_step`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import ray
+from ray.exceptions import RayTaskError
+
+from rlhfspec.actors.actor_messages import HeadComparison, HeadProgress
+from rlhfspec.actors.waiting.deaths import last_line
+from rlhfspec.actors.waiting.remote import Handle
+from rlhfspec.actors.waiting.waiting import awake_s, get
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.run.head_average import HeadAverage
+from rlhfspec.cluster.system.system import System
+from rlhfspec.cluster.weights.first_weights import put_head
+from rlhfspec.cluster.weights.publish import PublishedWeights
+from rlhfspec.core.errors import NodeDied, RlhfSpecError, WeightsError
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.drafters.head.published_head import published_head
+from rlhfspec.engine.weights.chunks import weight_views
+
+FORGET = 0.9
+"What is left of the seconds set aside after an iteration that had no time for a meeting."
+
+Outcome = Literal["taken", "worse", "nothing", "no_time"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadStep:
+    """What became of one iteration's training."""
+
+    outcome: Outcome
+    weight_version: int
+    num_trained: int = 0
+    "instances that had learned something"
+    num_steps: int = 0
+    num_tokens: int = 0
+    train_s: float = 0.0
+    present: float = math.nan
+    tried: float = math.nan
+
+    def figures(self) -> dict[str, float]:
+        """As metrics; what was not computed is left out."""
+        figures = {
+            "draft/weight_version": float(self.weight_version),
+            "draft/refit_taken": float(self.outcome == "taken"),
+            "draft/spot_instances": float(self.num_trained),
+            "draft/spot_steps": float(self.num_steps),
+            "draft/spot_tokens": float(self.num_tokens),
+            "draft/spot_s": self.train_s,
+        }
+        losses = {"draft/kl_before": self.present, "draft/kl_after": self.tried}
+        return figures | {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+
+
+def train_head(system: System, *, iteration_s: float, report: Reporter) -> dict[str, float]:
+    """Publish what instances have learned, where it is no worse; return the figures.
+
+    An instance that is lost, or does not answer in time, is left out: what the others learned stands.
+
+    Args:
+        system: its `draft` becomes the new version.
+        iteration_s: seconds the iteration has taken so far.
+        report: gets notes, each once.
+    """
+    draft = system.draft
+    assert draft is not None
+    began_s = time.perf_counter()
+    if system.refit_overhead_s > system.config.drafter_training.budget_share * iteration_s:
+        system.refit_overhead_s *= FORGET
+        return HeadStep(outcome="no_time", weight_version=draft.manifest.weight_version).figures()
+    step = _Step(system, report)
+    done = step.take()
+    seconds = time.perf_counter() - began_s
+    # collecting and comparing cost what they cost, whatever comes of them; where nobody had learned anything, a meeting
+    # that has something to collect costs as much as before, or more
+    system.refit_overhead_s = seconds if done.num_trained else max(seconds, system.refit_overhead_s)
+    return done.figures()
+
+
+class _Step:
+    """One meeting of the heads."""
+
+    def __init__(self, system: System, report: Reporter) -> None:
+        assert system.draft is not None
+        self._system, self._report, self._draft = system, report, system.draft
+        self._instances: Mapping[str, Handle] = dict(sorted(system.generation.instances.items()))
+        self._timeout_s = system.config.cluster.order_timeout_s
+
+    def take(self) -> HeadStep:
+        """Collect, average, compare, publish."""
+        told: dict[str, HeadProgress] = {}
+        average = HeadAverage(self._present())
+        for name, progress, tensors in self._collected():
+            told[name] = progress
+            if progress.failure:
+                self._say(f"{name} trains the draft head no more: {progress.failure}")
+            try:
+                average.add(name, tensors, num_tokens=progress.num_tokens if tensors else 0)
+            except WeightsError as error:
+                self._say(str(error))
+        learned = average.result()
+        version = self._draft.manifest.weight_version
+        nothing = HeadStep(
+            outcome="nothing",
+            weight_version=version,
+            num_trained=sum(one.num_tokens > 0 for one in told.values()),
+            num_steps=sum(one.num_steps for one in told.values()),
+            num_tokens=sum(one.num_tokens for one in told.values()),
+            train_s=sum(one.train_s for one in told.values()),
+        )
+        if learned is None:
+            return nothing
+        tried = put_head(learned, weight_version=version + 1)
+        found = self._compared(tried, told)
+        if not found.num_tokens:
+            self._say(
+                "what instances learned of the draft head is not published yet: none has a sequence held out to "
+                "compare heads on; they train on"
+            )
+            self._tell("train_on_head")
+            return nothing
+        compared = replace(nothing, present=found.present, tried=found.tried)
+        if not found.tried <= found.present:
+            # NaN is worse, too
+            self._tell("give_up_head")
+            return replace(compared, outcome="worse")
+        self._system.draft = tried
+        self._system.generation.publish(tried)
+        return replace(compared, outcome="taken", weight_version=version + 1)
+
+    def _present(self) -> HeadWeights:
+        manifest = self._draft.manifest
+        chunks = self._answer(
+            list(self._draft.refs()), "the object store", "fetch the draft head", self._timeout_s
+        )
+        return published_head(manifest, weight_views(manifest, chunks))
+
+    def _collected(self) -> Iterator[tuple[str, HeadProgress, dict[str, np.ndarray]]]:
+        refs = {name: one.take_head.remote(self._timeout_s) for name, one in self._instances.items()}
+        ends_s = awake_s() + self._timeout_s
+        for name, (told, tensors) in refs.items():
+            try:
+                left_s = max(0.0, ends_s - awake_s())
+                progress, arrays = self._answer([told, tensors], name, "hand over its draft head", left_s)
+            except NodeDied:
+                raise
+            except (RlhfSpecError, RayTaskError) as error:
+                self._say(f"what {name} learned of the draft head is left out: {last_line(error)}")
+            else:
+                yield name, progress, arrays
+
+    def _compared(self, tried: PublishedWeights, told: Mapping[str, HeadProgress]) -> HeadComparison:
+        """By the instance that has held out most; by the next one where it is lost. Nothing held out: no numbers."""
+        by_size = sorted(told, key=lambda name: (-told[name].held_out_tokens, name))
+        for name in by_size:
+            if not told[name].held_out_tokens or told[name].failure:
+                continue
+            ref = self._instances[name].compare_head.remote(
+                self._timeout_s, tried.manifest, *tried.chunk_refs
+            )
+            try:
+                return self._answer(ref, name, "compare draft heads", self._timeout_s)
+            except NodeDied:
+                raise
+            except (RlhfSpecError, RayTaskError) as error:
+                self._say(f"{name} could not compare draft heads: {last_line(error)}")
+        return HeadComparison(present=math.nan, tried=math.nan, num_tokens=0)
+
+    def _tell(self, outcome: str) -> None:
+        """Let all know what became of their heads; who cannot be told is found when it is asked next."""
+        refs = [getattr(one, outcome).remote(self._timeout_s) for one in self._instances.values()]
+        ray.wait(refs, num_returns=len(refs), timeout=self._timeout_s)
+
+    def _answer(self, ref: Any, who: str, order: str, timeout_s: float) -> Any:
+        return get(ref, waiter="the loop", waited_for=who, order=order, timeout_s=timeout_s)
+
+    def _say(self, text: str) -> None:
+        if text not in self._system.told_faults:
+            self._system.told_faults.add(text)
+            self._report.note(text)

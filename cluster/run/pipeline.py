@@ -1,0 +1,173 @@
+"""Samples between instances and trainer where generation runs ahead of learning.
+
+A phase is what instances sample from one weight version. Between two phases no sample is with an instance: what is no
+whole response waits here and is asked for again as a further turn; what is whole may still wait for its reward, which
+only the update that learns from it waits for. Which samples a phase asks for and an update learns from is said by
+`counted_pipeline` or `free_pipeline`; a batch is given out in the order of the sample index.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rlhfspec.cluster.run.rollout_buffer import in_order, require_fresh
+from rlhfspec.core.errors import RewardError
+from rlhfspec.core.records import Completion, Rollout, SampleKey, SampleRequest
+from rlhfspec.policies.scheduling.open_samples import is_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSample:
+    """A sample whose response is not whole, or has no reward."""
+
+    batch: int
+    "that it belongs to; of a free schedule: the version under which it began"
+    request: SampleRequest
+    "as the cursor made it"
+    so_far: Completion | None = None
+    "None: nothing was sampled yet; of one that waits for its reward: the whole response"
+    num_turns: int = 0
+    "that it was asked for"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """All that is between instances and trainer at the end of a phase; what a state of the run keeps of it."""
+
+    open_samples: dict[SampleKey, OpenSample] = field(default_factory=dict)
+    "whose responses are not whole"
+    unscored: dict[SampleKey, OpenSample] = field(default_factory=dict)
+    "whose responses are whole and without a reward"
+    ready: dict[int, dict[SampleKey, Rollout]] = field(default_factory=dict)
+    "scored responses by the same number"
+    ended: tuple[tuple[int, int], ...] = ()
+    "free schedule: groups whose samples all have a reward, in the order in which they ended, and the number of each"
+
+
+class Pipeline(ABC):
+    """Of one run. A batch is taken for its update, and the phase of that number goes on, or begins, beside it."""
+
+    ends_with_update = False
+    "a phase's samples are cut when its update is there, wherever they are; else at counts of tokens"
+
+    def __init__(self, *, num_iterations: int, max_staleness: int, keeps_caches: bool) -> None:
+        """`keeps_caches`: a response that is cut goes on with its caches, where they are still there."""
+        self.num_iterations = num_iterations
+        self._max_staleness = max_staleness
+        self._keeps_caches = keeps_caches
+        self._open: dict[SampleKey, OpenSample] = {}
+        self._turns: dict[SampleKey, SampleRequest] = {}
+        "what instances were asked for, of open samples"
+        self._unscored: dict[SampleKey, OpenSample] = {}
+        self._unsent: list[SampleKey] = []
+        "of those the ones that no reward is computed for: they were restored"
+        self._ready: dict[int, dict[SampleKey, Rollout]] = {}
+
+    @abstractmethod
+    def begin(self, phase: int) -> list[SampleRequest]:
+        """Begin a phase: what to ask the instances for, none where the run needs no more."""
+
+    @abstractmethod
+    def has(self, batch: int) -> bool:
+        """Whether a batch is whole and scored."""
+
+    @abstractmethod
+    def take(self, batch: int) -> list[Rollout]:
+        """Take a batch for its update, in the order of the sample index.
+
+        Raises WeightsError: a token is older than the run allows, or a sample or its reward is missing; RewardError:
+        every sample was left out.
+        """
+
+    def needs_filling(self, batch: int) -> bool:
+        """Whether instances have to sample for a batch before the phase of its update begins."""
+        return False
+
+    @property
+    def num_open(self) -> int:
+        """Samples that are no whole responses."""
+        return len(self._open)
+
+    @property
+    def num_cut(self) -> int:
+        """Those of them that have begun, and go on in the next phase."""
+        return sum(one.so_far is not None for one in self._open.values())
+
+    @property
+    def num_unscored(self) -> int:
+        """Whole responses without a reward."""
+        return len(self._unscored)
+
+    def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
+        """Take what a phase has added to a sample; its request and response, to be scored, where that is whole."""
+        one = self._open[completion.key.sample]
+        done = replace(completion, key=one.request.key, sampled=None)
+        if is_whole(self._turns.pop(done.key), completion):
+            del self._open[done.key]
+            self._unscored[done.key] = replace(one, so_far=done)
+            return one.request, done
+        so_far = done if done.num_tokens else None
+        self._open[done.key] = replace(one, so_far=so_far, num_turns=one.num_turns + 1)
+        return None
+
+    def batch_of(self, key: SampleKey) -> int:
+        """The number that a whole response without a reward goes by: the lower, the sooner it is learned from."""
+        return self._unscored[key].batch
+
+    def unsent(self) -> list[tuple[SampleRequest, Completion]]:
+        """What was restored whole and without a reward: to be scored again, told once."""
+        keys, self._unsent = self._unsent, []
+        return [(one.request, one.so_far) for key in keys if (one := self._unscored[key]).so_far is not None]
+
+    def ended(self, key: SampleKey, rollout: Rollout | None) -> None:
+        """Take a sample's scored response; None: it is left out."""
+        # an episode is whole when its environment says so, and is scored at once
+        self._turns.pop(key, None)
+        batch = (self._unscored.pop(key, None) or self._open.pop(key)).batch
+        if rollout is not None:
+            self._ready[batch][key] = rollout
+
+    def in_flight(self) -> InFlight:
+        """What is here between two phases; it stays as it is while the pipeline goes on."""
+        ready = {batch: dict(rollouts) for batch, rollouts in self._ready.items()}
+        return InFlight(open_samples=dict(self._open), unscored=dict(self._unscored), ready=ready)
+
+    def restore(self, in_flight: InFlight) -> None:
+        """Go on where `in_flight` was taken; the cursor is restored by whoever has it."""
+        self._open = dict(in_flight.open_samples)
+        self._unscored, self._unsent = dict(in_flight.unscored), list(in_flight.unscored)
+        self._ready = {batch: dict(rollouts) for batch, rollouts in in_flight.ready.items()}
+
+    def _turn(self, one: OpenSample, *, most: int) -> SampleRequest:
+        """Ask for a sample, up to so many tokens."""
+        request, before = one.request, one.so_far
+        is_cut = most < request.sampling.max_new_tokens
+        keeps = self._keeps_caches and (is_cut or self.ends_with_update)
+        turn = self._turns[request.key] = replace(
+            request,
+            # what is asked for twice has two keys; the noise is the sample's
+            key=replace(request.key, turn=one.num_turns),
+            sampling=replace(request.sampling, max_new_tokens=most),
+            # whose caches are gone may as well go on elsewhere
+            history=None
+            if before is None
+            else replace(before.as_history(), instance=before.instance if self._keeps_caches else ""),
+            keeps_caches=keeps,
+            caches_outlive_weights=keeps,
+            is_cut_at_limit=is_cut,
+        )
+        return turn
+
+    def _fresh(self, batch: int, rollouts: Iterable[Rollout]) -> list[Rollout]:
+        """A batch in order. Raises RewardError: it is empty; WeightsError: a token is too old for its update."""
+        ordered = in_order(rollouts)
+        if not ordered:
+            raise RewardError(
+                f"none of the samples of iteration {batch + 1} could be scored, and nothing is left to learn from; the "
+                "notes above say why they were skipped"
+            )
+        for rollout in ordered:
+            require_fresh(rollout, weight_version=batch, max_staleness=self._max_staleness)
+        return ordered

@@ -1,0 +1,309 @@
+"""Instances that start: each waits for its place, builds, loads the current weights, and joins; the first ones too.
+
+Everything is ordered at once and only looked at later, so nobody waits for a joiner: Ray starts the actor when its
+bundle is there, and its mailbox holds the weights. A version published meanwhile is sent after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from rlhfspec.actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
+from rlhfspec.actors.waiting.remote import Handle
+from rlhfspec.actors.waiting.waiting import get, no_answer, wait_any
+from rlhfspec.actors.waiting.watch import LOOK_S, OpenWait
+from rlhfspec.cluster.placement.first_places import FirstPlaces
+from rlhfspec.cluster.placement.single_places import SinglePlaces, is_placed
+from rlhfspec.cluster.placement.topology import Place
+from rlhfspec.cluster.weights.publish import PublishedWeights, confirm
+from rlhfspec.core.errors import InstanceLost, NodeDied, RlhfSpecError, WaitTimeout
+
+SAID_AFTER_S = 20.0
+"Without a place for so long, what is missing is said; the wish stays open, since nodes may still come."
+PLACES_EVERY_S = 1.0
+"Between two looks at one's place."
+
+
+@dataclass(slots=True, kw_only=True)
+class Joiner:
+    """One instance on its way."""
+
+    name: str
+    place: Place
+    group: PlacementGroup | None
+    "its own bundle; None: one of the run's first places"
+    spec: GenerationSpec
+    handle: Handle
+    sentinel: Any
+    began_s: float
+    placed_s: float | None = None
+    "since when its place is reserved; None: it is not"
+    looked_s: float | None = None
+    "when its place was looked at last"
+    loads: dict[str, tuple[PublishedWeights, Any]] = field(default_factory=dict)
+    "by model: the version that was sent last, and the answer to come"
+    words: list[Any] = field(default_factory=list)
+    "answers to come: its numerics, its node"
+    is_said: bool = False
+
+    @property
+    def started_s(self) -> float:
+        """Seconds since it was decided on."""
+        return time.monotonic() - self.began_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether its place is to be looked at."""
+        return self.looked_s is None or now_s - self.looked_s >= PLACES_EVERY_S
+
+    @property
+    def answers(self) -> list[Any]:
+        """References to what it has been asked."""
+        return [ref for _, ref in self.loads.values()] + self.words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A joiner that holds the current weights."""
+
+    joiner: Joiner
+    numerics: InstanceNumerics
+    node: str
+
+
+class Joiners:
+    """Those of one pool."""
+
+    def __init__(
+        self,
+        places: SinglePlaces,
+        first_places: FirstPlaces,
+        note: Callable[[str], None],
+        *,
+        start_timeout_s: float,
+    ) -> None:
+        """A joiner that is given up gives its place back to the places that it is of."""
+        self._places, self._first_places = places, first_places
+        self._note, self._start_timeout_s = note, start_timeout_s
+        self._coming: list[Joiner] = []
+        self._reserved: set[int] = set()
+        "bundles of first places, as looked at last"
+
+    def __len__(self) -> int:
+        return len(self._coming)
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which they were ordered."""
+        return [one.name for one in self._coming]
+
+    @property
+    def have_a_place(self) -> bool:
+        """Whether one of them has."""
+        return any(one.placed_s is not None for one in self._coming)
+
+    def add(self, joiner: Joiner) -> None:
+        """Look after an instance whose actor has been ordered."""
+        self._coming.append(joiner)
+
+    def without_place(self) -> Joiner | None:
+        """The oldest that waits for a bundle of its own."""
+        return next((one for one in self._coming if one.group is not None and one.placed_s is None), None)
+
+    def cancel(self, count: int) -> list[str]:
+        """Give up so many, the youngest first, and only those that wait for a bundle of their own."""
+        without = [one for one in reversed(self._coming) if one.placed_s is None and one.group is not None][
+            :count
+        ]
+        for one in without:
+            self.drop(one)
+        return [one.name for one in without]
+
+    def cancel_all(self) -> None:
+        """Give up whatever is on its way."""
+        for one in list(self._coming):
+            self.drop(one)
+
+    def give_up(self, name: str) -> None:
+        """Give up the one of this name, where it is still on its way."""
+        for one in [one for one in self._coming if one.name == name]:
+            self.drop(one)
+
+    def drop(self, one: Joiner) -> None:
+        """Give one up: its actor ends, its place is free."""
+        self._coming.remove(one)
+        ray.kill(one.handle)
+        if one.group is None:
+            self._first_places.give_back(one.place)
+        else:
+            self._places.free(one.group)
+
+    def bring_up(self, weights: Mapping[str, PublishedWeights]) -> list[Ready]:
+        """Wait until all that are on their way hold the weights; in the order in which they were ordered.
+
+        Raises what one of them could not start by: InstanceLost, WaitTimeout, or an error of its own.
+        """
+        names = self.names
+        wait = OpenWait(
+            waiter="the loop",
+            waited_for=", ".join(names),
+            order="start and load the weights",
+            timeout_s=self._start_timeout_s,
+        )
+        done: dict[str, Ready] = {}
+        while self._coming:
+            ready, failed = self.look(weights, may_fetch=True, num_there=0)
+            for _, error in failed:
+                raise error
+            done |= {one.joiner.name: one for one in ready}
+            if not ready and self._coming and not wait_any(self._awaited(), timeout_s=LOOK_S):
+                wait.look()
+                if wait.left_s <= 0.0:
+                    raise no_answer(
+                        "the loop", ", ".join(self.names), "start and load the weights", wait.waited_s
+                    )
+        wait.answered()
+        return [done[name] for name in names]
+
+    def look(
+        self, weights: Mapping[str, PublishedWeights], *, may_fetch: bool, num_there: int
+    ) -> tuple[list[Ready], list[tuple[Joiner, RlhfSpecError]]]:
+        """Send versions that are new, and take those in that hold all of them. Waits for nobody.
+
+        Args:
+            weights: the current version of each model.
+            may_fetch: whether the trainer can be asked for what was broadcast.
+            num_there: instances that the run goes on with, for what is said.
+
+        Returns:
+            those that are ready, and those that failed with the reason; their places are given back.
+
+        Raises what a trainer that was asked for weights fails with.
+        """
+        ready: list[Ready] = []
+        failed: list[tuple[Joiner, RlhfSpecError]] = []
+        self._look_for_first_places()
+        for one in list(self._coming):
+            has_place = self._has_place(one, num_there)
+            chunks = self._chunks(one, weights, may_fetch=may_fetch) if has_place else {}
+            try:
+                found = self._look_at(one, weights, chunks)
+            except NodeDied:
+                raise
+            except RlhfSpecError as error:
+                self.drop(one)
+                failed.append((one, error))
+            else:
+                if found is not None:
+                    self._coming.remove(one)
+                    ready.append(found)
+        return ready, failed
+
+    def explain(self, one: Joiner) -> str:
+        """Why it may not have a place."""
+        return self._places.explain(replace(one.place, name=one.name), waited_s=one.started_s)
+
+    def what_is_missing(self) -> str:
+        """Of those that have no place, what keeps the oldest from one; empty: all have one."""
+        return next((self.explain(one) for one in self._coming if one.placed_s is None), "")
+
+    def _awaited(self) -> list[Any]:
+        """References of which one changes something."""
+        refs = [ref for one in self._coming for ref in one.answers]
+        _, awaited = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
+        return awaited + [one.sentinel for one in self._coming]
+
+    def _look_at(
+        self,
+        one: Joiner,
+        weights: Mapping[str, PublishedWeights],
+        chunks: Mapping[str, tuple[Any, ...]],
+    ) -> Ready | None:
+        for model, refs in chunks.items():
+            sent = one.handle.load_weights.remote(self._start_timeout_s, weights[model].manifest, *refs)
+            one.loads[model] = (weights[model], sent)
+        if len(one.loads) < len(one.spec.model_names) or _num_ready(one.answers) < len(one.answers):
+            self._require_on_its_way(
+                one, time.monotonic() - one.placed_s if one.placed_s is not None else 0.0
+            )
+            return None
+        for model, (sent, ref) in one.loads.items():
+            loaded: LoadedWeights = self._answer(
+                one, ref, f"load {model} version {sent.manifest.weight_version}"
+            )
+            confirm(loaded, sent.manifest)
+        if any(one.loads[model][0] is not weights[model] for model in one.spec.model_names):
+            return None
+        if not one.words:
+            # of an engine that is built
+            one.words = [one.handle.numerics.remote(), one.handle.node.remote()]
+            return None
+        numerics, node = (self._answer(one, ref, "say what it is") for ref in one.words)
+        return Ready(joiner=one, numerics=numerics, node=node)
+
+    def _look_for_first_places(self) -> None:
+        """See which are reserved, once for all that wait there."""
+        now_s = time.monotonic()
+        if any(one.group is None and one.is_due(now_s) for one in self._coming):
+            self._reserved = self._first_places.reserved()
+
+    def _has_place(self, one: Joiner, num_there: int) -> bool:
+        """Whether its bundle is reserved; one of the run's may go with its node, and come again."""
+        now_s = time.monotonic()
+        if one.is_due(now_s):
+            one.looked_s = now_s
+            if one.group is None:
+                there = one.place.bundle in self._reserved
+            else:
+                there = one.placed_s is not None or is_placed(one.group)
+            one.placed_s = (one.placed_s or now_s) if there else None
+        if one.placed_s is None and not one.is_said and one.started_s > SAID_AFTER_S:
+            one.is_said = True
+            self._note(
+                f"{self.explain(one)}; the run goes on with {num_there} instances, and it joins when there is room"
+            )
+        return one.placed_s is not None
+
+    def _chunks(
+        self, one: Joiner, weights: Mapping[str, PublishedWeights], *, may_fetch: bool
+    ) -> dict[str, tuple[Any, ...]]:
+        """What it is to be sent now, by model: versions that it was not sent and that are at hand."""
+        found: dict[str, tuple[Any, ...]] = {}
+        for model in one.spec.model_names:
+            current = weights[model]
+            if model in one.loads and one.loads[model][0] is current:
+                continue
+            refs = current.refs_so_far(may_ask=may_fetch)
+            if refs is not None:
+                found[model] = refs
+        return found
+
+    def _require_on_its_way(self, one: Joiner, waited_s: float) -> None:
+        """Raise what ended its loop, or WaitTimeout."""
+        if waited_s > self._start_timeout_s:
+            raise WaitTimeout(
+                waiter="the loop",
+                waited_for=one.name,
+                order="start and load the weights",
+                waited_s=waited_s,
+                advice="look at its log in the Ray dashboard, or raise cluster.start_timeout_s",
+            )
+        if ray.wait([one.sentinel], timeout=0)[0]:
+            for model, (sent, ref) in one.loads.items():
+                # where it has failed on an order, that says more
+                if _num_ready([ref]):
+                    self._answer(one, ref, f"load {model} version {sent.manifest.weight_version}")
+            self._answer(one, one.sentinel, "decode")
+            raise InstanceLost(f"{one.name} left its loop before it had joined")
+
+    def _answer(self, one: Joiner, ref: Any, order: str) -> Any:
+        return get(ref, waiter="the loop", waited_for=one.name, order=order, timeout_s=self._start_timeout_s)
+
+
+def _num_ready(refs: list[Any]) -> int:
+    return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else 0

@@ -1,0 +1,250 @@
+"""The loop's side of the scheduler: one method a wish, and a new scheduler when one dies.
+
+What a scheduler must know after its predecessor's death is kept here: what was asked for since nothing was open,
+what of it has been delivered. Which instances have joined, the table says. A wish is noted before it is sent, so a
+scheduler that is rebuilt from the notes and from what the instances hold has carried it out. What a
+dead scheduler had received and not handed on is generated again, to the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from rlhfspec.actors.actor_messages import HeldSamples, LostInstance, Rejoined, SchedulerSettings, Taken
+from rlhfspec.actors.waiting import run_metrics
+from rlhfspec.actors.waiting.remote import Handle
+from rlhfspec.actors.waiting.restart_budget import RestartBudget
+from rlhfspec.actors.waiting.waiting import ActorDied, awake_s, get
+from rlhfspec.cluster.system.instance_table import InstanceTable
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.errors import InstanceLost, SchedulerLost, WaitTimeout
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.policies.scaling.scaling_records import Starts
+from rlhfspec.policies.scheduling.members import InstanceState
+
+SCHEDULER = "scheduler"
+_GRACE_S = 5.0
+"The caller waits longer than the instance, so that the instance's own message arrives."
+
+
+class SchedulerClient:
+    """Owns the scheduler actor of one run; to be used from one thread."""
+
+    def __init__(
+        self,
+        make: Callable[[SchedulerSettings], Handle],
+        settings: SchedulerSettings,
+        instances: InstanceTable,
+        *,
+        max_restarts: int,
+        start_timeout_s: float,
+    ) -> None:
+        """Start the first scheduler. `make` starts an actor whose name no earlier term has used.
+
+        `max_restarts` within an hour are made.
+        """
+        self._make = make
+        self._settings = settings
+        self._instances = instances
+        self._budget = RestartBudget(max_restarts)
+        self._start_timeout_s = start_timeout_s
+        # it answers everything at once: one that does not is frozen, and no order makes it slow
+        self._answers_within_s = min(settings.heartbeat_timeout_s + _GRACE_S, settings.order_timeout_s)
+        self._asked: dict[SampleKey, SampleRequest] = {}
+        self._delivered: dict[SampleKey, Completion] = {}
+        self._lost: list[LostInstance] = []
+        self._news: list[str] = []
+        self._is_cut = False
+        "what is open was told to end where it is"
+        self._expected: tuple[Starts, tuple[str, ...]] = (Starts(), ())
+        self._planning_s = 0.0
+        self._planning_before_s = 0.0
+        self._handle = make(settings)
+        self._sentinel = self._handle.run.remote()
+
+    @property
+    def handle(self) -> Handle:
+        """The actor now in office."""
+        return self._handle
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Sums over all instances since the run began, lost ones included, as of the last `take`."""
+        return self._instances.stats
+
+    @property
+    def planning_s(self) -> float:
+        """Seconds spent on deciding moves since the run began, by all schedulers, as of the last `take`."""
+        return self._planning_before_s + self._planning_s
+
+    def join(self, instance: str) -> None:
+        """Add an instance of the table whose weights have been confirmed. Raises SchedulerLost."""
+        row = self._instances[instance]
+        row.state = InstanceState.SERVING
+        self._tell("join", instance, row.handle, row.num_slots)
+
+    def lose(self, instance: str, reason: str) -> None:
+        """Give an instance up whose weight load failed. Raises SchedulerLost."""
+        self._instances[instance].state = InstanceState.GONE
+        self._tell("lose", instance, reason)
+
+    def leave(self, instance: str, reason: str) -> None:
+        """Have an instance emptied; `take` tells when it may be ended. Raises SchedulerLost."""
+        self._instances[instance].state, self._instances[instance].leaves_because = (
+            InstanceState.LEAVING,
+            reason,
+        )
+        self._tell("leave", instance, reason)
+
+    def expect(self, starts: Starts, may_leave: tuple[str, ...]) -> None:
+        """Tell what is on its way, and whose places can be given back. Raises SchedulerLost."""
+        if (starts, may_leave) != self._expected:
+            self._expected = (starts, may_leave)
+            self._tell("expect", starts, may_leave)
+
+    def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
+        """Ask for new samples; they complete through `take`. Raises SchedulerLost."""
+        if len(self._delivered) == len(self._asked):
+            self._asked.clear()
+            self._delivered.clear()
+            self._is_cut = False
+        self._asked.update((request.key, request) for request in requests)
+        self._tell("enqueue", requests)
+
+    def cut(self) -> None:
+        """Have every open sample end where it is; `take` brings what there is of each. Raises SchedulerLost."""
+        self._is_cut = True
+        self._tell("cut")
+
+    def take(self, wait_s: float) -> Taken:
+        """Return the news since the last call, waiting up to `wait_s` for some.
+
+        Raises what made generation impossible; SchedulerLost when no restart is left.
+        """
+        taken = self._tell("take", wait_s) or Taken()
+        self._planning_s = taken.planning_s
+        self._delivered.update((completion.key, completion) for completion in taken.completions)
+        for name, stats in taken.stats.items():
+            if name in self._instances:
+                self._instances[name].stats = stats
+        for gone in (*taken.lost, *taken.left):
+            self._instances[gone.instance].state = InstanceState.GONE
+        given_up, self._lost = self._lost, []
+        return replace(taken, lost=(*given_up, *taken.lost))
+
+    def news(self) -> list[str]:
+        """What a person should know of restarts since the last call, one line each."""
+        news, self._news = self._news, []
+        return news
+
+    def stop(self) -> None:
+        """End the polling."""
+        self._handle.stop.remote()
+
+    def _tell(self, order: str, *arguments: Any) -> Any:
+        """Send one wish and return its answer; None when a new scheduler has learnt it from the notes."""
+        try:
+            self._require_alive()
+            ref = getattr(self._handle, order).remote(*arguments)
+            return self._get(ref, order, self._answers_within_s)
+        except (ActorDied, WaitTimeout) as error:
+            if isinstance(error, WaitTimeout) and error.waited_for != SCHEDULER:
+                # the scheduler itself waited in vain for somebody
+                raise
+            self._restart(str(error))
+            return None
+
+    def _require_alive(self) -> None:
+        """Raise what ended the polling, if it ended: its thread may die and the actor live on."""
+        if ray.wait([self._sentinel], timeout=0)[0]:
+            self._get(self._sentinel, "poll", 0.0)
+
+    def _restart(self, reason: str) -> None:
+        """Put a new scheduler into office that knows what the dead one knew, or can find it out."""
+        while True:
+            run_metrics.add("lost_actors", pool="scheduler")
+            if not self._budget.spend():
+                raise SchedulerLost(
+                    f"{reason}; all {self._budget.most} restarts within an hour are used up "
+                    "(cluster.max_scheduler_restarts)"
+                )
+            self._settings = replace(self._settings, term=self._settings.term + 1)
+            self._planning_before_s, self._planning_s = self.planning_s, 0.0
+            # It may be alive and out of reach only: two schedulers must not give out one sample.
+            ray.kill(self._handle)
+            held = self._ask_what_is_held()
+            self._handle = self._make(self._settings)
+            try:
+                self._rebuild(held)
+            except ActorDied as error:
+                reason = str(error)
+                continue
+            run_metrics.add("replaced_actors", pool="scheduler")
+            self._news.append(self._describe(reason, held))
+            return
+
+    def _ask_what_is_held(self) -> dict[str, HeldSamples]:
+        """Ask every instance; one that is dead or answers not in time is ended and reported as lost.
+
+        Raises what an instance's decode loop has failed with.
+        """
+        timeout_s = self._settings.heartbeat_timeout_s
+        refs = {
+            name: row.handle.hold.remote(self._settings.term, timeout_s)
+            for name, row in self._instances.serving.items()
+        }
+        deadline_s = awake_s() + timeout_s + _GRACE_S
+        held: dict[str, HeldSamples] = {}
+        for name, ref in refs.items():
+            try:
+                held[name] = get(
+                    ref,
+                    waiter="the loop",
+                    waited_for=name,
+                    order="say what it holds",
+                    timeout_s=max(0.0, deadline_s - awake_s()),
+                )
+            except (InstanceLost, WaitTimeout) as error:
+                self._instances[name].state = InstanceState.GONE
+                ray.kill(self._instances[name].handle)
+                self._lost.append(LostInstance(instance=name, reason=str(error), num_requeued=0))
+        return held
+
+    def _rebuild(self, held: Mapping[str, HeldSamples]) -> None:
+        rejoined = tuple(
+            Rejoined(handle=row.handle, num_slots=row.num_slots, held=held[name])
+            for name, row in self._instances.serving.items()
+        )
+        requests, delivered = tuple(self._asked.values()), tuple(self._delivered.values())
+        ref = self._handle.rebuild.remote(requests, delivered, rejoined)
+        self._get(ref, "rebuild its state", self._start_timeout_s)
+        self._sentinel = self._handle.run.remote()
+        self._handle.expect.remote(*self._expected)
+        if self._is_cut and len(self._delivered) < len(self._asked):
+            # answered before anything else is asked for
+            self._get(self._handle.cut.remote(), "cut", self._start_timeout_s)
+        for name, row in self._instances.serving.items():
+            if row.state is InstanceState.LEAVING:
+                self._handle.leave.remote(name, row.leaves_because)
+
+    def _describe(self, reason: str, held: Mapping[str, HeldSamples]) -> str:
+        kept = {key for one in held.values() for key in one.open_epochs}
+        kept |= {completion.key for one in held.values() for completion in one.completions}
+        is_open = self._asked.keys() - self._delivered.keys()
+        return (
+            f"{reason}; {scheduler_name(self._settings.term)} takes its place: of {len(is_open)} open "
+            f"samples {len(is_open & kept)} are with {len(held)} instances, "
+            f"{len(is_open - kept)} were queued again"
+        )
+
+    def _get(self, ref: Any, order: str, timeout_s: float) -> Any:
+        return get(ref, waiter="the loop", waited_for=SCHEDULER, order=order, timeout_s=timeout_s)
+
+
+def scheduler_name(term: int) -> str:
+    """The actor's name in one term: Ray frees a name some time after its actor's death."""
+    return f"scheduler-r{term}" if term else "scheduler"

@@ -1,0 +1,216 @@
+"""The draft model learns within the target's own update, from the logits of the very same training forward.
+
+L = L_policy + lambda L_draft with L_draft = KL(target || draft) at the response tokens, the target's logits held
+constant: no gradient reaches the target, and no second forward of it is computed. The two share no parameter, so the
+sum is minimised by an optimizer of each, and the target's steps are, to the bit, those without a draft model. For Adam
+a factor of a loss is none of the step: what lambda would say, the draft's learning rate says.
+
+A refit (`learning.drafts.draft_refit`) learns afterwards, on the same rollouts, for as long as its budget allows; here the
+draft takes one step with each of the target's, its version is published with the target's, and there is no budget. No
+slice is held out: a minibatch's divergence is measured before it is learned from.
+
+Source: NeMo-RL, 'Accelerating RL with speculative decoding' (arXiv 2604.26779); Zhou et al. 2024, 'DistillSpec'
+(forward KL on the policy's own responses).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhfspec.core.config import DrafterTrainingConfig
+from rlhfspec.engine.decoding.logprobs import scaled_logits
+from rlhfspec.engine.weights.chunks import not_finite, unique_tensors
+from rlhfspec.engine.weights.shared_ids import foreign_of, without
+from rlhfspec.learning.drafts.draft_refit import (
+    RATE_AFTER_FAILURE,
+    RATE_AFTER_SUCCESS,
+    WARMUP_STEPS,
+    RefitReport,
+)
+from rlhfspec.learning.drafts.draft_state import no_draft_state, read_draft_state, write_draft_state
+from rlhfspec.learning.trainer.batching import PackedSequences
+from rlhfspec.learning.trainer.next_token import SupervisedTrainer
+from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
+
+
+class DraftCotrainer:
+    """Holds the draft model and its optimizer from one update to the next; a `Learner` turns it (`Learner.cotrainer`).
+
+    Of several trainers each has the whole draft model, computes it at its own rows, and takes the same steps.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        settings: DrafterTrainingConfig,
+        temperature: float,
+        vocab_size: int,
+        weight_version: int = 0,
+        compute_dtype: torch.dtype = torch.float32,
+        trainers: OneTrainer | None = None,
+    ) -> None:
+        self.model = model
+        self.weight_version = weight_version
+        self._settings = settings
+        self._temperature = temperature
+        self._vocab_size = vocab_size
+        self._compute_dtype = compute_dtype
+        self._trainers = trainers or OneTrainer()
+        self._rate_scale = 1.0
+        self._trainer = self._new_trainer()
+        self._last: RefitReport | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """A new update begins."""
+        self._before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self._divergences: list[float] = []
+        self._num_tokens = 0
+        self._spent_s = 0.0
+        self._is_broken = False
+        self._forget_minibatch()
+
+    def learn(self, packed: PackedSequences, target: Float[Tensor, "M V"]) -> None:
+        """Add the gradient of some rows to the minibatch's.
+
+        `target` are the update's own logits over the temperature at `packed.targets`, without a gradient.
+        """
+        if self._is_broken:
+            return
+        began_s = time.perf_counter()
+        logits, _ = response_logits(self.model, packed, self._vocab_size, compute_dtype=self._compute_dtype)
+        # of what both have: the target's share of the draft's missing tokens is nothing to learn
+        foreign = foreign_of(self.model.config, self._vocab_size)
+        student = without(scaled_logits(logits, self._temperature), foreign)
+        divergence = whole_kl(without(target, foreign), student)
+        total = divergence.sum()
+        total.backward()
+        self._open.append(total.detach())
+        self._open_tokens += len(divergence)
+        self._spent_s += time.perf_counter() - began_s
+
+    def step(self) -> None:
+        """End a minibatch: one optimizer step on the mean over all trainers' tokens. Collective.
+
+        What is not finite is not stepped with, and the update's steps are given up at its end.
+        """
+        began_s = time.perf_counter()
+        sums = torch.zeros(2, dtype=torch.float64)
+        if self._open:
+            sums[0], sums[1] = torch.stack(self._open).sum(), self._open_tokens
+        total, num_tokens = self._trainers.sum(sums).tolist()
+        self._is_broken = self._is_broken or not math.isfinite(total)
+        if num_tokens and not self._is_broken:
+            parameters = list(self.model.parameters())
+            self._trainers.sum_whole(parameters)
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad /= num_tokens
+            self._trainer.take_step()
+            self._divergences.append(total / num_tokens)
+            self._num_tokens += int(num_tokens)
+        self._forget_minibatch()
+        self._spent_s += time.perf_counter() - began_s
+
+    def end(self) -> dict[str, float]:
+        """End the update; its figures. The version grows where steps were taken and all is finite."""
+        is_finite = not self._is_broken and not not_finite(self.model.named_parameters())
+        if not is_finite:
+            self._give_up()
+        elif self._divergences:
+            self.weight_version += 1
+            self._scale_rate(RATE_AFTER_SUCCESS)
+        outcome = "not_finite" if not is_finite else "taken" if self._divergences else "no_time"
+        self._last = RefitReport(
+            outcome=outcome,
+            weight_version=self.weight_version,
+            num_steps=len(self._divergences),
+            num_tokens=self._num_tokens,
+            kl_before=None,
+            kl_after=None,
+            # it is part of the update's
+            refit_s=0.0,
+        )
+        figures = {"draft/cotrain_s": self._spent_s}
+        if self._divergences:
+            figures["draft/cotrain_kl"] = sum(self._divergences) / len(self._divergences)
+        return figures
+
+    def refit(self, *_: Any, **__: Any) -> RefitReport:
+        """What the last update did with the draft model, asked for as a refit is (`DraftRefitter.refit`); once."""
+        last, self._last = self._last, None
+        return last or RefitReport(
+            outcome="no_time",
+            weight_version=self.weight_version,
+            num_steps=0,
+            num_tokens=0,
+            kl_before=None,
+            kl_after=None,
+            refit_s=0.0,
+        )
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        """The draft model's weights to be published, in name order."""
+        yield from unique_tensors(self.model)
+
+    def save(self, path: Path) -> None:
+        """Write all that goes on from here into a file; of several trainers the first does. Raises StorageError."""
+        if self._trainers.rank == 0:
+            facts = {"weight_version": self.weight_version, "rate_scale": self._rate_scale}
+            write_draft_state(path, self._trainer, facts)
+
+    def load(self, path: Path) -> None:
+        """Go on where `save` was called. Raises ConfigError: it does not fit."""
+        self._trainer = self._new_trainer()
+        facts = read_draft_state(path, self._trainer)
+        try:
+            self.weight_version, self._rate_scale = int(facts["weight_version"]), float(facts["rate_scale"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise no_draft_state(path, error) from error
+        self._scale_rate(1.0)
+        self.begin()
+
+    def _forget_minibatch(self) -> None:
+        self._open: list[Tensor] = []
+        self._open_tokens = 0
+        self.model.zero_grad(set_to_none=True)
+
+    def _give_up(self) -> None:
+        """Put the weights of before the update back; Adam begins anew, at a lower rate."""
+        with torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), self._before, strict=True):
+                parameter.copy_(value)
+        self._trainer = self._new_trainer()
+        self._scale_rate(RATE_AFTER_FAILURE)
+
+    def _scale_rate(self, factor: float) -> None:
+        self._rate_scale = min(1.0, self._rate_scale * factor)
+        self._trainer.learning_rate = self._settings.learning_rate * self._rate_scale
+
+    def _new_trainer(self) -> SupervisedTrainer:
+        trainer = SupervisedTrainer(
+            self.model, learning_rate=self._settings.learning_rate, warmup_steps=WARMUP_STEPS
+        )
+        prepare_for_training(self.model, gradient_checkpointing=False)
+        return trainer
+
+
+def whole_kl(teacher: Float[Tensor, "M V"], student: Float[Tensor, "M V"]) -> Float[Tensor, " M"]:
+    """KL(teacher || student) in nats of logits over the temperature; only the student has a gradient."""
+    with torch.no_grad():
+        known = torch.log_softmax(teacher.float(), dim=-1)
+        probabilities = known.exp()
+    difference = known - torch.log_softmax(student.float(), dim=-1)
+    # what the teacher never says has no part: 0 times infinity
+    return torch.where(probabilities > 0.0, probabilities * difference, 0.0).sum(dim=-1)

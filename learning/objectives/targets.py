@@ -1,0 +1,139 @@
+"""What an update computes once, before its first optimizer step: advantages, the reference, weights of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.learning.objectives.advantages import (
+    group_advantages,
+    leave_one_out_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    spread,
+)
+from rlhfspec.learning.objectives.losses import kl_estimate
+from rlhfspec.learning.objectives.off_policy import importance_weights
+from rlhfspec.learning.objectives.ppo_advantages import ppo_advantages
+from rlhfspec.learning.objectives.rewards_at_tokens import kl_penalty, response_rewards, token_rewards
+from rlhfspec.learning.trainer.critic import Critic
+from rlhfspec.learning.trainer.engine_scoring import EngineValues
+from rlhfspec.learning.trainer.experience import Experience
+from rlhfspec.learning.trainer.first_forwards import FirstValues
+from rlhfspec.learning.trainer.one_trainer import OneTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Per-token tensors [B, R], padded like the experience, and the figures found on the way."""
+
+    advantages: Tensor
+    reference: Tensor | None
+    "the reference model's log-probabilities, None without KL control"
+    has_kl_loss: bool
+    "whether the reference counts as a term of the loss"
+    has_entropy_loss: bool
+    learned: Tensor
+    "[B], False for responses that are no part of the loss"
+    figures: dict[str, float]
+    importance: Tensor | None = None
+    "weights of the policy loss against the sampler (`learning.objectives.off_policy`), None where it is not corrected"
+    engine: EngineValues | None = None
+    "the policy's log-probabilities by the engine's forward; None: by the learner's own"
+
+    def sample_advantages(self, mask: Bool[Tensor, "B R"]) -> tuple[float, ...]:
+        """Mean advantage of each response's tokens."""
+        sums = torch.where(mask, self.advantages, torch.zeros_like(self.advantages)).sum(dim=1)
+        return tuple((sums / mask.sum(dim=1).clamp_min(1)).tolist())
+
+    def with_gradient(self, rows: Sequence[int]) -> list[int]:
+        """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""
+        everywhere = self.has_entropy_loss or self.has_kl_loss
+        return [row for row in rows if self.learned[row] and (everywhere or bool(self.advantages[row].any()))]
+
+
+def update_targets(
+    experience: Experience,
+    first: FirstValues,
+    *,
+    algorithm: AlgorithmConfig,
+    trainer: TrainerConfig,
+    critic: Critic | None,
+    trainers: OneTrainer,
+    generator: torch.Generator,
+    kl_coef: float,
+) -> Targets:
+    """Advantages and what they come from; the critic, where there is one, is fitted. Collective.
+
+    `first` are the values under the weights before any step; `generator` orders the critic's minibatches; `kl_coef` is
+    the coefficient as it stands.
+    """
+    reference = first.logprobs.get("reference")
+    figures = {"num_samples_ahead": float(first.num_ahead)}
+    if reference is not None:
+        kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
+        figures["reference_kl"] = float(kl[experience.mask].mean())
+    penalty = kl_penalty(experience, reference, algorithm, kl_coef)
+    learned = (
+        ~experience.truncated if algorithm.truncated == "mask" else torch.ones_like(experience.truncated)
+    )
+    if critic is not None:
+        assert first.states is not None, "a critic's states are among the first values"
+        advantages = ppo_advantages(
+            critic,
+            experience,
+            first.states,
+            penalty,
+            learned,
+            algorithm=algorithm,
+            trainer=trainer,
+            generator=generator,
+            figures=figures,
+        )
+        # trainers on unlike processors round unlike, and would drift apart
+        trainers.take_first([advantages, *critic.head.parameters()])
+    else:
+        advantages = _advantages_without_critic(experience, penalty, learned, algorithm)
+    if algorithm.compares_groups:
+        figures["num_groups"] = float(len(experience.group_ids.unique()))
+        teaching = experience.group_ids[advantages.any(dim=1)].unique()
+        figures["num_zero_advantage_groups"] = figures["num_groups"] - float(len(teaching))
+    figures["truncated_share"] = float(experience.truncated.float().mean())
+    importance = None
+    if algorithm.correction.compares:
+        importance, found = importance_weights(
+            experience.old_logprobs, experience.sampler_logprobs, experience.mask, algorithm.correction
+        )
+        figures |= found
+    targets = Targets(
+        advantages=advantages,
+        importance=importance,
+        reference=reference,
+        has_kl_loss=reference is not None and algorithm.kl_placement == "loss",
+        has_entropy_loss=algorithm.has_entropy_bonus,
+        learned=learned,
+        figures=figures,
+    )
+    num_learned = len(targets.with_gradient(range(len(advantages))))
+    return replace(targets, figures=figures | {"num_skipped_samples": float(len(advantages) - num_learned)})
+
+
+def _advantages_without_critic(
+    experience: Experience, penalty: Tensor, learned: Tensor, algorithm: AlgorithmConfig
+) -> Float[Tensor, "B R"]:
+    """One estimator a row of `core.settings.algorithm.ALGORITHMS`; whitened over what is learned."""
+    groups, mask = experience.group_ids, experience.mask
+    counted = mask & learned[:, None]
+    if algorithm.advantage == "reinforce_pp":
+        return reinforce_pp_advantages(token_rewards(experience, penalty), counted, gamma=algorithm.gamma)
+    rewards = response_rewards(experience, penalty)
+    if algorithm.advantage == "reinforce_pp_baseline":
+        return reinforce_pp_baseline_advantages(rewards, groups, counted)
+    if algorithm.advantage == "leave_one_out":
+        return spread(leave_one_out_advantages(rewards, groups), mask)
+    return spread(group_advantages(rewards, groups, divide_by_std=algorithm.advantage == "group_std"), mask)

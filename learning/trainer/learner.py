@@ -1,0 +1,353 @@
+"""The learner: PPO, GRPO and kin on finished rollouts, deterministic to the last bit on the CPU.
+
+What an algorithm is made of: `core.settings.algorithm`; its formulas: `learning.objectives`.
+Old log-probabilities are the engine's, or of one more forward here where it rounds otherwise; the reference is a frozen
+copy of the initial target.
+Equal rollouts give bitwise equal parameters on the CPU (CUDA may add up gradients in any order): samples are
+ordered by index, minibatches are drawn from (seed, weight version), and nothing else is random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.records import Rollout, UpdateReport
+from rlhfspec.engine.decoding.logprobs import scaled_logits
+from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
+from rlhfspec.learning.drafts.cotraining import DraftCotrainer
+from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
+from rlhfspec.learning.objectives.controllers import Coefficients
+from rlhfspec.learning.objectives.losses import Sequences, token_weights
+from rlhfspec.learning.objectives.objective import LossInputs, objective
+from rlhfspec.learning.objectives.off_policy import lag_figures, recomputed
+from rlhfspec.learning.objectives.targets import Targets, update_targets
+from rlhfspec.learning.trainer.batching import Pack
+from rlhfspec.learning.trainer.critic import Critic
+from rlhfspec.learning.trainer.engine_scoring import EngineScorer, EngineValues, with_values
+from rlhfspec.learning.trainer.experience import Experience, collate
+from rlhfspec.learning.trainer.first_forwards import FirstForwards, Part
+from rlhfspec.learning.trainer.learner_state import LearnerState
+from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.policy_forward import PolicyForward
+from rlhfspec.learning.trainer.schedule import Horizon, rate_factor
+from rlhfspec.learning.trainer.token_statistics import token_statistics
+from rlhfspec.learning.trainer.trained_model import TrainedModel
+from rlhfspec.learning.trainer.update_metrics import MinibatchFigures, added_up, describe_odd_loss
+
+
+class Learner(TrainedModel):
+    """Holds the target, its optimizer, for PPO a critic, and with KL control a reference.
+
+    With `trainer.lora` only adapters learn, and the reference is the target with them switched off.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        algorithm: AlgorithmConfig,
+        trainer: TrainerConfig,
+        temperature: float,
+        seed: int,
+        pad_token_id: int,
+        vocab_size: int | None = None,
+        soft_targets: SoftTargetStore | None = None,
+        compute_dtype: torch.dtype = torch.float32,
+        scorer: EngineScorer | None = None,
+        trainers: OneTrainer | None = None,
+        horizon: Horizon | None = None,
+    ) -> None:
+        """See `TrainedModel`; all trainers of a group get equal rollouts.
+
+        `soft_targets` is filled at every update, for the draft model; it changes nothing here. `scorer` values
+        log-probabilities by the engine's forward instead of the model's own; `trainer.scoring` engine needs one.
+        `horizon` is how far the run goes; a schedule that falls, and `loss_aggregation` constant_length, need one.
+        Raises ConfigError: settings that do not go together; and as `TrainedModel`.
+        """
+        if temperature <= 0.0:
+            raise ConfigError(
+                f"cannot train at temperature {temperature}: greedy sampling has no log-probability; use 1.0"
+            )
+        if (trainer.scoring == "engine") != (scorer is not None):
+            raise ConfigError(
+                f"trainer.scoring is {trainer.scoring}, but the learner was given "
+                f"{'no scorer' if scorer is None else 'a scorer'}; give it an EngineScorer with engine, none with model"
+            )
+        self._horizon = horizon or Horizon()
+        if algorithm.loss_aggregation == "constant_length" and self._horizon.max_new_tokens is None:
+            raise ConfigError(
+                "algorithm.loss_aggregation constant_length divides by the most tokens that a response may have, and "
+                "the learner was not told; give it a Horizon with max_new_tokens"
+            )
+        super().__init__(
+            model,
+            trainer,
+            seed=seed,
+            rate_factor=rate_factor(trainer, self._horizon),
+            compute_dtype=compute_dtype,
+            trainers=trainers,
+            has_reference=algorithm.kl_coef > 0.0,
+        )
+        self._scorer = scorer
+        self.algorithm = algorithm
+        self.trainer = trainer
+        self.pad_token_id = pad_token_id
+        self.soft_targets = soft_targets
+        self.cotrainer: DraftCotrainer | None = None
+        "learns in every update beside the target, from its logits; it changes nothing here"
+        text_config = model.config.get_text_config()
+        self._forward = PolicyForward(
+            # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
+            vocab_size=vocab_size or int(text_config.vocab_size),
+            temperature=temperature,
+            max_tokens=trainer.max_tokens_per_forward,
+            compute_dtype=compute_dtype,
+            trainers=self.trainers,
+        )
+        self._first = FirstForwards(
+            forward=self._forward,
+            model=model,
+            reference=self.reference,
+            adapter=self.adapter,
+            scorer=scorer,
+            weights=self.weights,
+            block_size=trainer.block_samples * self.trainers.size,
+        )
+        self.critic: Critic | None = None
+        if algorithm.has_critic:
+            self.critic = Critic(
+                text_config.hidden_size,
+                seed=seed,
+                learning_rate=trainer.value_learning_rate,
+                max_grad_norm=trainer.max_grad_norm,
+                device=model.device,
+                trainers=self.trainers,
+            )
+        self._coefficients = Coefficients.first(algorithm)
+
+    def update(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> UpdateReport:
+        """Learn from one batch of rollouts; `weight_version` grows by one.
+
+        With `recompute_old` ratios are over log-probabilities of this learner's own forward before the first step,
+        and not over the sampler's; with `trainer.scoring` engine they are the engine's, which cost nothing more.
+
+        Raises ConfigError when stale samples are to be corrected without it. Raises NotFiniteError, naming what, when
+        anything is not finite: no step is taken with it, and weights that a step made so are not given a version.
+        """
+        experience = collate(rollouts, pad_token_id=self.pad_token_id)
+        mismatch = lag_figures(
+            experience, self.weight_version, self.algorithm.correction, recompute_old=recompute_old
+        )
+        first = self._first.of(experience, self._first_parts(recompute_old))
+        if recompute_old:
+            proximal = first.logprobs["own" if self._scorer is None else "engine"]
+            experience, found = recomputed(experience, proximal)
+            mismatch |= found
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.weight_version) % 2**63)
+        targets = update_targets(
+            experience,
+            first,
+            algorithm=self.algorithm,
+            trainer=self.trainer,
+            critic=self.critic,
+            trainers=self.trainers,
+            generator=generator,
+            kl_coef=self._coefficients.kl,
+        )
+        if self.soft_targets is not None:
+            self.soft_targets.clear()
+        if self.cotrainer is not None:
+            self.cotrainer.begin()
+        figures = MinibatchFigures()
+        if self._scorer is not None:
+            engine = EngineValues(self._scorer, experience, self.weights, first.logprobs["engine"])
+            targets = replace(targets, engine=engine)
+            targets.figures["mismatch/bit_equal_share"] = engine.bit_equal_share
+        steps_before = self.num_steps
+        for rows in self._minibatches(len(experience.lengths), generator):
+            self._learn(experience, targets, rows, figures)
+        odd = not_finite(self.trainers.held(self.model))
+        self.trainers.agree(
+            f"the update of the target model to weight version {self.weight_version + 1} failed: "
+            f"{describe_not_finite(odd)}; lower trainer.learning_rate"
+            if odd
+            else None
+        )
+        if self.soft_targets is not None:
+            self.soft_targets.merge(self.trainers.gather_to_first(self.soft_targets.kept))
+        if self.cotrainer is not None:
+            targets.figures.update(self.cotrainer.end())
+        self.weight_version += 1
+        self._first.forget()
+        coefficients = {"kl_coef": self._coefficients.kl, "entropy_coef": self._coefficients.entropy}
+        self._coefficients.after_update(
+            targets.figures.get("reference_kl"), len(experience.lengths), self.algorithm
+        )
+        return UpdateReport(
+            weight_version=self.weight_version,
+            num_samples=len(experience.lengths),
+            num_tokens=experience.num_tokens,
+            num_optimizer_steps=self.num_steps - steps_before,
+            figures={
+                **mismatch,
+                **targets.figures,
+                **coefficients,
+                **figures.means(),
+                "lr": self.optimizer.param_groups[0]["lr"],
+            },
+            log_ratio_counts=added_up(self.trainers.gather(figures.log_ratio_counts())),
+            sample_advantages=targets.sample_advantages(experience.mask),
+        )
+
+    def forward_ahead(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> None:
+        """Compute, before all samples of an update are there, what it needs of one block of them.
+
+        A block is `trainer.block_samples` samples for each trainer, which follow each other by sample index, counted
+        from the update's first; the last may be smaller. `update` takes what is there of the same blocks and computes
+        what is not: its result is the same to the bit. Collective. Raises NumericsError as `update`.
+        """
+        experience = collate(rollouts, pad_token_id=self.pad_token_id)
+        self._first.ahead(experience, self._first_parts(recompute_old))
+
+    def load(self, folder: Path) -> LearnerState:
+        """See `TrainedModel`; the same algorithm is expected."""
+        state = super().load(folder)
+        self._coefficients = state.coefficients
+        self._first.forget()
+        if self._scorer is not None:
+            self._scorer.holds = None
+        return state
+
+    def _first_parts(self, recompute_old: bool) -> list[Part]:
+        """What is to be computed before the first step."""
+        parts: dict[Part, bool] = {
+            "reference": self.algorithm.kl_coef > 0.0,
+            "own": recompute_old and self._scorer is None,
+            "states": self.critic is not None,
+            "engine": self._scorer is not None,
+        }
+        return [part for part, is_needed in parts.items() if is_needed]
+
+    def _state(self) -> LearnerState:
+        critic = None if self.critic is None else (self.critic.head, self.critic.optimizer)
+        return replace(super()._state(), critic=critic, coefficients=self._coefficients)
+
+    def _learn(
+        self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
+    ) -> None:
+        """Accumulate the gradient of one minibatch and take one optimizer step, unless it is 0."""
+        weight_of, share_of = torch.zeros(2, *experience.mask.shape)
+        counted = experience.mask[rows] & targets.learned[rows, None]
+        weight_of[rows] = token_weights(
+            counted, self.algorithm.loss_aggregation, max_tokens=self._horizon.max_new_tokens or 1
+        )
+        share_of[rows] = token_weights(counted, "token_mean")
+        learned = targets.with_gradient(rows)
+        engine: Tensor | None = None
+        if targets.engine is not None and learned:
+            engine = targets.engine.of(self._forward.rows_of(learned, experience))
+        packs = self._forward.packs(learned, experience)
+        losses: list[Tensor] = []
+        for pack in packs:
+            weights = (
+                (weight_of, share_of) if not pack.is_filler else torch.zeros(2, *weight_of.shape).unbind()
+            )
+            loss = self._loss(experience, targets, pack, weights, figures, engine)
+            losses.append(loss.detach())
+            loss.backward()
+        self.trainers.agree(
+            describe_odd_loss(
+                losses, [pack.rows for pack in packs], experience.sample_indices, self.weight_version
+            )
+        )
+        self.trainers.sum_gradients(self._learned())
+        has_stepped = self._step(figures)
+        if self.soft_targets is not None:
+            self.soft_targets.settle()
+        if self.cotrainer is not None:
+            self.cotrainer.step()
+        if targets.engine is not None and has_stepped:
+            targets.engine.changed()
+
+    def _loss(
+        self,
+        experience: Experience,
+        targets: Targets,
+        pack: Pack,
+        weights: Sequence[Tensor],
+        out: MinibatchFigures,
+        engine: Tensor | None,
+    ) -> Tensor:
+        """Loss of some rows; `weights` [B, R] are those of `LossInputs`: weight, share."""
+        rows = pack.rows
+        algorithm, mask, device = self.algorithm, experience.mask[rows], self.model.device
+
+        def flat(per_token: Tensor) -> Tensor:
+            return per_token[rows][mask].to(device)
+
+        def flat_or_none(per_token: Tensor | None) -> Tensor | None:
+            return None if per_token is None else flat(per_token)
+
+        packed = experience.packed(rows)
+        logits, _ = self._forward.logits(self.model, packed)
+        has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
+        logprobs, entropy = token_statistics(
+            logits, packed.targets.to(device), self._forward.temperature, entropy=has_entropy
+        )
+        if self.soft_targets is not None and not pack.is_filler:
+            self.soft_targets.keep(
+                [experience.sample_indices[row] for row in rows],
+                mask.sum(dim=1).tolist(),
+                scaled_logits(logits.detach(), self._forward.temperature),
+                step=self.num_steps,
+            )
+        if self.cotrainer is not None and not pack.is_filler:
+            self.cotrainer.learn(packed, scaled_logits(logits.detach(), self._forward.temperature))
+        if engine is not None:
+            logprobs = with_values(logprobs, flat(engine))
+        weight, share = (flat(one) for one in weights)
+        return objective(
+            LossInputs(
+                logprobs=logprobs,
+                entropy=entropy,
+                old_logprobs=flat(experience.old_logprobs),
+                advantages=flat(targets.advantages),
+                importance=flat_or_none(targets.importance),
+                reference=flat_or_none(targets.reference) if targets.has_kl_loss else None,
+                sequences=Sequences.of(mask, device),
+                weight=weight,
+                share=share,
+            ),
+            algorithm=algorithm,
+            kl_coef=self._coefficients.kl,
+            entropy_coef=self._coefficients.entropy_bonus(algorithm),
+            figures=out,
+        )
+
+    def _step(self, figures: MinibatchFigures) -> bool:
+        """Step by the gradient, unless it is 0, and close the minibatch's figures; whether a step was taken."""
+        norm = self._take_step(f"at weight version {self.weight_version}")
+        self.num_steps += norm > 0.0
+        closed = figures.close_minibatch(
+            self.trainers.gather(figures.open_part()),
+            grad_norm=norm,
+            max_grad_norm=self.trainer.max_grad_norm,
+        )
+        self._coefficients.after_step(closed.get("entropy"), self.algorithm)
+        return norm > 0.0
+
+    def _minibatches(self, num_samples: int, generator: torch.Generator) -> Iterator[list[int]]:
+        """Of equal size up to one sample: a small last one would step as far as a whole one."""
+        num_minibatches = -(-num_samples // self.trainer.minibatch_size)
+        for _ in range(self.trainer.epochs):
+            order = torch.randperm(num_samples, generator=generator)
+            for rows in order.tensor_split(num_minibatches):
+                yield sorted(rows.tolist())

@@ -1,0 +1,114 @@
+"""Forwards over rollouts: the tokens of each sample, none of padding, within a number of tokens a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhfspec.learning.trainer.batching import Pack, PackedSequences, shared_packs
+from rlhfspec.learning.trainer.experience import Experience
+from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.token_statistics import token_statistics
+from rlhfspec.learning.trainer.training_forward import response_logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnStates:
+    """Last hidden states that predict response tokens of this trainer's rows; `m` of the batch's `M` tokens."""
+
+    places: Int[Tensor, " m"]
+    "of the tokens in the batch, row-major; ascending, on the CPU"
+    states: Float[Tensor, "m H"]
+
+    @classmethod
+    def in_order(cls, places: Tensor, states: Tensor) -> OwnStates:
+        """Put states that came in the order of packs into that of places."""
+        order = places.argsort()
+        return cls(places=places[order], states=states[order.to(states.device)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyForward:
+    """How a learner computes: the same way for the policy, its hidden states and the reference."""
+
+    vocab_size: int
+    "token ids that take part; padded ones above do not"
+    temperature: float
+    max_tokens: int
+    "in one forward"
+    compute_dtype: torch.dtype
+    "of matrix products"
+    trainers: OneTrainer = field(default_factory=OneTrainer)
+
+    def packs(self, rows: Sequence[int], experience: Experience) -> list[Pack]:
+        """This trainer's share of some rows (the same ones for all trainers), as many packs as any trainer has."""
+        rows = list(rows)
+        lengths = [experience.lengths[row] for row in rows]
+        packs = shared_packs(lengths, self.max_tokens, self.trainers)
+        return [Pack(rows=[rows[i] for i in pack.rows], is_filler=pack.is_filler) for pack in packs]
+
+    def logits(
+        self, model: PreTrainedModel, packed: PackedSequences, *, with_logits: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [M, V] and hidden states [M, H] that predict the pack's targets; logits [0, V] where not wanted."""
+        return response_logits(
+            model,
+            packed,
+            self.vocab_size,
+            compute_dtype=self.compute_dtype,
+            with_logits=with_logits,
+            keeps_casts=not self.trainers.is_sharded,
+        )
+
+    def rows_of(self, rows: Sequence[int], experience: Experience) -> list[int]:
+        """Rows of this trainer's packs, those computed for nothing among them; each once."""
+        return sorted({row for pack in self.packs(rows, experience) for row in pack.rows})
+
+    @torch.no_grad()
+    def values(
+        self,
+        model: PreTrainedModel,
+        experience: Experience,
+        rows: Sequence[int],
+        *,
+        with_logprobs: bool = True,
+        with_states: bool = False,
+    ) -> tuple[Float[Tensor, " M"] | None, OwnStates | None]:
+        """Log-probabilities of some rows' response tokens, on the CPU, and the states that predict them.
+
+        `M` tokens in row-major order. Log-probabilities are those of all trainers; each has the states of its own
+        rows. Collective.
+        """
+        mask = experience.mask[list(rows)]
+        place = torch.full(experience.mask.shape, -1)
+        place[list(rows)] = padded(torch.arange(int(mask.sum())), mask)
+        logprobs = torch.zeros(int(mask.sum()))
+        places, states = [], []
+        for pack in self.packs(rows, experience):
+            packed = experience.packed(pack.rows)
+            logits, hidden = self.logits(model, packed, with_logits=with_logprobs)
+            here = place[pack.rows][experience.mask[pack.rows]]
+            if with_logprobs:
+                flat, _ = token_statistics(
+                    logits, packed.targets.to(logits.device), self.temperature, entropy=False
+                )
+                if not pack.is_filler:
+                    logprobs[here] = flat.cpu()
+            if with_states:
+                empty = pack.is_filler
+                places.append(here[:0] if empty else here)
+                states.append(hidden[:0] if empty else hidden)
+        own = OwnStates.in_order(torch.cat(places), torch.cat(states)) if places else None
+        return self.trainers.sum(logprobs) if with_logprobs else None, own
+
+
+def padded(flat: Tensor, mask: Tensor) -> Tensor:
+    """One number a real token, row-major, as [B, R] with zeros elsewhere."""
+    out = torch.zeros(mask.shape, dtype=flat.dtype)
+    out[mask] = flat
+    return out
