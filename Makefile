@@ -10,7 +10,13 @@ TEST_PROCESSES ?= 2
 .PHONY: setup demo demo-real test test-long check bench-peers check-cuda-fake
 .DEFAULT_GOAL := demo
 
-setup: $(STAMP)
+setup: $(STAMP) build/source/rlhfspec/__init__.py
+
+# The package as a static reader wants it, who does not run rlhfspec.py.
+SOURCE := core profiles policies engine learning actors cluster
+build/source/rlhfspec/__init__.py: Makefile
+	@mkdir -p $(@D); for folder in $(SOURCE); do ln -sfn ../../../$$folder $(@D)/$$folder; done; \
+	ln -sfn ../../benchmarks build/source/benchmarks; touch $@
 
 # Keyed on the content of the dependency lists: a second run, or a fresh date on a file, installs nothing.
 # --no-compile: of thousands of modules a small part is ever imported, and compiled then.

@@ -14,7 +14,7 @@ for package in ("torch", "ray", "transformers"):
             f"slim imports: {package} is installed here, so this proves nothing; use a fresh environment"
         )
 modules = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    "rlhfspec." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for folder in ("core", "profiles", "policies")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]

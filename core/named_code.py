@@ -16,6 +16,7 @@ from rlhfspec.core.errors import ConfigError, one_line
 
 _MAX_CHARS = 200
 _ROOT = Path(__file__).resolve().parents[1]
+_LAYERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
 _PRIVATE = "rlhfspec_user_code"
 "The package whose modules are those of a user's folder, where their own names are taken."
 _told: list[str] = []
@@ -83,10 +84,7 @@ def user_folders() -> list[str]:
 
 
 def give_way(folders: Sequence[str]) -> None:
-    """Let packages in the user's folders go before ours of the same names, in a process that is the user's alone.
-
-    What is at work of ours goes on; what would be imported later is the user's.
-    """
+    """Let the user's folders go before the checkout, whose folders may be named as theirs, in their own process."""
     for folder in reversed(folders):
         import_from_too(folder)
         if Path(folder).resolve() == _ROOT:
@@ -95,10 +93,6 @@ def give_way(folders: Sequence[str]) -> None:
         if ours is not None and folder in sys.path[ours + 1 :]:
             del sys.path[ours + 1 + sys.path[ours + 1 :].index(folder)]
             sys.path.insert(ours, folder)
-        for name in [name for name in sys.modules if "." not in name and _is_ours(name)]:
-            if _file_in(folder, name) is not None:
-                for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
-                    del sys.modules[module]
     importlib.invalidate_caches()
 
 
@@ -119,9 +113,17 @@ def file_of(module: ModuleType) -> str:
 
 
 def _imported(module_name: str) -> ModuleType:
-    for folder in user_folders():
-        if _file_in(folder, module_name) is not None and not _is_found_in(folder, module_name.split(".")[0]):
-            return _privately(folder, module_name)
+    theirs = [
+        folder
+        for folder in user_folders()
+        if Path(folder).resolve() != _ROOT and _file_in(folder, module_name) is not None
+    ]
+    top = module_name.split(".")[0]
+    if hidden := [folder for folder in theirs if not _is_found_in(folder, top)]:
+        return _privately(hidden[0], module_name)
+    if top in _LAYERS and not theirs and _file_in(str(_ROOT), module_name) is not None:
+        # named so before the package had a name of its own
+        module_name = f"rlhfspec.{module_name}"
     return importlib.import_module(module_name)
 
 
@@ -165,11 +167,6 @@ def _places_of(top: str) -> list[Path]:
 
 def _is_root(entry: str) -> bool:
     return bool(entry) and Path(entry).resolve() == _ROOT
-
-
-def _is_ours(top: str) -> bool:
-    file = getattr(sys.modules.get(top), "__file__", None)
-    return file is not None and Path(file).resolve().parent.parent == _ROOT
 
 
 def _advice(error: ModuleNotFoundError | SyntaxError) -> str:

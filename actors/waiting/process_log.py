@@ -21,8 +21,8 @@ from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.core.files import append_whole
 
 MAX_BYTES = 8 << 20
-OURS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
-"Loggers whose lines of level INFO are kept; of others, warnings and worse."
+OURS = "rlhfspec"
+"The logger whose lines of level INFO are kept, with those below it; of others, warnings and worse."
 
 
 class LineLog(logging.Handler):
@@ -84,10 +84,10 @@ def _attach(handler: logging.Handler) -> Callable[[], None]:
     for other in root.handlers:
         other.setLevel(max(other.level, root.level))
     root.addHandler(handler)
-    for ours in map(logging.getLogger, OURS):
-        if ours.level == logging.NOTSET:
-            levels.append((ours, ours.level))
-            ours.setLevel(logging.INFO)
+    ours = logging.getLogger(OURS)
+    if ours.level == logging.NOTSET:
+        levels.append((ours, ours.level))
+        ours.setLevel(logging.INFO)
 
     def end() -> None:
         root.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""Trainer actor: a thin Ray shell around `learning.trainer.learner.Learner` and `learning.drafts.draft_refit.DraftRefitter`.
+"""Trainer actor: a thin Ray shell around `Learner` and `DraftRefitter`.
 
 It gets its first weights by manifest, as the generation actors do, so it may run on any machine. New
 weights go out as chunks that the actor returns (the caller owns them, so they outlive this actor).

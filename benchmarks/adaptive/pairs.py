@@ -1,7 +1,7 @@
 """The pairs on which drafting is judged: the demo pair, and a target twice as deep with the same draft.
 
-`large` is the demo target grown to 16 layers that compute the same function (`learning.models.net2net`): the same tokens
-and acceptance at twice the cost, so that its draft costs under a twentieth of a target forward.
+`large` is the demo target grown to 16 layers that compute the same function (`learning.models.net2net`): the same
+tokens and acceptance at twice the cost, so that its draft costs under a twentieth of a target forward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Start-up check: each of our packages must come from this tree.
+"""Which tree runs: a checkout, or an installed wheel; and that all of `rlhfspec` comes from it.
 
-The packages have generic names (docs/decisions/0001-flat-names.md), so that a job runs local edits
-without an install. The price is that another `core` earlier on the path would win silently; this
-says so instead, naming the path. Standard library only: it runs before anything of ours is imported.
+Standard library only: it runs before anything else of ours is imported.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGES = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
@@ -18,6 +15,9 @@ PACKAGES = ("core", "profiles", "policies", "engine", "learning", "actors", "clu
 NAME = "rlhfspec"
 
 ROOT = Path(__file__).resolve().parents[2]
+"The checkout, or the folder `rlhfspec` of the installed package."
+
+IS_CHECKOUT = (ROOT / "rlhfspec.py").is_file()
 
 
 def version(root: Path = ROOT) -> str:
@@ -30,17 +30,18 @@ def version(root: Path = ROOT) -> str:
     return importlib.metadata.version(NAME)
 
 
-def shadowed_packages(root: Path = ROOT, names: Iterable[str] = PACKAGES) -> list[str]:
-    """Return one line for every package that does not resolve to `root`; empty when all do."""
+def shadowed_packages(root: Path = ROOT) -> list[str]:
+    """One line for every package of ours that does not resolve to `root`; empty when all do."""
     faults = []
-    for name in names:
-        spec = importlib.util.find_spec(name)
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(f"{NAME}.{name}")
         if spec is None or spec.origin is None:
-            faults.append(f"package '{name}' was expected in {root}, got none; run from a complete checkout")
-        elif Path(spec.origin).resolve().parent != root / name:
-            found = Path(spec.origin).parent
             faults.append(
-                f"package '{name}' was expected in {root}, got {found}; "
-                f"take {found.parent} off the Python path (PYTHONPATH or site-packages)"
+                f"package '{NAME}.{name}' was expected in {root}, got none; run from a complete checkout"
+            )
+        elif Path(spec.origin).resolve().parent != root / name:
+            faults.append(
+                f"package '{NAME}.{name}' was expected in {root}, got {Path(spec.origin).parent}; "
+                "take one of the two off the Python path (PYTHONPATH or site-packages)"
             )
     return faults

@@ -31,7 +31,7 @@ from rlhfspec.cluster.folder.folder_watch import removed_when_gone, uninterrupte
 from rlhfspec.cluster.folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
-from rlhfspec.cluster.placement.origin import ROOT
+from rlhfspec.cluster.placement.origin import IS_CHECKOUT, ROOT
 from rlhfspec.cluster.placement.private_token import (
     LOOPBACK_NAMES,
     make_token,
@@ -248,7 +248,8 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     require_reachable(address)
     in_job = JOB_MARK in os.environ
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
-    runtime_env = None if in_job else {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git"]}
+    tree = {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git", "/build"]}
+    runtime_env = None if in_job else tree if IS_CHECKOUT else {"py_modules": [str(ROOT)]}
     is_private = _is_private(address)
     token_file = token_of(address)
     with nullcontext() if token_file is None else using_token(token_file), _shut_down_after():
@@ -330,7 +331,8 @@ def free_port() -> int:
 def _worker_environment() -> dict[str, str]:
     """Workers import this tree. Not the caller's folder: it would go before the standard library (`code.py`)."""
     inherited = os.environ.get("PYTHONPATH", "")
-    folders = dict.fromkeys([str(ROOT), *filter(None, inherited.split(os.pathsep))])
+    tree = [str(ROOT)] if IS_CHECKOUT else []
+    folders = dict.fromkeys([*tree, *filter(None, inherited.split(os.pathsep))])
     return {"PYTHONPATH": os.pathsep.join(folders)}
 
 

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 import xxhash
 
-import rlhfspec.engine
 from rlhfspec.core.errors import StorageError
 from rlhfspec.core.files import write_whole
 from rlhfspec.core.weight_records import WeightManifest
@@ -127,7 +126,7 @@ def _processor() -> str:
 @lru_cache(maxsize=1)
 def _code() -> str:
     """Of every module of the package `engine`."""
-    root = Path(engine.__path__[0])
+    root = Path(__file__).resolve().parents[1]
     whole = xxhash.xxh3_128()
     for path in sorted(root.rglob("*.py")):
         whole.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

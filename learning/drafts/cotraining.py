@@ -5,9 +5,9 @@ constant: no gradient reaches the target, and no second forward of it is compute
 sum is minimised by an optimizer of each, and the target's steps are, to the bit, those without a draft model. For Adam
 a factor of a loss is none of the step: what lambda would say, the draft's learning rate says.
 
-A refit (`learning.drafts.draft_refit`) learns afterwards, on the same rollouts, for as long as its budget allows; here the
-draft takes one step with each of the target's, its version is published with the target's, and there is no budget. No
-slice is held out: a minibatch's divergence is measured before it is learned from.
+A refit (`learning.drafts.draft_refit`) learns afterwards, on the same rollouts, for as long as its budget allows; here
+the draft takes one step with each of the target's, its version is published with the target's, and there is no budget.
+No slice is held out: a minibatch's divergence is measured before it is learned from.
 
 Source: NeMo-RL, 'Accelerating RL with speculative decoding' (arXiv 2604.26779); Zhou et al. 2024, 'DistillSpec'
 (forward KL on the policy's own responses).

@@ -126,11 +126,11 @@ def test_an_instance_that_serves_and_has_no_process_here_is_named() -> None:
 def test_a_thread_is_where_it_left_our_code() -> None:
     told = """Current thread 0x00007f (most recent call first):
   File "/x/site-packages/actors/y.py", line 3 in wait
-  File "/x/pkg/actors/ray_utils/waiting.py", line 57 in _get_awake
-  File "/x/pkg/cluster/loop.py", line 190 in run_iteration
+  File "/x/pkg/actors/waiting/waiting.py", line 57 in _get_awake
+  File "/x/pkg/cluster/run/loop.py", line 190 in run_iteration
 
 Thread 0x00008f (most recent call first):
-  File "/x/pkg/actors/ray_utils/vitals.py", line 30 in tell
+  File "/x/pkg/actors/waiting/vitals.py", line 30 in tell
 """
     first, second = parse_faulthandler(told)
     assert where(first) == "cluster/run/loop.py:190 run_iteration calls wait"

@@ -39,7 +39,7 @@ with ray_session(ClusterConfig(dashboard=False), "test") as session:
     @ray.remote(num_cpus=0.1)
     def where():
         import rlhfspec.core
-        return core.__file__
+        return rlhfspec.core.__file__
     assert session.is_local and session.namespace.startswith("rlhfspec-test-")
     print("worker", ray.get(where.remote()), flush=True)
     print("folder", ray._private.worker._global_node.get_temp_dir_path(), flush=True)
