@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhfspec.actors.actor_messages import HeldSamples, PollReply
-from rlhfspec.actors.generation.loop_engine import EngineHost
 from rlhfspec.actors.generation.loop_orders import (
     CallOrder,
     CutOrder,
@@ -42,6 +41,7 @@ from rlhfspec.policies.migration.move_messages import MoveReport
 
 if TYPE_CHECKING:
     # they import torch, which the scheduler has no use for
+    from rlhfspec.actors.generation.engine_host import ManifestHost
     from rlhfspec.actors.migration.migrator import Migrator
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class DecodeLoop:
     def __init__(
         self,
         instance: str,
-        host: EngineHost,
+        host: ManifestHost,
         *,
         report_interval_s: float,
         on_report: Callable[[InstanceLoad], None] = lambda load: None,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from rlhfspec.actors.actor_messages import (
     InstanceNumerics,
     LoadedWeights,
 )
-from rlhfspec.actors.generation.loop_engine import BucketSource
 from rlhfspec.actors.generation.spot_trainer import SpotTrainer
 from rlhfspec.actors.waiting.assigned_device import assigned_gpus, require_gpu_room, resolve_device
 from rlhfspec.core.config import EngineConfig
@@ -53,6 +52,10 @@ from rlhfspec.engine.weights.chunks import (
 )
 from rlhfspec.engine.weights.digests import digest
 from rlhfspec.engine.weights.host_mirror import HostMirror
+
+if TYPE_CHECKING:
+    # none but a broadcast needs it
+    from rlhfspec.actors.transport.broadcast import BroadcastGroup
 
 
 class ManifestHost:
@@ -148,7 +151,7 @@ class ManifestHost:
             rounds_by = f"code of our own ({runner.backend.name})"
         return InstanceNumerics(promise=self._engine.promise, rounds_by=rounds_by)
 
-    def receive_weights(self, layout: WeightManifest, group: BucketSource) -> LoadedWeights:
+    def receive_weights(self, layout: WeightManifest, group: BroadcastGroup) -> LoadedWeights:
         """Load the target's next version bucket by bucket, as it comes; nothing decodes until one version is whole.
 
         Raises WeightsError, naming the bucket that does not match, and what the group raises.
@@ -208,7 +211,7 @@ class ManifestHost:
         if self._spot is not None:
             self._spot.train_on()
 
-    def _received(self, layout: WeightManifest, group: BucketSource) -> Iterator[dict[str, Tensor]]:
+    def _received(self, layout: WeightManifest, group: BroadcastGroup) -> Iterator[dict[str, Tensor]]:
         """The tensors of one bucket after the other, checked; views of one buffer."""
         starts, count = chunk_starts(layout), len(layout.chunk_num_bytes)
         # beside the weights, where the group brings them there: nothing but a checksum's copy comes to the host

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhfspec.actors.generation.loop_engine import BucketSource
 from rlhfspec.core.records import SampleKey, SampleRequest
 from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.policies.migration.move_messages import News, describe
 
 if TYPE_CHECKING:
-    # it imports torch, which the scheduler has no use for
+    # they import torch, which the scheduler has no use for
+    from rlhfspec.actors.transport.broadcast import BroadcastGroup
     from rlhfspec.engine.exchange import CachePiece
 
 
@@ -47,7 +47,7 @@ class LoadOrder:
 
     manifest: WeightManifest
     chunks: tuple[np.ndarray, ...]
-    group: BucketSource | None = None
+    group: BroadcastGroup | None = None
     "where the chunks come from instead; of the manifest only version, names and places hold then"
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +22,12 @@ from rlhfspec.actors.generation.spare_time import SpareTime
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.engine.admission import MB
 from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.learning.drafts.learning_rate import LearningRate
+
+if TYPE_CHECKING:
+    # they load transformers, which an instance without a head does not need
+    from rlhfspec.learning.drafts.feature_buffer import FeatureBuffer
+    from rlhfspec.learning.drafts.head_trainer import HeadTrainer
 
 HELD_OUT_EVERY = 8
 "Of the sequences that arrive one in so many is never learned from: heads are compared on them."
@@ -29,85 +35,6 @@ HELD_OUT_SHARE = 0.125
 "Of the buffer's bytes."
 LEAST_TOKENS = 64
 "Of a step. One that is stopped has taught nothing, so the next one is half as long; one that ends, twice."
-RATE_AFTER_FAILURE = 0.5
-RATE_AFTER_SUCCESS = 1.5
-
-
-class StepReport(Protocol):
-    """What the trainer needs of `learning.drafts.head_trainer.StepReport`."""
-
-    @property
-    def num_anchors(self) -> int:
-        """Positions that were learned from."""
-        ...
-
-    @property
-    def loss(self) -> float:
-        """KL(target || head), nats a token."""
-        ...
-
-    @property
-    def grad_norm(self) -> float:
-        """Where it is not finite, no step was taken."""
-        ...
-
-    @property
-    def needs(self) -> tuple[float, ...]:
-        """Of each sequence: the share of its positions on which the head fails."""
-        ...
-
-
-class HeadLearner(Protocol):
-    """What the trainer needs of `learning.drafts.head_trainer.HeadTrainer`."""
-
-    learning_rate: float
-    "of later steps"
-
-    def step(
-        self, sequences: Sequence[FeatureSequence], should_stop: Callable[[], bool] = ...
-    ) -> StepReport | None:
-        """Take a step; None: nothing has changed, it was stopped."""
-        ...
-
-    def evaluate(self, sequences: Sequence[FeatureSequence]) -> StepReport:
-        """Report on a step that is not taken."""
-        ...
-
-    def weights(self) -> dict[str, Tensor]:
-        """Copies of the trained tensors."""
-        ...
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from other weights."""
-        ...
-
-    def forget_direction(self) -> None:
-        """Forget where steps were heading."""
-        ...
-
-
-class HeadBuffer(Protocol):
-    """What the trainer needs of `learning.drafts.feature_buffer.FeatureBuffer`."""
-
-    def add(self, sequence: FeatureSequence) -> bool:
-        """Keep a sequence."""
-        ...
-
-    def sample(self, rng: np.random.Generator, max_tokens: int) -> list[FeatureSequence]:
-        """Draw some that may be learned from once more; none where there are none."""
-        ...
-
-    def learned(self, sequences: Sequence[FeatureSequence], needs: Sequence[float]) -> None:
-        """Take what a step found."""
-        ...
-
-    def drop(self, sequences: Sequence[FeatureSequence]) -> None:
-        """Leave these out."""
-        ...
-
-    def next_iteration(self) -> None:
-        """Leave out what is older than the iteration that ends."""
-        ...
 
 
 class SpotTrainer:
@@ -115,8 +42,8 @@ class SpotTrainer:
 
     def __init__(
         self,
-        learner: HeadLearner,
-        buffer: HeadBuffer,
+        learner: HeadTrainer,
+        buffer: FeatureBuffer,
         head: Mapping[str, Tensor],
         *,
         name: str,
@@ -145,8 +72,7 @@ class SpotTrainer:
         """
         self._learner, self._buffer, self._head = learner, buffer, dict(head)
         self._training = training
-        self._full_rate = learner.learning_rate
-        self._rate_scale = 1.0
+        self._rate = LearningRate(learner.learning_rate)
         self._rng = np.random.default_rng([seed, 0x5E07])
         self._finished, self._read_target = finished, read_target
         self._count, self._clock = count, clock
@@ -241,13 +167,13 @@ class SpotTrainer:
         """Go on from a head that was published. Raises WaitTimeout, ConfigError: it is another one."""
         self._spare.pause()
         self._head = dict(tensors)
-        self._rate_scale = min(1.0, self._rate_scale * RATE_AFTER_SUCCESS)
+        self._rate.taken()
         self._begin_from_published()
 
     def give_up(self) -> None:
         """Go back to the published head, and learn more slowly from there. Raises WaitTimeout."""
         self._spare.pause()
-        self._rate_scale *= RATE_AFTER_FAILURE
+        self._rate.given_up()
         self._learner.forget_direction()
         self._begin_from_published()
 
@@ -262,7 +188,7 @@ class SpotTrainer:
 
     def _begin_from_published(self) -> None:
         self._learner.load(self._head)
-        self._learner.learning_rate = self._full_rate * self._rate_scale
+        self._learner.learning_rate = self._rate.now
         self._num_steps = self._num_tokens = 0
         self._train_s = 0.0
         self._is_handed_over = False

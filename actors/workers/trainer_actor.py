@@ -1,4 +1,4 @@
-"""Trainer actor: a thin Ray shell around `Learner` and `DraftRefitter`.
+"""Trainer actor: a thin Ray shell around `Learner` and `DraftLearner`.
 
 It gets its first weights by manifest, as the generation actors do, so it may run on any machine. New
 weights go out as chunks that the actor returns (the caller owns them, so they outlive this actor).
@@ -29,7 +29,8 @@ from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import load_into, weight_views
 from rlhfspec.engine.weights.loading import build_causal_lm, freeze
 from rlhfspec.learning.drafts.cotraining import DraftCotrainer
-from rlhfspec.learning.drafts.draft_refit import DraftRefitter, RefitReport
+from rlhfspec.learning.drafts.draft_learner import RefitReport
+from rlhfspec.learning.drafts.draft_refit import DraftRefitter
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.trainer.data_parallel import DataParallel, join_group, meet, new_store, store_at
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer, require_engine_scoring

@@ -13,7 +13,7 @@ from typing import Any
 from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.run.head_step import train_head
 from rlhfspec.cluster.system.system import System
-from rlhfspec.learning.drafts.draft_refit import RefitReport
+from rlhfspec.learning.drafts.draft_learner import RefitReport
 
 _FORGET = 0.9
 "What is left of the seconds set aside after an iteration without a publication."

@@ -27,7 +27,7 @@ from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.errors import InstanceLost, WaitTimeout
 from rlhfspec.core.records import Rollout, UpdateReport
 from rlhfspec.core.weight_records import DigestKind
-from rlhfspec.learning.drafts.draft_refit import RefitReport
+from rlhfspec.learning.drafts.draft_learner import RefitReport
 
 _ANSWERS_WITHIN_S = 20.0
 "For a trainer that lives to say so: on a starved machine that takes a while."

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,16 @@ from transformers import PreTrainedModel
 
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.engine.decoding.logprobs import scaled_logits
-from rlhfspec.engine.weights.chunks import not_finite, unique_tensors
 from rlhfspec.engine.weights.shared_ids import foreign_of, without
-from rlhfspec.learning.drafts.draft_refit import (
-    RATE_AFTER_FAILURE,
-    RATE_AFTER_SUCCESS,
-    WARMUP_STEPS,
-    RefitReport,
-)
-from rlhfspec.learning.drafts.draft_state import no_draft_state, read_draft_state, write_draft_state
+from rlhfspec.learning.drafts.draft_learner import DraftLearner, RefitReport
+from rlhfspec.learning.drafts.soft_targets import whole_kl
 from rlhfspec.learning.trainer.batching import PackedSequences
-from rlhfspec.learning.trainer.next_token import SupervisedTrainer
 from rlhfspec.learning.trainer.one_trainer import OneTrainer
-from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
+from rlhfspec.learning.trainer.training_forward import response_logits
 
 
-class DraftCotrainer:
-    """Holds the draft model and its optimizer from one update to the next; a `Learner` turns it (`Learner.cotrainer`).
+class DraftCotrainer(DraftLearner):
+    """A `Learner` turns it (`Learner.cotrainer`).
 
     Of several trainers each has the whole draft model, computes it at its own rows, and takes the same steps.
     """
@@ -60,21 +52,21 @@ class DraftCotrainer:
         compute_dtype: torch.dtype = torch.float32,
         trainers: OneTrainer | None = None,
     ) -> None:
-        self.model = model
-        self.weight_version = weight_version
-        self._settings = settings
-        self._temperature = temperature
-        self._vocab_size = vocab_size
-        self._compute_dtype = compute_dtype
+        super().__init__(
+            model,
+            settings=settings,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            weight_version=weight_version,
+            compute_dtype=compute_dtype,
+        )
         self._trainers = trainers or OneTrainer()
-        self._rate_scale = 1.0
-        self._trainer = self._new_trainer()
         self._last: RefitReport | None = None
         self.begin()
 
     def begin(self) -> None:
         """A new update begins."""
-        self._before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self._remember()
         self._divergences: list[float] = []
         self._num_tokens = 0
         self._spent_s = 0.0
@@ -125,22 +117,16 @@ class DraftCotrainer:
 
     def end(self) -> dict[str, float]:
         """End the update; its figures. The version grows where steps were taken and all is finite."""
-        is_finite = not self._is_broken and not not_finite(self.model.named_parameters())
+        is_finite = not self._is_broken and self._is_finite()
         if not is_finite:
             self._give_up()
         elif self._divergences:
-            self.weight_version += 1
-            self._scale_rate(RATE_AFTER_SUCCESS)
-        outcome = "not_finite" if not is_finite else "taken" if self._divergences else "no_time"
+            self._take()
         self._last = RefitReport(
-            outcome=outcome,
+            outcome="not_finite" if not is_finite else "taken" if self._divergences else "no_time",
             weight_version=self.weight_version,
             num_steps=len(self._divergences),
             num_tokens=self._num_tokens,
-            kl_before=None,
-            kl_after=None,
-            # it is part of the update's
-            refit_s=0.0,
         )
         figures = {"draft/cotrain_s": self._spent_s}
         if self._divergences:
@@ -150,67 +136,19 @@ class DraftCotrainer:
     def refit(self, *_: Any, **__: Any) -> RefitReport:
         """What the last update did with the draft model, asked for as a refit is (`DraftRefitter.refit`); once."""
         last, self._last = self._last, None
-        return last or RefitReport(
-            outcome="no_time",
-            weight_version=self.weight_version,
-            num_steps=0,
-            num_tokens=0,
-            kl_before=None,
-            kl_after=None,
-            refit_s=0.0,
-        )
-
-    def weights(self) -> Generator[tuple[str, Tensor]]:
-        """The draft model's weights to be published, in name order."""
-        yield from unique_tensors(self.model)
+        return last or RefitReport(outcome="no_time", weight_version=self.weight_version)
 
     def save(self, path: Path) -> None:
-        """Write all that goes on from here into a file; of several trainers the first does. Raises StorageError."""
+        """See `DraftLearner`; of several trainers the first writes."""
         if self._trainers.rank == 0:
-            facts = {"weight_version": self.weight_version, "rate_scale": self._rate_scale}
-            write_draft_state(path, self._trainer, facts)
+            super().save(path)
 
     def load(self, path: Path) -> None:
-        """Go on where `save` was called. Raises ConfigError: it does not fit."""
-        self._trainer = self._new_trainer()
-        facts = read_draft_state(path, self._trainer)
-        try:
-            self.weight_version, self._rate_scale = int(facts["weight_version"]), float(facts["rate_scale"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise no_draft_state(path, error) from error
-        self._scale_rate(1.0)
+        """See `DraftLearner`."""
+        super().load(path)
         self.begin()
 
     def _forget_minibatch(self) -> None:
         self._open: list[Tensor] = []
         self._open_tokens = 0
         self.model.zero_grad(set_to_none=True)
-
-    def _give_up(self) -> None:
-        """Put the weights of before the update back; Adam begins anew, at a lower rate."""
-        with torch.no_grad():
-            for parameter, value in zip(self.model.parameters(), self._before, strict=True):
-                parameter.copy_(value)
-        self._trainer = self._new_trainer()
-        self._scale_rate(RATE_AFTER_FAILURE)
-
-    def _scale_rate(self, factor: float) -> None:
-        self._rate_scale = min(1.0, self._rate_scale * factor)
-        self._trainer.learning_rate = self._settings.learning_rate * self._rate_scale
-
-    def _new_trainer(self) -> SupervisedTrainer:
-        trainer = SupervisedTrainer(
-            self.model, learning_rate=self._settings.learning_rate, warmup_steps=WARMUP_STEPS
-        )
-        prepare_for_training(self.model, gradient_checkpointing=False)
-        return trainer
-
-
-def whole_kl(teacher: Float[Tensor, "M V"], student: Float[Tensor, "M V"]) -> Float[Tensor, " M"]:
-    """KL(teacher || student) in nats of logits over the temperature; only the student has a gradient."""
-    with torch.no_grad():
-        known = torch.log_softmax(teacher.float(), dim=-1)
-        probabilities = known.exp()
-    difference = known - torch.log_softmax(student.float(), dim=-1)
-    # what the teacher never says has no part: 0 times infinity
-    return torch.where(probabilities > 0.0, probabilities * difference, 0.0).sum(dim=-1)

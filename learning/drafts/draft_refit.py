@@ -16,54 +16,39 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.core.records import Rollout
-from rlhfspec.engine.weights.chunks import not_finite, unique_tensors
-from rlhfspec.learning.drafts.distillation_batch import DistillationBatches, distillation_batches
-from rlhfspec.learning.drafts.draft_state import no_draft_state, read_draft_state, write_draft_state
-from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
-from rlhfspec.learning.drafts.time_budget import TimeBudget, WorkCosts
-from rlhfspec.learning.trainer.next_token import SupervisedTrainer
-from rlhfspec.learning.trainer.training_forward import prepare_for_training
+from rlhfspec.engine.decoding.logprobs import scaled_logits
+from rlhfspec.engine.weights.shared_ids import foreign_of, without
+from rlhfspec.learning.drafts.draft_learner import DraftLearner, Outcome, RefitReport, finite_or_none
+from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targets_without
+from rlhfspec.learning.trainer.batching import pack_by_length
+from rlhfspec.learning.trainer.experience import Experience, collate
+from rlhfspec.learning.trainer.training_forward import response_logits
 
-WARMUP_STEPS = 10
-RATE_AFTER_FAILURE = 0.5
-RATE_AFTER_SUCCESS = 1.5
 LEARN_OVER_EVALUATE = 4.0
 "A step's cost over an evaluation's, before any step has been timed."
-
-Outcome = Literal["taken", "worse", "not_finite", "no_time", "one_sample"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefitReport:
-    """What one refit did. Only the outcome `taken` changes weights and version."""
-
-    outcome: Outcome
-    weight_version: int
-    "of the draft model, afterwards"
-    num_steps: int
-    num_tokens: int
-    "response tokens learned from, repeated ones each time"
-    kl_before: float | None
-    "KL(target || draft) on the held-out slice, nats a token; None when not computed or not finite"
-    kl_after: float | None
-    "of the weights that were tried, taken or not"
-    refit_s: float
+HOLD_OUT_EVERY = 8
+"One group of samples in so many is held out."
+_REMEMBERED = 8
+_RELIEF = 0.9
+"A refusal makes what is remembered so much cheaper: one slow moment must not refuse work for good."
 
 
-class DraftRefitter:
-    """Holds the draft model and its optimizer from one refit to the next."""
+class DraftRefitter(DraftLearner):
+    """Learns after an update, from its rollouts."""
 
     def __init__(
         self,
@@ -78,18 +63,18 @@ class DraftRefitter:
         compute_dtype: torch.dtype = torch.float32,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.model = model
-        self.weight_version = weight_version
-        self._settings = settings
-        self._temperature = temperature
+        super().__init__(
+            model,
+            settings=settings,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            weight_version=weight_version,
+            compute_dtype=compute_dtype,
+        )
         self._pad_token_id = pad_token_id
-        self._vocab_size = vocab_size
-        self._compute_dtype = compute_dtype
         self._clock = clock
         self._costs = WorkCosts(clock)
         self._rng = np.random.default_rng([seed, 0xD4AF])
-        self._rate_scale = 1.0
-        self._trainer = self._new_trainer()
 
     def refit(
         self, rollouts: Sequence[Rollout], *, budget_s: float, soft_targets: SoftTargetStore | None = None
@@ -116,50 +101,28 @@ class DraftRefitter:
             return self._report("no_time", budget)
         return self._try(data, budget)
 
-    def save(self, path: Path) -> None:
-        """Write all that goes on from here into a file. Raises StorageError."""
-        facts = {
-            "weight_version": self.weight_version,
-            "rate_scale": self._rate_scale,
-            "random": self._rng.bit_generator.state,
-        }
-        write_draft_state(path, self._trainer, facts)
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"random": self._rng.bit_generator.state}
 
-    def load(self, path: Path) -> None:
-        """Go on where `save` was called; what work has cost is learned again. Raises ConfigError: it does not fit."""
-        self._trainer = self._new_trainer()
-        facts = read_draft_state(path, self._trainer)
-        try:
-            self._rng.bit_generator.state = facts["random"]
-            self._rate_scale = float(facts["rate_scale"])
-            self.weight_version = int(facts["weight_version"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise no_draft_state(path, error) from error
-        self._trainer.learning_rate = self._settings.learning_rate * self._rate_scale
-
-    def weights(self) -> Generator[tuple[str, Tensor]]:
-        """The draft model's weights to be published, in name order."""
-        yield from unique_tensors(self.model)
+    def _take_facts(self, facts: Mapping[str, Any]) -> None:
+        self._rng.bit_generator.state = facts["random"]
+        super()._take_facts(facts)
 
     def _try(self, data: DistillationBatches, budget: TimeBudget) -> RefitReport:
         """Train, and keep what came of it only if the held-out divergence is no larger."""
         before = self._evaluate(data)
-        old = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self._remember()
         learned = list(self._train(data, budget))
         if not learned:
             return self._report("no_time", budget, before=before)
         # a weight that no held-out token reads may be infinite though the divergence is not
-        finite = all(math.isfinite(loss) for loss, _ in learned) and not not_finite(
-            self.model.named_parameters()
-        )
+        finite = all(math.isfinite(loss) for loss, _ in learned) and self._is_finite()
         after = self._evaluate(data) if finite else math.nan
         if after <= before:
-            self.weight_version += 1
-            self._rate_scale = min(1.0, self._rate_scale * RATE_AFTER_SUCCESS)
-            self._trainer.learning_rate = self._settings.learning_rate * self._rate_scale
+            self._take()
             outcome = "taken"
         else:
-            self._give_up(old)
+            self._give_up()
             outcome = "worse" if math.isfinite(after) else "not_finite"
         num_tokens = sum(num for _, num in learned)
         return self._report(
@@ -209,20 +172,6 @@ class DraftRefitter:
             known_s = LEARN_OVER_EVALUATE * (self._costs.expected_s("evaluation", num_tokens) or 0.0)
         return known_s
 
-    def _give_up(self, old: list[Tensor]) -> None:
-        """Put the old weights back; Adam begins anew, since its moments are those of the lost ones."""
-        with torch.no_grad():
-            for parameter, value in zip(self.model.parameters(), old, strict=True):
-                parameter.copy_(value)
-        self._rate_scale *= RATE_AFTER_FAILURE
-        self._trainer = self._new_trainer()
-
-    def _new_trainer(self) -> SupervisedTrainer:
-        learning_rate = self._settings.learning_rate * self._rate_scale
-        trainer = SupervisedTrainer(self.model, learning_rate=learning_rate, warmup_steps=WARMUP_STEPS)
-        prepare_for_training(self.model, gradient_checkpointing=False)
-        return trainer
-
     def _report(
         self,
         outcome: Outcome,
@@ -238,7 +187,144 @@ class DraftRefitter:
             weight_version=self.weight_version,
             num_steps=num_steps,
             num_tokens=num_tokens,
-            kl_before=before if math.isfinite(before) else None,
-            kl_after=after if math.isfinite(after) else None,
+            kl_before=finite_or_none(before),
+            kl_after=finite_or_none(after),
             refit_s=budget.spent_s,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationBatches:
+    """The rollouts of one refit. `batches` and `held_out` are rows of the experience, never the same."""
+
+    experience: Experience
+    soft_targets: SoftTargetStore | None
+    batches: list[list[int]]
+    "empty when there is only one sample"
+    held_out: list[int]
+
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of a forward over some rows."""
+        return sum(self.experience.lengths[row] for row in rows)
+
+    def num_response_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of some rows that are learned from."""
+        return int(self.experience.mask[list(rows)].sum())
+
+    def divergence(
+        self,
+        draft: PreTrainedModel,
+        rows: list[int],
+        *,
+        temperature: float,
+        vocab_size: int,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> Float[Tensor, " M"]:
+        """KL(target || draft) in nats at the response tokens of some rows; differentiable.
+
+        From the soft targets where all rows have them. Else log p(token) - log q(token) of the sampled
+        tokens: an estimate without bias for the distribution they were sampled from, one sample each. Ids that the
+        draft never drafts have no part in either.
+        """
+        packed = self.experience.packed(rows)
+        logits, _ = response_logits(draft, packed, vocab_size, compute_dtype=compute_dtype)
+        foreign = foreign_of(draft.config, vocab_size)
+        logprobs = torch.log_softmax(without(scaled_logits(logits, temperature), foreign), dim=-1)
+        if self.soft_targets is not None:
+            targets = self.soft_targets.of([self.experience.sample_indices[row] for row in rows])
+            if targets is not None:
+                return soft_kl(logprobs, targets if foreign is None else targets_without(targets, foreign))
+        drafted = logprobs.gather(-1, packed.targets.to(draft.device)[:, None]).squeeze(-1)
+        sampled = self.experience.sampling_logprobs[rows][self.experience.mask[rows]]
+        divergence = sampled.to(draft.device) - drafted
+        if foreign is None:
+            return divergence
+        return divergence.masked_fill(torch.isin(packed.targets, foreign).to(draft.device), 0.0)
+
+
+def distillation_batches(
+    rollouts: Sequence[Rollout],
+    *,
+    soft_targets: SoftTargetStore | None,
+    max_tokens: int,
+    pad_token_id: int,
+) -> DistillationBatches:
+    """Split rollouts into a held-out slice of at most `max_tokens` padded tokens and batches of as many.
+
+    Whole groups are held out where there are several: samples of one prompt resemble each other. Samples that the
+    update has left out, and so has no targets of, are left out here too.
+    Raises NumericsError when a rollout holds what is not finite.
+    """
+    experience = collate(rollouts, pad_token_id=pad_token_id)
+    rows = _rows_with_targets(experience, soft_targets)
+    groups = dict(zip(rows, experience.group_ids[rows].tolist(), strict=True))
+    if len(set(groups.values())) == 1:
+        groups = {row: row for row in rows}
+    chosen = set(sorted(set(groups.values()))[::HOLD_OUT_EVERY])
+    held_out = _packed([row for row, group in groups.items() if group in chosen], experience, max_tokens)
+    training = [row for row, group in groups.items() if group not in chosen]
+    return DistillationBatches(
+        experience=experience,
+        soft_targets=soft_targets,
+        batches=_packed(training, experience, max_tokens),
+        # packs come by length: when not all fit into one forward, those of middle length stand for all
+        held_out=held_out[len(held_out) // 2],
+    )
+
+
+def _rows_with_targets(experience: Experience, soft_targets: SoftTargetStore | None) -> list[int]:
+    """Rows that the update has set targets aside for; all rows where these are too few to learn from."""
+    rows = list(range(len(experience.lengths)))
+    if soft_targets is None:
+        return rows
+    kept = [row for row in rows if soft_targets.of([experience.sample_indices[row]]) is not None]
+    return kept if len(kept) > 1 else rows
+
+
+def _packed(rows: list[int], experience: Experience, max_tokens: int) -> list[list[int]]:
+    packs = pack_by_length([experience.lengths[row] for row in rows], max_tokens)
+    return [[rows[i] for i in pack] for pack in packs]
+
+
+class WorkCosts:
+    """Seconds a unit of each kind of work, remembered over a run; the dearest of the last few counts."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._s_per_unit: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+
+    @contextmanager
+    def timed(self, kind: str, num_units: int) -> Iterator[None]:
+        """Remember what the block costs."""
+        began_s = self.clock()
+        yield
+        self._s_per_unit[kind].append((self.clock() - began_s) / max(num_units, 1))
+
+    def expected_s(self, kind: str, num_units: int) -> float | None:
+        """Seconds that so many units will take; None when none has been done yet."""
+        seen = self._s_per_unit.get(kind)
+        return max(seen) * num_units if seen else None
+
+    def relieve(self) -> None:
+        """Lower every estimate a little, because work was refused by them."""
+        for seen in self._s_per_unit.values():
+            for i, value in enumerate(seen):
+                seen[i] = value * _RELIEF
+
+
+class TimeBudget:
+    """Seconds that end at a fixed time."""
+
+    def __init__(self, budget_s: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._end_s = self._began_s + budget_s
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._began_s
+
+    def admits(self, seconds: float) -> bool:
+        """True when work of so many seconds ends in time."""
+        return self._clock() + seconds <= self._end_s

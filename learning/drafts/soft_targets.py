@@ -106,6 +106,16 @@ class SoftTargetStore:
         )
 
 
+def whole_kl(teacher: Float[Tensor, "M V"], student: Float[Tensor, "M V"]) -> Float[Tensor, " M"]:
+    """KL(teacher || student) in nats of logits over the temperature; only the student has a gradient."""
+    with torch.no_grad():
+        known = torch.log_softmax(teacher.float(), dim=-1)
+        probabilities = known.exp()
+    difference = known - torch.log_softmax(student.float(), dim=-1)
+    # what the teacher never says has no part: 0 times infinity
+    return torch.where(probabilities > 0.0, probabilities * difference, 0.0).sum(dim=-1)
+
+
 def soft_kl(student_logprobs: Float[Tensor, "M V"], targets: SoftTargets) -> Float[Tensor, " M"]:
     """KL(teacher || student) in nats over the kept tokens and 'any other token'.
 

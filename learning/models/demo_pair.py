@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.records import Prompt
-from rlhfspec.learning.models.distill import distill_step
 from rlhfspec.learning.models.hf_sampling import sample_responses
 from rlhfspec.learning.models.net2net import deepen, widen
 from rlhfspec.learning.models.tokenization import character_tokenizer, token_id
@@ -110,7 +109,7 @@ class DemoPairMaker:
         teacher.eval()
         for step, batch in enumerate(self._batches(recipe.draft_steps), start=1):
             trainer.learning_rate = recipe.draft_learning_rate * (1.0 - 0.9 * step / recipe.draft_steps)
-            distill_step(trainer, teacher, batch)
+            trainer.distill(teacher, batch)
             self.progress("distilling the demo draft", 0.7 + 0.3 * step / recipe.draft_steps)
         return draft.eval()
 

@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError
 from rlhfspec.learning.data.records_io import read_rows
-from rlhfspec.learning.models.distill import distill_step
 from rlhfspec.learning.models.net2net import deepen, widen
 from rlhfspec.learning.models.tokenization import token_id, train_bpe
 from rlhfspec.learning.trainer.next_token import (
@@ -138,7 +137,7 @@ class TextPairMaker:
         trainer = SupervisedTrainer(draft, learning_rate=recipe.draft_learning_rate)
         for share, batch in self._timed_batches(self.budget_s * recipe.draft_share):
             trainer.learning_rate = recipe.draft_learning_rate * _cooling(share)
-            distill_step(trainer, teacher, batch)
+            trainer.distill(teacher, batch)
             self.progress("distilling the draft", 1.0 - recipe.draft_share * (1.0 - share))
         return draft.eval()
 

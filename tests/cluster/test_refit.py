@@ -7,7 +7,7 @@ import pytest
 import rlhfspec.cluster.run.refit_step
 from rlhfspec.cluster.run.refit_step import refit_draft
 from rlhfspec.core.config_io import config_from_dict
-from rlhfspec.learning.drafts.draft_refit import RefitReport
+from rlhfspec.learning.drafts.draft_learner import RefitReport
 
 PACK_AND_PUBLISH_S = 0.5
 

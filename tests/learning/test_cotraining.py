@@ -12,7 +12,8 @@ from rlhfspec.core.config import AlgorithmConfig, DrafterTrainingConfig, Trainer
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.records import UpdateReport
 from rlhfspec.engine.decoding.logprobs import scaled_logits
-from rlhfspec.learning.drafts.cotraining import DraftCotrainer, whole_kl
+from rlhfspec.learning.drafts.cotraining import DraftCotrainer
+from rlhfspec.learning.drafts.soft_targets import whole_kl
 from rlhfspec.learning.models.hf_sampling import sample_responses
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner import Learner

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlhfspec.learning.models.distill import distill_step, distillation_loss
-from rlhfspec.learning.trainer.next_token import Example, SupervisedTrainer, supervised_batches
+from rlhfspec.learning.trainer.next_token import (
+    Example,
+    SupervisedTrainer,
+    distillation_loss,
+    supervised_batches,
+)
 
 
 def logits_of(*rows: list[float]) -> torch.Tensor:
@@ -37,7 +41,7 @@ def test_the_student_comes_closer_and_the_teacher_stays(make_model):
     examples = [Example(token_ids=np.array([2 + i, 7, 8, 9, 1]), num_prompt_tokens=1) for i in range(4)]
     (batch,) = supervised_batches(examples, max_tokens=64, pad_token_id=0, rng=np.random.default_rng(0))
     trainer = SupervisedTrainer(student, learning_rate=1e-2, warmup_steps=1)
-    divergences = [distill_step(trainer, teacher, batch) for _ in range(20)]
+    divergences = [trainer.distill(teacher, batch) for _ in range(20)]
     assert divergences[-1] < 0.2 * divergences[0]
     assert all(torch.equal(a, b) for a, b in zip(before, teacher.parameters(), strict=True))
 
@@ -49,5 +53,5 @@ def test_a_student_that_equals_its_teacher_has_nothing_to_learn(make_model):
         max_tokens=64, pad_token_id=0, rng=np.random.default_rng(0),
     )  # fmt: skip
     trainer = SupervisedTrainer(student, learning_rate=1e-2)
-    assert distill_step(trainer, teacher, batch) == pytest.approx(0.0, abs=1e-6)
+    assert trainer.distill(teacher, batch) == pytest.approx(0.0, abs=1e-6)
     assert max(float(p.grad.abs().max()) for p in student.parameters()) < 1e-5

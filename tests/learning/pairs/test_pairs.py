@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfspec.core.errors import ConfigError, DataError, RlhfSpecError
 from rlhfspec.learning.models.demo_pair import DemoPairMaker, DemoRecipe
-from rlhfspec.learning.models.distill import distillation_loss
 from rlhfspec.learning.models.make import make_demo_pair, make_pair_from_text
 from rlhfspec.learning.models.text_pair import TextRecipe
+from rlhfspec.learning.trainer.next_token import distillation_loss
 
 # ten steps teach next to nothing, so the accuracy asked for is next to nothing too
 TINY = DemoRecipe(
