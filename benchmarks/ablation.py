@@ -15,11 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.support.model_p import NEW_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, model_p_folder, model_p_requests
-from benchmarks.support.rates import engine_rate
 from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures, interleaved, ratios
-from benchmarks.support.workload import default_cache_dir, demo_workload
+from benchmarks.support.timing import Figures, engine_rate, interleaved, ratios
+from benchmarks.support.workload import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    VOCAB_SIZE,
+    default_cache_dir,
+    demo_workload,
+    model_p_folder,
+    model_p_requests,
+)
 from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.engine.attention.backends import ordered_attention

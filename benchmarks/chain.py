@@ -9,12 +9,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from benchmarks.real.model import NAME
 from benchmarks.rlhf_chain.stages import STAGES, gold_of, last_evaluation, run_stages
 from benchmarks.rlhf_chain.task_files import NUM_HELD_OUT, write_chain, write_real_chain
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
-from benchmarks.support.workload import default_cache_dir, job
+from benchmarks.support.workload import REAL_MODEL, default_cache_dir, job
 from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.metrics import read_metrics
@@ -65,12 +64,12 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
 
 def _real(work: Path, out: Path, mode: str, console: PipeConsole) -> int:
     try:
-        with job(f"getting {NAME}") as tick:
-            model = get_model(NAME, default_cache_dir(), progress=tick).path
+        with job(f"getting {REAL_MODEL}") as tick:
+            model = get_model(REAL_MODEL, default_cache_dir(), progress=tick).path
     except ModelError as error:
         console.print(f"skipped: {error}", markup=False)
         return 0
-    with job(f"the chain on {NAME}"):
+    with job(f"the chain on {REAL_MODEL}"):
         chain = write_real_chain(work, model=str(model), seed=0)
         seconds = run_stages(chain)
     num_steps = {
@@ -80,5 +79,5 @@ def _real(work: Path, out: Path, mode: str, console: PipeConsole) -> int:
     }
     values = dict(seconds) | {f"{stage}_steps": float(num_steps[stage]) for stage in STAGES}
     console.print(values)
-    write_result(out, "chain_real", values, provenance={"mode": mode, "model": NAME})
+    write_result(out, "chain_real", values, provenance={"mode": mode, "model": REAL_MODEL})
     return 0

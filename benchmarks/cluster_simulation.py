@@ -12,9 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.published import nemo_rl, rlhfspec_paper, tlt_batches
-from benchmarks.published.row import Row
-from benchmarks.simulated_runs.own_runs import own_runs
+from benchmarks.published.papers import Row, nemo_8b_rows, nemo_235b_rows, rlhfspec_rows, tlt_rows
+from benchmarks.simulated_runs.compared_runs import own_runs
 from benchmarks.support.result import write_result
 from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
@@ -30,9 +29,9 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     Of the runs of this machine `quick` has those with a core each for instance and trainer.
     """
     console, out = PipeConsole(), out.absolute()
-    papers = {"tlt": tlt_batches.rows(), "rlhfspec": rlhfspec_paper.rows(), "nemo_8b": nemo_rl.rows_8b()}
+    papers = {"tlt": [*tlt_rows()], "rlhfspec": [*rlhfspec_rows()], "nemo_8b": [*nemo_8b_rows()]}
     if mode != "quick":
-        papers["nemo_235b"] = nemo_rl.rows_235b()
+        papers["nemo_235b"] = [*nemo_235b_rows()]
     figures: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
     for paper, rows in papers.items():

@@ -26,10 +26,9 @@ from benchmarks.contestants.made_head import bench_head, head_folder
 from benchmarks.contestants.other_prompts import CHAT, CODE, other_prompts
 from benchmarks.contestants.training_runs import adapted_over_frozen
 from benchmarks.contestants.two_instances import head_rollouts
-from benchmarks.real.model import real_workload
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, interleaved, ratios
-from benchmarks.support.workload import Workload
+from benchmarks.support.workload import Workload, real_workload
 from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.records import SampleRequest
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights

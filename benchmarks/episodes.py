@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from benchmarks.moving.exact import SPECULATION
-from benchmarks.moving.session import bench_ray
 from benchmarks.multiturn.calculator_task import calculator_config, calculator_workload, play_alone
 from benchmarks.multiturn.over_instances import play_over
-from benchmarks.support.actor_pool import ActorPool
+from benchmarks.support.actor_pool import ActorPool, bench_ray
 from benchmarks.support.result import write_result
 from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig

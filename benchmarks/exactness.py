@@ -25,9 +25,9 @@ from rich.table import Table
 from benchmarks.contestants.made_head import bench_head
 from benchmarks.exact.plans import ACTOR_PLAN, ADAPTIVE, PLANS, Plan
 from benchmarks.real.exact import run_exactness
+from benchmarks.support.actor_pool import generate_on_two_actors
 from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.result import write_result
-from benchmarks.support.two_actors import generate_on_two_actors
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
 from rlhfspec.cluster.placement.ray_session import ray_session
 from rlhfspec.cluster.reporting.console import PipeConsole

@@ -22,7 +22,7 @@ from benchmarks.faulty.deck import NETWORK_KINDS, Card, deal
 from benchmarks.faulty.injection import HEARTBEAT_LIMIT_S, ORDER_LIMIT_S, Fault, inject
 from benchmarks.faulty.judgement import Disturbed, Resumed, fault_figures, problems
 from benchmarks.faulty.kept import kept
-from benchmarks.support.command import run_command, setting_words, start_command
+from benchmarks.support.processes import run_command, setting_words, start_command
 from benchmarks.support.result import ROOT, machine_provenance, write_result
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.reporting.console import PipeConsole

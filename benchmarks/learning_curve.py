@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.real.model import real_workload
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
-from benchmarks.support.workload import Workload
+from benchmarks.support.workload import Workload, real_workload
 from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.learning.drafts.make_head import HeadRecipe, learn_head
 from rlhfspec.learning.drafts.own_responses import OwnResponse, Responder

@@ -19,7 +19,7 @@ import torch
 from benchmarks.moving.downtime import Moved, move_while_decoding
 from benchmarks.moving.exact import ForcedRun, forced_moves
 from benchmarks.moving.gate_grid import Cell, measure_grid
-from benchmarks.moving.session import bench_ray
+from benchmarks.support.actor_pool import bench_ray
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import demo_workload, gsm8k_workload

@@ -15,12 +15,16 @@ from pathlib import Path
 import ray
 import torch
 
-from benchmarks.moving.session import bench_ray
-from benchmarks.real.model import real_workload
-from benchmarks.support.actor_pool import ActorPool
-from benchmarks.support.grouped import SAMPLES_PER_PROMPT, alternating_rollouts, grouped_requests
+from benchmarks.support.actor_pool import ActorPool, bench_ray
 from benchmarks.support.result import write_result
-from benchmarks.support.workload import Workload, demo_workload
+from benchmarks.support.workload import (
+    SAMPLES_PER_PROMPT,
+    Workload,
+    alternating_rollouts,
+    demo_workload,
+    grouped_requests,
+    real_workload,
+)
 from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.cluster.weights.publish import PublishedWeights, publish
 from rlhfspec.core.config import (

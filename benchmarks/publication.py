@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.real.model import NAME
 from benchmarks.real.publishing import Publications, measure
 from benchmarks.real.starting import seconds
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
-from benchmarks.support.workload import default_cache_dir, job
+from benchmarks.support.workload import REAL_MODEL, default_cache_dir, job
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.ray_session import ray_session
 from rlhfspec.cluster.reporting.console import PipeConsole
@@ -39,8 +38,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     torch.set_num_threads(1)
     console, figures = PipeConsole(), Figures()
     try:
-        with job(f"getting {NAME}") as tick:
-            target = get_model(NAME, default_cache_dir(), progress=tick).path
+        with job(f"getting {REAL_MODEL}") as tick:
+            target = get_model(REAL_MODEL, default_cache_dir(), progress=tick).path
     except ModelError as error:
         console.print(f"skipped: {error}", markup=False)
         return 0

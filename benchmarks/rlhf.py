@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from benchmarks import chain
 from benchmarks.oracles.trl_comparison import OURS, differences, frozen
-from benchmarks.support.command import run_command, setting_words
+from benchmarks.support.processes import run_command, setting_words
 from benchmarks.support.result import ROOT, write_result
 from benchmarks.support.workload import demo_workload
 from rlhfspec.cluster.reporting.console import PipeConsole

@@ -31,9 +31,8 @@ from benchmarks.moving.rollouts import (
     policy_of,
     requests_of,
 )
-from benchmarks.moving.session import bench_ray
 from benchmarks.real.rollouts import run_rollout
-from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
+from benchmarks.support.actor_pool import ActorPool, RolloutOutcome, bench_ray
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload

@@ -17,9 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.faulty.processes import serving_actors
-from benchmarks.support.command import setting_words, start_command
 from benchmarks.support.growth import JUDGED_FROM_MINUTES, Sample, grown, growth
-from benchmarks.support.process_tree import descendants
+from benchmarks.support.processes import descendants, setting_words, start_command
 from benchmarks.support.result import ROOT, write_result
 from rlhfspec.cluster.folder.layout import of_run
 from rlhfspec.cluster.placement.ray_session import TERMINATED

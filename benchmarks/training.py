@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.real.model import real_workload
-from benchmarks.support.peak_memory import measured_in_a_process, peak_bytes
+from benchmarks.support.processes import measured_in_a_process, peak_bytes
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
-from benchmarks.support.workload import Workload, demo_workload, job
+from benchmarks.support.workload import Workload, demo_workload, job, real_workload
 from benchmarks.update import ALGORITHM, MAX_NEW_TOKENS_REAL, TRAINER, Batch, sample
 from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, ModelShape, ModelShapes
 from rlhfspec.cluster.preflight.model_check import model_shape

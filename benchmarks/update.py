@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.real.model import real_workload
-from benchmarks.support.grouped import alternating_rollouts, grouped_requests
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, Rate, interleaved, ratios
-from benchmarks.support.workload import Workload, demo_workload
+from benchmarks.support.workload import (
+    Workload,
+    alternating_rollouts,
+    demo_workload,
+    grouped_requests,
+    real_workload,
+)
 from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.config import (
     AlgorithmConfig,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.adaptive.pairs import Contestant, engine_for
-from benchmarks.support.rates import engine_rate, hugging_face_rate
-from benchmarks.support.timing import interleaved
+from benchmarks.support.timing import engine_rate, hugging_face_rate, interleaved
 from benchmarks.support.workload import Workload
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.profiles.profile import Profile

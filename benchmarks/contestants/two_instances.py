@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from benchmarks.contestants.contestants import Contestants
 from benchmarks.moving.rollouts import requests_of
-from benchmarks.moving.session import bench_ray
-from benchmarks.support.actor_pool import ActorPool
+from benchmarks.support.actor_pool import ActorPool, bench_ray
 from benchmarks.support.workload import Workload
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 
-from benchmarks.support.process_tree import descendants
+from benchmarks.support.processes import descendants
 from rlhfspec.core.proc_files import PROC, stat_fields
 
 POOLS: Mapping[str, str] = {

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.support.process_tree import descendants
+from benchmarks.support.processes import descendants
 from benchmarks.support.result import ROOT
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.proc_files import PROC

@@ -15,13 +15,11 @@ from rich.console import Console
 
 from benchmarks.contestants.made_head import bench_head
 from benchmarks.moving.exact import count_mismatches
-from benchmarks.moving.session import bench_ray
-from benchmarks.real.model import real_workload
-from benchmarks.support.actor_pool import ActorPool
-from benchmarks.support.rates import new_engine
+from benchmarks.support.actor_pool import ActorPool, bench_ray
 from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.result import write_result
-from benchmarks.support.workload import Workload
+from benchmarks.support.timing import new_engine
+from benchmarks.support.workload import Workload, real_workload
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.policies.migration.move_messages import MoveOutcome

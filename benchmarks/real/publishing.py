@@ -15,7 +15,7 @@ import numpy as np
 import ray
 
 from benchmarks.support.actor_pool import ask
-from benchmarks.support.process_tree import descendants
+from benchmarks.support.processes import descendants
 from rlhfspec.actors.actor_messages import GenerationSpec, TrainerSpec
 from rlhfspec.actors.generation.generation_actor import GenerationActor
 from rlhfspec.actors.workers.trainer_actor import TrainerActor

@@ -9,11 +9,10 @@ from rich.console import Console
 
 from benchmarks.moving.rates import measured_rates
 from benchmarks.moving.rollouts import OURS, PULL, STATIC, policy_of, requests_of
-from benchmarks.moving.session import bench_ray
-from benchmarks.real.model import real_workload
-from benchmarks.support.actor_pool import ActorPool
+from benchmarks.support.actor_pool import ActorPool, bench_ray
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
+from benchmarks.support.workload import real_workload
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from rlhfspec.engine.cache.kv_pool import KVShape
 from rlhfspec.policies.migration.move_messages import MoveOutcome

@@ -15,10 +15,9 @@ from rich.console import Console
 
 from benchmarks.adaptive.batches import constant_batch
 from benchmarks.adaptive.pairs import profile_of
-from benchmarks.real.model import DRAFT_LAYERS, real_workload
-from benchmarks.support.rates import engine_rate, hugging_face_rate, new_engine
 from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures, interleaved, ratios
+from benchmarks.support.timing import Figures, engine_rate, hugging_face_rate, interleaved, new_engine, ratios
+from benchmarks.support.workload import DRAFT_LAYERS, real_workload
 from rlhfspec.core.config import SpeculationConfig
 
 MAX_NEW_TOKENS = {"quick": 32, "default": 96, "full": 128}

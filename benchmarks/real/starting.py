@@ -44,7 +44,7 @@ def _bare() -> None:
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
-    from benchmarks.moving.session import bench_ray
+    from benchmarks.support.actor_pool import bench_ray
 
     with bench_ray("bench-bare"):
         _say_there()

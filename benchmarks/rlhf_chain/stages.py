@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rlhf_chain.task_files import Chain
-from benchmarks.support.command import run_command
+from benchmarks.support.processes import run_command
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
 from rlhfspec.learning.models.hf_sampling import sample_responses

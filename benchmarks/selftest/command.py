@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.real.model import real_workload
 from benchmarks.selftest.run import device_tests, run_parts, write_report
 from benchmarks.selftest.subject import Subject
-from benchmarks.support.workload import demo_workload
+from benchmarks.support.workload import demo_workload, real_workload
 from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.errors import ConfigError
 

@@ -11,8 +11,7 @@ from scipy import stats
 from transformers.modeling_utils import PreTrainedModel
 
 from benchmarks.selftest.subject import CHAIN, PLAIN, TREE, Subject
-from benchmarks.support.rates import engine_rate, hugging_face_rate
-from benchmarks.support.timing import interleaved, ratios
+from benchmarks.support.timing import engine_rate, hugging_face_rate, interleaved, ratios
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.records import Completion
 from rlhfspec.engine.engine import Engine

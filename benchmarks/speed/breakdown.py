@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.speed.shares import SHARE_BATCH_SIZE, STEPS, Stopwatch, share_engine
 from benchmarks.speed.speculation import PLANS
-from benchmarks.support.model_p import model_p_requests
+from benchmarks.support.workload import model_p_requests
 from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_requests
-from benchmarks.support.peak_memory import measured_in_a_process, peak_bytes
-from benchmarks.support.rates import plain_engine
-from benchmarks.support.timing import Figures
+from benchmarks.support.processes import measured_in_a_process, peak_bytes
+from benchmarks.support.timing import Figures, plain_engine
+from benchmarks.support.workload import VOCAB_SIZE, model_p_folder, model_p_requests
 from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, ModelShapes
 from rlhfspec.cluster.preflight.model_check import model_shape
 from rlhfspec.core.config import Config

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_requests
-from benchmarks.support.rates import engine_rate, plain_engine
-from benchmarks.support.timing import Figures, interleaved, ratios
+from benchmarks.support.timing import Figures, engine_rate, interleaved, plain_engine, ratios
+from benchmarks.support.workload import VOCAB_SIZE, model_p_folder, model_p_requests
 from rlhfspec.core.records import SampleRequest
 from rlhfspec.engine.engine import Engine
 

@@ -10,9 +10,22 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.peers.client import Peer, available_peers
-from benchmarks.support.model_p import NEW_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, model_p_folder, model_p_requests
-from benchmarks.support.rates import engine_rate, hugging_face_rate, plain_engine
-from benchmarks.support.timing import Figures, Rate, interleaved, ratios
+from benchmarks.support.timing import (
+    Figures,
+    Rate,
+    engine_rate,
+    hugging_face_rate,
+    interleaved,
+    plain_engine,
+    ratios,
+)
+from benchmarks.support.workload import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    VOCAB_SIZE,
+    model_p_folder,
+    model_p_requests,
+)
 from rlhfspec.core.records import SampleRequest
 from rlhfspec.engine.weights.loading import load_causal_lm
 

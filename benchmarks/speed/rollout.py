@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.support.rates import engine_rate, hugging_face_rate, new_engine
-from benchmarks.support.timing import Figures, Rate, interleaved, ratios
+from benchmarks.support.timing import (
+    Figures,
+    Rate,
+    engine_rate,
+    hugging_face_rate,
+    interleaved,
+    new_engine,
+    ratios,
+)
 from benchmarks.support.workload import Workload
 from rlhfspec.core.config import SpeculationConfig
 

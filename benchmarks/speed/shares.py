@@ -12,10 +12,8 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from benchmarks.speed.speculation import PLANS
-from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_requests
-from benchmarks.support.rates import new_engine, plain_engine
-from benchmarks.support.timing import Figures, interleaved, ratios
-from benchmarks.support.workload import Workload
+from benchmarks.support.timing import Figures, interleaved, new_engine, plain_engine, ratios
+from benchmarks.support.workload import VOCAB_SIZE, Workload, model_p_folder, model_p_requests
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import SampleRequest
 from rlhfspec.engine.build import build_engine

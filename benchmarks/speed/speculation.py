@@ -9,8 +9,15 @@ import torch
 from rich.console import Console
 from transformers.modeling_utils import PreTrainedModel
 
-from benchmarks.support.rates import engine_rate, hugging_face_rate, new_engine
-from benchmarks.support.timing import Figures, Rate, interleaved, ratios
+from benchmarks.support.timing import (
+    Figures,
+    Rate,
+    engine_rate,
+    hugging_face_rate,
+    interleaved,
+    new_engine,
+    ratios,
+)
 from benchmarks.support.workload import Workload
 from rlhfspec.core.config import SpeculationConfig
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,27 @@ from rlhfspec.actors.generation.generation_actor import GenerationActor
 from rlhfspec.actors.generation.trace_events import TraceEvent
 from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
 from rlhfspec.actors.waiting.waiting import get
+from rlhfspec.cluster.placement.ray_session import ray_session
 from rlhfspec.cluster.weights.publish import PublishedWeights, publish
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.errors import WaitTimeout
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.core.settings.cluster import ClusterConfig
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.drafters.head.published_head import pack_head
 from rlhfspec.engine.weights.chunks import pack_weights
 from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
 from rlhfspec.policies.scheduling.events import Alarm, MoveRecord
 from rlhfspec.profiles.profile import Profile
+
+
+@contextmanager
+def bench_ray(name: str) -> Iterator[None]:
+    """A local Ray without a dashboard."""
+    with ray_session(ClusterConfig(dashboard=False), name):
+        yield
+
 
 TIMEOUT_S = 240.0
 SLOWEST_TOKEN_S = 0.2
@@ -201,3 +212,19 @@ class ActorPool:
 def ask(ref: Any, order: str) -> Any:
     """Wait for an actor's answer. Raises WaitTimeout and what the actor raised."""
     return get(ref, waiter="the benchmark", waited_for="the actors", order=order, timeout_s=TIMEOUT_S)
+
+
+def generate_on_two_actors(
+    workload: Workload,
+    requests: Sequence[SampleRequest],
+    *,
+    dtype: str,
+    engine: EngineConfig,
+    speculation: SpeculationConfig,
+) -> dict[SampleKey, Completion]:
+    """Return every completion by key. Ray must be running. Raises WaitTimeout."""
+    pool = ActorPool(workload, dtype=dtype, engine=engine, speculation=speculation)
+    try:
+        return pool.rollout(requests).completions
+    finally:
+        pool.close()

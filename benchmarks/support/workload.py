@@ -1,24 +1,42 @@
-"""What the benchmarks decode: a model pair with prompts of its own task.
+"""What the benchmarks decode: a model pair with prompts of its own task, and model P.
 
 `demo` is the embedded pair on its chain task; `gsm8k` a pair made from a question/answer file given by path, on
-questions of that file. Pairs are made once and cached.
+questions of that file; `real` SmolLM2-135M-Instruct with chat prompts. Pairs are made once and cached. Model P is the
+random Llama on which engines are compared: 8 layers, hidden 512, 8 heads over 4 KV heads, inner size 1536, vocabulary
+4096: 29.4M parameters. Random weights decode at the speed of trained ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import torch
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.core.config import DataConfig, RunConfig, SamplingConfig
-from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.core.errors import ModelError
+from rlhfspec.core.files import whole_folder
+from rlhfspec.core.records import (
+    Completion,
+    Prompt,
+    Reward,
+    Rollout,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    Stream,
+)
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from rlhfspec.learning.data.prompts import load_prompts, sampling_params
+from rlhfspec.learning.models.get import get_model
 from rlhfspec.learning.models.make import PairPaths, make_demo_pair, make_pair_from_text
 
 BENCH_SEED = 7
@@ -117,3 +135,121 @@ def job(description: str) -> Iterator:
     with Progress(*columns, transient=True) as progress:
         task = progress.add_task(description, total=1.0)
         yield lambda what, fraction: progress.update(task, description=what, completed=fraction)
+
+
+REAL_MODEL = "smollm2-135m-instruct"
+DRAFT_LAYERS = 4
+"Of 30: with the vocabulary's matrix a third of a target forward."
+
+
+def real_workload(
+    num_prompts: int, *, data: Path | None, max_new_tokens: int, console: Console
+) -> Workload | None:
+    """Return the model with its prompts; None, having said why, when the model cannot be had."""
+    try:
+        with job(f"getting {REAL_MODEL}") as tick:
+            target = get_model(REAL_MODEL, default_cache_dir(), progress=tick).path
+    except ModelError as error:
+        console.print(f"skipped: {error}", markup=False)
+        return None
+    tokenizer = load_tokenizer(str(target))
+    if data is None:
+        console.print("no --data given: questions of the one-sentence task instead of GSM8K's")
+        config = DataConfig(task="one_sentence", chat=True, limit=num_prompts)
+    else:
+        config = DataConfig(path=str(data), chat=True, limit=num_prompts)
+    dataset = load_prompts(config, tokenizer, seed=BENCH_SEED)
+    return Workload(
+        name="smollm2",
+        paths=PairPaths(target=target, draft=_first_layers(target)),
+        tokenizer=tokenizer,
+        prompts=dataset.prompts[:num_prompts],
+        sampling=sampling_params(SamplingConfig(max_new_tokens=max_new_tokens), tokenizer),
+    )
+
+
+def _first_layers(target: Path) -> Path:
+    """The target cut behind its first layers, made once and kept in the cache."""
+    folder = default_cache_dir() / f"bench-{REAL_MODEL}-first-{DRAFT_LAYERS}"
+    if not (folder / "config.json").is_file():
+        model = load_causal_lm(str(target), "float32")
+        model.base_model.layers = model.base_model.layers[:DRAFT_LAYERS]  # type: ignore[union-attr,index]
+        model.config.num_hidden_layers = DRAFT_LAYERS
+        with whole_folder(folder) as partial:
+            model.save_pretrained(partial)
+            load_tokenizer(str(target)).save_pretrained(partial)
+    return folder
+
+
+VOCAB_SIZE = 4096
+PROMPT_TOKENS = 64
+"All prompts are equally long: some peers feed longer ones token by token."
+NEW_TOKENS = 128
+_SEED = 20260
+
+
+def model_p_folder(cache_dir: Path) -> Path:
+    """Make the checkpoint once; returns its folder."""
+    folder = cache_dir / "model-p"
+    if not (folder / "config.json").is_file():
+        torch.manual_seed(_SEED)
+        config = LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=512,
+            intermediate_size=1536,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=1024,
+            eos_token_id=None,
+            bos_token_id=None,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def model_p_requests(
+    count: int, *, prompt_tokens: int = PROMPT_TOKENS, new_tokens: int = NEW_TOKENS
+) -> list[SampleRequest]:
+    """Random prompts of one length, greedy, no stop token."""
+    random = np.random.default_rng(_SEED)
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.0)
+    return [
+        SampleRequest(
+            key=SampleKey(run_seed=_SEED, stream=Stream.BENCH, sample_index=index),
+            prompt=Prompt(prompt_id=index, token_ids=random.integers(1, VOCAB_SIZE, prompt_tokens)),
+            sampling=sampling,
+        )
+        for index in range(count)
+    ]
+
+
+SAMPLES_PER_PROMPT = 2
+
+
+def grouped_requests(workload: Workload, first_index: int = 0, **changes: float) -> list[SampleRequest]:
+    """Two requests a prompt, one group after the other; keys from `first_index` on, sampling changed as said."""
+    num_prompts = len(workload.prompts)
+    lots = [
+        workload.requests(first_index + lot * num_prompts, **changes) for lot in range(SAMPLES_PER_PROMPT)
+    ]
+    return [
+        replace(request, group_id=group)
+        for group, members in enumerate(zip(*lots, strict=True))
+        for request in members
+    ]
+
+
+def alternating_rollouts(
+    requests: Sequence[SampleRequest], completions: Iterable[Completion]
+) -> list[Rollout]:
+    """Completions of `grouped_requests`, in their order, with the rewards 0 and 1 in each group."""
+    return [
+        Rollout(
+            prompt=request.prompt,
+            completion=completion,
+            response_text="",
+            reward=Reward(value=float(number % SAMPLES_PER_PROMPT)),
+        )
+        for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
+    ]

@@ -13,19 +13,30 @@ import pyarrow.parquet as pq
 import pytest
 from hand_profile import hand_cost, hand_profile
 
-from benchmarks.simulated_runs.core_watch import Background, CoreWatch, Look, all_ticks, background
-from benchmarks.simulated_runs.machine_profile import MachineProfile, idle, seconds_ratio, slowdown
-from benchmarks.simulated_runs.own_runs import summary
-from benchmarks.simulated_runs.prediction import (
+from benchmarks.simulated_runs.compared_runs import (
+    Batch,
     Compared,
+    RecordedRun,
     UpdateSeconds,
     calibrated,
     compare,
+    read_run,
     shared,
     simulate,
+    summary,
     update_s,
 )
-from benchmarks.simulated_runs.recorded_run import Batch, RecordedRun, read_run
+from benchmarks.simulated_runs.machine import (
+    Background,
+    CoreWatch,
+    Look,
+    MachineProfile,
+    all_ticks,
+    background,
+    idle,
+    seconds_ratio,
+    slowdown,
+)
 from benchmarks.support.result import ROOT
 from rlhfspec.core.config_io import dump_config, load_config
 from rlhfspec.policies.simulate.simulation_records import Samples
