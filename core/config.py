@@ -133,10 +133,9 @@ class Config(Section):
         require_cotrain(self.drafter_training, self.speculation)
         require_groups(self.algorithm, rollout)
         require_correction(self.algorithm.correction, rollout.max_staleness)
-        num_gpus, staleness = self.cluster.trainer.num_gpus, rollout.max_staleness
-        require_trainer(self.trainer, self.algorithm, max_staleness=staleness, num_gpus=num_gpus)
-        require_schedule(rollout, environment=environment, turn_cache_mb=self.engine.turn_cache_mb)
-        require_publication(self.cluster.publication, staleness)
+        require_trainer(self.trainer, num_gpus=self.cluster.trainer.num_gpus)
+        require_schedule(rollout, environment=environment)
+        require_publication(self.cluster.publication, rollout.max_staleness)
         require_metric(self.evaluation, reward)
         require_reward(reward, environment=environment, max_new_tokens=self.sampling.max_new_tokens)
         return self

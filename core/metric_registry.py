@@ -72,7 +72,6 @@ _DECLARED = [
             "last",
             "whole responses whose rewards are still computed (rollout.max_staleness)",
         ),
-        ("num_streamed_samples", "samples", "sum", "samples whose forwards began during the rollout"),
         ("num_groups_sampled", "groups", "sum", "groups that dynamic sampling asked for"),
         ("num_groups_useful", "groups", "sum", "of these, groups whose rewards differ"),
         ("invariant", "flag", "mean", "1: tokens are promised to the bit"),
@@ -107,7 +106,6 @@ _DECLARED = [
             "of the update, behind the sampling of later batches (rollout.max_staleness)",
         ),
         ("batch_wait_s", "s", "sum", "the update waited for its batch (rollout.max_staleness)"),
-        ("forwards_hidden_s", "s", "sum", "forwards before the first step that the rollout hid"),
         (
             "amdahl_bound",
             "ratio",
@@ -153,7 +151,6 @@ _DECLARED = [
             "sum",
             "of which no optimizer step was taken: their gradient is 0",
         ),
-        ("num_samples_ahead", "samples", "sum", "samples whose forwards were computed before the update"),
         ("num_groups", "groups", "sum", "groups of samples of one prompt"),
         ("num_zero_advantage_groups", "groups", "sum", "those with equal rewards"),
         ("num_skipped_samples", "samples", "sum", "samples without a gradient"),

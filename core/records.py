@@ -148,8 +148,6 @@ class WeightSpan:
 
     weight_version: int
     first_position: int
-    keeps_caches: bool = False
-    "keys and values of what stands before stay those of the span before; else this version has computed them anew"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +183,7 @@ class SampleRequest:
     history: History | None = None
     "what the response begins with: earlier turns; sampling.max_new_tokens counts it too"
     keeps_caches: bool = False
-    "an environment answers, or the response is cut, and another turn may follow: caches wait where there is room"
-    caches_outlive_weights: bool = False
-    "they wait for it through new weights too"
+    "an environment answers, and another turn may follow: caches wait where there is room"
     is_cut_at_limit: bool = False
     "a response of sampling.max_new_tokens tokens goes on later"
 

@@ -51,23 +51,13 @@ class SampleState:
         )
 
     @staticmethod
-    def taken_up(
-        spans: tuple[WeightSpan, ...], position: int, weight_version: int, *, has_caches: bool
-    ) -> tuple[WeightSpan, ...]:
-        """Return the spans of a response that an engine goes on with from a position.
-
-        `has_caches`: those of all that stands before are there; else the engine's version computes them.
-        """
-        if not spans:
-            return (WeightSpan(weight_version=weight_version, first_position=0),)
-        last = spans[-1]
-        if last.weight_version == weight_version and (has_caches or not last.keeps_caches):
+    def taken_up(spans: tuple[WeightSpan, ...], position: int, weight_version: int) -> tuple[WeightSpan, ...]:
+        """Return the spans of a response that an engine of a version goes on with from a position."""
+        if spans and spans[-1].weight_version == weight_version:
             return spans
-        # nothing was sampled since it was taken up the last time
-        before = spans[:-1] if last.first_position == position else spans
-        if not before:
-            return (WeightSpan(weight_version=weight_version, first_position=0),)
-        span = WeightSpan(weight_version=weight_version, first_position=position, keeps_caches=has_caches)
+        # what nothing was sampled from since it was taken up the last time does not count
+        before = tuple(span for span in spans if span.first_position < position)
+        span = WeightSpan(weight_version=weight_version, first_position=position if before else 0)
         return (*before, span)
 
     @property

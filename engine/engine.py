@@ -31,7 +31,7 @@ from rlhfspec.engine.model.prefill import fill_committed
 from rlhfspec.engine.model.prefill_plan import PrefillPiece
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.numerics import Numerics
-from rlhfspec.engine.outcomes import completion_of, goes_on, not_finite_error, where_not_finite
+from rlhfspec.engine.outcomes import completion_of, not_finite_error, where_not_finite
 from rlhfspec.engine.requests import require_can_go_on, require_distinct
 from rlhfspec.engine.weights.chunks import require_loadable
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy, RefiningPolicy, WatchfulPolicy
@@ -324,7 +324,7 @@ class Engine:
             if not isinstance(self.drafter, TrainedDrafter):
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
             self.drafter.load(tensors)
-            self.exchange.kept.forget_what_ends_with_weights()
+            self.exchange.kept.clear()
             self.drafter_version = manifest.weight_version
             return
         self.load_parts(manifest, [tensors])
@@ -339,7 +339,7 @@ class Engine:
                 f"instance {self.instance} got target weights version {manifest.weight_version} with "
                 f"{len(self._batch)} running and {len(self._waiting)} waiting samples; drain it first"
             )
-        self.exchange.kept.forget_what_ends_with_weights()
+        self.exchange.kept.clear()
         self.runner.load_parts([spec.name for spec in manifest.tensors], parts)
         self.weight_version = manifest.weight_version
 
@@ -370,8 +370,9 @@ class Engine:
             PrefillPiece(slot=slot, start=int(cached[slot]), length=length - int(cached[slot]))
             for slot, length in zip(slots, missing, strict=True)
         ]
-        limit, sharable = self.max_prefill_tokens, self._batch.sharable(cached)
-        computed = fill_committed(self.runner, self._batch.tokens, pieces, limit, cached=sharable)
+        computed = fill_committed(
+            self.runner, self._batch.tokens, pieces, self.max_prefill_tokens, cached=cached
+        )
         seconds, num_kept = self._clock() - started, int(cached[first:].sum())
         self._tally.add(num_prefill_tokens=computed, num_kept_tokens=num_kept, prefill_s=seconds)
 
@@ -379,7 +380,7 @@ class Engine:
         """Take a finished sample out of its slot; the last one moves in."""
         state = self._batch.state(slot, weight_version=self.weight_version)
         completion = completion_of(state, instance=self.instance, is_cut=is_cut)
-        if goes_on(state.request, completion):
+        if state.request.keeps_caches:
             self.exchange.keep(slot)
         self.exchange.vacate(slot)
         return completion

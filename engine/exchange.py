@@ -161,7 +161,7 @@ class SampleExchange:
             self._batch.tokens,
             [PrefillPiece(slot=slot, start=held, length=missing)],
             self._max_prefill_tokens,
-            cached=self._batch.sharable(cached),
+            cached=cached,
         )
 
     def drop(self, key: SampleKey, *, epoch: int | None = None) -> bool:
@@ -183,10 +183,7 @@ class SampleExchange:
         counts = {part: min(n, length - 1) for part, n in (self.cached_tokens(key) or {}).items()}
         if self.kept.has_room(sum(n * self.token_bytes[part] for part, n in counts.items())):
             pieces = tuple(self._piece(part, slot, 0, n) for part, n in counts.items() if n)
-            outlives = self._batch.requests[slot].caches_outlive_weights
-            self.kept.put(
-                key, self._batch.tokens[slot, : length - 1].copy(), pieces, outlives_weights=outlives
-            )
+            self.kept.put(key, self._batch.tokens[slot, : length - 1].copy(), pieces)
 
     def take_kept(self, slot: int) -> tuple[CachePiece, ...]:
         """Return what is kept of the sample in a slot, from its earlier turns, and keep it no longer."""
@@ -200,12 +197,8 @@ class SampleExchange:
         """
         if self._drafter is not None:
             self._drafter.adopt(slot, self._store(DRAFT, slot, pieces))
-        held, needed = self._store(TARGET, slot, pieces), int(self._batch.lengths[slot]) - 1
-        if held < needed and self._batch.is_of_several(slot, weight_version):
-            # a part that older weights made would stand beside what is computed now
-            held = 0
-        self._batch.take_up(slot, weight_version, has_caches=held >= needed)
-        return held
+        self._batch.take_up(slot, weight_version)
+        return self._store(TARGET, slot, pieces)
 
     def preempt(self, slot: int, *, weight_version: int) -> None:
         """Take a running sample back into the line, ahead of those that wait: its tokens stay, its caches go."""

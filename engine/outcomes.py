@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhfspec.core.errors import NotFiniteError
-from rlhfspec.core.records import Completion, FinishReason, SampleRequest, as_asked
+from rlhfspec.core.records import Completion, FinishReason, as_asked
 from rlhfspec.core.sample_state import SampleState
 
 
@@ -35,19 +35,6 @@ def completion_of(state: SampleState, *, instance: str, is_cut: bool = False) ->
         if request.history is None
         else np.concatenate([request.history.sampled, np.ones(state.num_new_tokens, dtype=bool)]),
     )
-
-
-def goes_on(request: SampleRequest, completion: Completion) -> bool:
-    """Whether another turn may want the caches of a sample that has ended one."""
-    if not request.caches_outlive_weights or not request.keeps_caches:
-        return request.keeps_caches
-    if completion.finish_reason is FinishReason.CUT:
-        # whose caches they are is told by the tokens that were sampled with them, the last span's
-        before = 0 if request.history is None else len(request.history.token_ids)
-        return completion.num_tokens > max(
-            [before, *(span.first_position for span in completion.weight_spans)]
-        )
-    return request.is_cut_at_limit and completion.finish_reason is FinishReason.LENGTH
 
 
 def where_not_finite(state: SampleState) -> str:

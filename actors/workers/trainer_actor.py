@@ -165,16 +165,6 @@ class TrainerActor:
         with self._trainers.naming("update"):
             return self._learner.update(rollouts, recompute_old=recompute_old)
 
-    def forward_ahead(self, rollouts: Sequence[Rollout], recompute_old: bool = False) -> float:
-        """Compute what an update to come needs of one block of its samples; the seconds that it took.
-
-        Raises PeerLost when another trainer of several is gone.
-        """
-        began_s = time.perf_counter()
-        with self._trainers.naming("compute the forwards of scored samples"):
-            self._learner.forward_ahead(rollouts, recompute_old=recompute_old)
-        return time.perf_counter() - began_s
-
     def follow(self) -> None:
         """Take part while the first trainer walks through the target's weights. Raises PeerLost."""
         with self._trainers.naming("gather weights"):

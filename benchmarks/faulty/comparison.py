@@ -20,11 +20,9 @@ _OF_THE_CLOCK = (
     "moves/",
     "pool/",
     "rollout/goodput",
-    # what a lost instance, or a fuller one, makes again, and what came in time to be worked on early
+    # what a lost instance, or a fuller one, makes again
     "rollout/num_recomputed",
     "rollout/num_preemptions",
-    "rollout/num_streamed_samples",
-    "learner/num_samples_ahead",
     # how far a refit gets in its seconds, and what is accepted then
     "draft/",
     "rollout/acceptance_rate",

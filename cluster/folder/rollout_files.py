@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from rlhfspec.core.files import write_whole
 from rlhfspec.core.records import Rollout
 
-SCHEMA_VERSION = "3"
-"1 had no advantages, 2 one weight version a sample."
+SCHEMA_VERSION = "4"
+"1 had no advantages, 2 one weight version a sample, 3 whether caches of older weights were kept."
 
 SCHEMA = pa.schema(
     [
@@ -38,7 +38,6 @@ SCHEMA = pa.schema(
         ("weight_version", pa.int64()),
         ("span_versions", pa.list_(pa.int32())),
         ("span_positions", pa.list_(pa.int32())),
-        ("span_keeps_caches", pa.list_(pa.bool_())),
         ("epoch", pa.int32()),
         ("instance", pa.string()),
         ("num_decode_steps", pa.int32()),
@@ -88,7 +87,6 @@ def _row(rollout: Rollout) -> dict[str, object]:
         "weight_version": completion.weight_spans[-1].weight_version,
         "span_versions": _spans([span.weight_version for span in completion.weight_spans]),
         "span_positions": _spans([span.first_position for span in completion.weight_spans]),
-        "span_keeps_caches": _spans([span.keeps_caches for span in completion.weight_spans]),
         "epoch": completion.epoch,
         "instance": completion.instance,
         "num_decode_steps": completion.num_decode_steps,

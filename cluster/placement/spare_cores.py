@@ -1,8 +1,4 @@
-"""Whether a trainer may compute while instances generate: only with what they would not use.
-
-Where the two share cores or a GPU, every second of a forward that is hidden behind the rollout is a second that the
-rollout takes longer, and its tail, which everything waits for, is the last to be slowed down.
-"""
+"""What updates take away from instances that generate beside them: cores, or a GPU."""
 
 from __future__ import annotations
 
@@ -19,55 +15,6 @@ ONE_MACHINE = ""
 "Name of the node where there is only one."
 
 
-def streams_forwards(
-    config: Config, topology: Topology, cores_of: Mapping[int, tuple[str, float]], *, recomputes_old: bool
-) -> tuple[bool, str]:
-    """Whether blocks are computed during the rollout, and a line that says why; none where there is nothing to say.
-
-    Args:
-        config: of the run.
-        topology: its places.
-        cores_of: node and its cores, by bundle.
-        recomputes_old: whether old log-probabilities are the trainer's.
-    """
-    algorithm, wish = config.algorithm, config.trainer.stream_forwards
-    if config.rollout.max_staleness:
-        # the whole update runs then
-        shared = _shared(config, topology, cores_of)
-        return (
-            False,
-            f"updates run while later batches are sampled, and slow that down: {shared}" if shared else "",
-        )
-    if algorithm.dynamic_sampling:
-        # which samples make a block is not known before the rollout's end
-        return False, ""
-    if not needs_forwards(config, recomputes_old=recomputes_old):
-        if wish != "on":
-            return False, ""
-        return False, (
-            f"trainer.stream_forwards is on, but {algorithm.kind} without kl_coef computes nothing before its first "
-            "step; there is nothing to stream"
-        )
-    shared = _shared(config, topology, cores_of)
-    if wish == "off" or (wish == "auto" and shared):
-        return (
-            False,
-            "" if wish == "off" else f"forwards before the update wait for the rollout's end: {shared}",
-        )
-    line = "forwards before the update are computed while the rollout's tail runs"
-    return True, f"{line}, and slow it down: {shared}" if shared else line
-
-
-def needs_forwards(config: Config, *, recomputes_old: bool) -> bool:
-    """Whether an update computes anything before its first step."""
-    return (
-        config.algorithm.kl_coef > 0.0
-        or config.algorithm.has_critic
-        or config.trainer.scoring == "engine"
-        or recomputes_old
-    )
-
-
 def nodes_of(group: PlacementGroup, topology: Topology) -> dict[int, tuple[str, float]]:
     """Node and its cores of every bundle that was placed."""
     alive = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]}
@@ -80,8 +27,8 @@ def nodes_of(group: PlacementGroup, topology: Topology) -> dict[int, tuple[str, 
     return {bundle: (node, alive.get(node, 0.0)) for bundle, node in placed.items()}
 
 
-def _shared(config: Config, topology: Topology, cores_of: Mapping[int, tuple[str, float]]) -> str:
-    """What trainers would take away from instances; empty: nothing."""
+def shared_by_updates(config: Config, topology: Topology, cores_of: Mapping[int, tuple[str, float]]) -> str:
+    """What trainers take away from instances, `cores_of` node and its cores by bundle; empty: nothing."""
     trainer = config.cluster.trainer
     on_gpu = trainer.num_gpus > 0 and config.trainer.device != "cpu"
     if on_gpu and config.trainer.scoring == "model":

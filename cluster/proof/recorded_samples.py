@@ -111,7 +111,7 @@ _ARRAYS = {
     "span_keeps_caches": (pa.bool_(), np.bool_),
 }
 _SPANS = ("span_versions", "span_positions", "span_keeps_caches")
-"Files of older versions have none."
+"Files of versions before these have none; the last is in those of schema 3 alone."
 
 
 def _lists(table: pa.Table, name: str) -> list[np.ndarray | None]:
@@ -186,10 +186,14 @@ def _weight_spans(place: Place, lists: dict[str, np.ndarray]) -> tuple[WeightSpa
         raise ValueError(
             f"row {place.row} has weight versions {place.weight_versions} from tokens {positions}"
         )
-    keeps = lists.get("span_keeps_caches", np.zeros(len(positions), dtype=bool)).tolist()
+    if lists.get("span_keeps_caches", np.zeros(0, dtype=bool)).any():
+        raise ValueError(
+            f"row {place.row} went on with caches of older weights (weight_load: keep_kv), which this version cannot "
+            "generate again; use the version that wrote it"
+        )
     return tuple(
-        WeightSpan(weight_version=version, first_position=position, keeps_caches=kept)
-        for version, position, kept in zip(place.weight_versions, positions, keeps, strict=True)
+        WeightSpan(weight_version=version, first_position=position)
+        for version, position in zip(place.weight_versions, positions, strict=True)
     )
 
 

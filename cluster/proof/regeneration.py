@@ -37,8 +37,6 @@ from rlhfspec.engine.weights.stored_weights import stored_weights
 from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
-KEPT_MB = 1e6
-"For caches that outlive a version: what the run had must be here, however many samples there are."
 NUM_NODES = 16
 "Drafted at a step; more rows a forward are no faster on a CPU thread, and the tails of responses are wasted."
 
@@ -56,22 +54,10 @@ class OtherWeights(WeightsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Samples and versions, oldest first, whose tokens are generated again; the others' stand where they were recorded.
+    """Samples whose tokens of one version are generated again; the others' stand where they were recorded."""
 
-    Several versions only where a later one went on with caches of an earlier.
-    """
-
-    weight_versions: tuple[int, ...]
+    weight_version: int
     samples: Sequence[Recorded]
-
-
-def works_of(sample: Recorded) -> list[tuple[int, ...]]:
-    """The versions that a sample has tokens of: each is a work of its own unless caches outlived one."""
-    spans = sample.rollout.completion.weight_spans
-    versions = tuple(dict.fromkeys(span.weight_version for span in spans))
-    if any(span.keeps_caches for span in spans):
-        return [versions]
-    return [(version,) for version in versions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +104,7 @@ class Regenerator:
         self.engine: Engine = build_engine(
             load_causal_lm(some, config.models.dtype, trust_remote_code=trust),
             draft,
-            engine=config.engine.model_copy(update={"device": device, "turn_cache_mb": KEPT_MB}),
+            engine=config.engine.model_copy(update={"device": device}),
             speculation=config.speculation,
             max_total_tokens=max_total_tokens,
             vocab_size=vocab_size,
@@ -137,11 +123,10 @@ class Regenerator:
         cannot be loaded.
         """
         self._drafter.responses = {s.place.key: s.rollout.completion.token_ids for s in work.samples}
-        again = {s.place.key: _Again(s, self._sampling, work.weight_versions) for s in work.samples}
+        again = {s.place.key: _Again(s, self._sampling, work.weight_version) for s in work.samples}
         refused: dict[SampleKey, str] = {}
-        for version in work.weight_versions:
-            self._load(version)
-            self._generate(again, version, refused)
+        self._load(work.weight_version)
+        self._generate(again, refused)
         found = [again.get(sample.place.key) for sample in work.samples]
         return Regenerated(
             work=work,
@@ -149,9 +134,9 @@ class Regenerator:
             refused=refused,
         )
 
-    def _generate(self, again: dict[SampleKey, _Again], version: int, refused: dict[SampleKey, str]) -> None:
-        """Generate all that comes of one version; what is refused leaves `again`."""
-        while requests := [r for one in again.values() if (r := one.next_request(version)) is not None]:
+    def _generate(self, again: dict[SampleKey, _Again], refused: dict[SampleKey, str]) -> None:
+        """Generate everything; what is refused leaves `again`."""
+        while requests := [r for one in again.values() if (r := one.next_request()) is not None]:
             requests = self._admissible(requests, refused)
             for key in refused:
                 again.pop(key, None)
@@ -211,31 +196,27 @@ class _Piece:
     begin: int
     end: int | None
     "None: to where the response ends"
-    keeps_caches: bool = False
-    "of what stands before, from the piece before"
 
 
 class _Again:
-    """One sample's tokens of some versions on their way: a response, an episode's turns, one piece after the other.
+    """One sample's tokens of a version on their way: a response, an episode's turns, one piece after the other.
 
     A response ends at its first stop token, in whatever piece that comes. Of an episode the environment's words are
     taken from the record, and so is where a turn ends.
     """
 
-    def __init__(self, sample: Recorded, sampling: SamplingParams, weight_versions: Sequence[int]) -> None:
+    def __init__(self, sample: Recorded, sampling: SamplingParams, weight_version: int) -> None:
         self.recorded = recorded = sample.rollout.completion
         self._prompt, self._sampling = sample.rollout.prompt, sampling
-        self._pieces = [piece for piece in _pieces(recorded) if piece.weight_version in weight_versions]
+        self._pieces = [piece for piece in _pieces(recorded) if piece.weight_version == weight_version]
         self._done: list[Completion] = []
         self._is_over = False
         "a stop token came before the record's end"
 
-    def next_request(self, weight_version: int) -> SampleRequest | None:
-        """What is to be generated next; None: nothing of this version."""
+    def next_request(self) -> SampleRequest | None:
+        """What is to be generated next; None: nothing more."""
         recorded, number = self.recorded, len(self._done)
         if self._is_over or number == len(self._pieces):
-            return None
-        if self._pieces[number].weight_version != weight_version:
             return None
         piece = self._pieces[number]
         history = History(
@@ -243,24 +224,18 @@ class _Again:
             sampled=recorded.is_sampled[: piece.begin],
             policy_logprobs=recorded.policy_logprobs[: piece.begin],
             sampling_logprobs=recorded.sampling_logprobs[: piece.begin],
-            # the engine must know whose caches are of several versions: others may not copy them
-            weight_spans=tuple(s for s in recorded.weight_spans if s.first_position < piece.begin),
         )
         sampling = self._sampling
         if piece.end is not None:
             # what ends a turn is the environment's business, too
             stops = sampling.stop_token_ids if recorded.sampled is None else ()
             sampling = replace(sampling, max_new_tokens=piece.end, stop_token_ids=stops)
-        keeps = any(following.keeps_caches for following in self._pieces[number + 1 : number + 2])
         return SampleRequest(
             key=replace(recorded.key, turn=number),
             prompt=self._prompt,
             sampling=sampling,
             group_id=recorded.group_id,
             history=history if piece.begin else None,
-            keeps_caches=keeps,
-            caches_outlive_weights=keeps,
-            is_cut_at_limit=keeps,
         )
 
     def take(self, completion: Completion) -> None:
@@ -301,15 +276,8 @@ def _pieces(recorded: Completion) -> list[_Piece]:
         if recorded.sampled is not None:
             cut = ((max(a, span.first_position), min(b, end)) for a, b in _runs(recorded.sampled))
             runs = [(begin, stop) for begin, stop in cut if begin < stop]
-        pieces += [
-            _Piece(
-                weight_version=span.weight_version,
-                begin=begin,
-                end=stop,
-                keeps_caches=span.keeps_caches,
-            )
-            for begin, stop in runs
-        ]
+        version = span.weight_version
+        pieces += [_Piece(weight_version=version, begin=begin, end=stop) for begin, stop in runs]
     return pieces
 
 

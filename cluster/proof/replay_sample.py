@@ -16,7 +16,7 @@ from rlhfspec.cluster.proof.difference import Difference, completion_differences
 from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
 from rlhfspec.cluster.proof.proof_record import Proof
 from rlhfspec.cluster.proof.recorded_samples import Recorded, read_recorded
-from rlhfspec.cluster.proof.regeneration import Regenerator, Work, works_of
+from rlhfspec.cluster.proof.regeneration import Regenerator, Work
 from rlhfspec.cluster.weights.first_weights import load_draft_model, read_head, read_mtp
 from rlhfspec.core.checkpoint_manifest import has_manifest
 from rlhfspec.core.config import Config
@@ -149,9 +149,9 @@ def _generate(
         watched = _WatchedDrafter(regenerator.engine.drafter)
         regenerator.engine.drafter = cast(Drafter, watched)
     again = sample.rollout.completion
-    for work in works_of(sample):
+    for version in versions:
         so_far = replace(sample, rollout=replace(sample.rollout, completion=again))
-        done = regenerator.run(Work(weight_versions=work, samples=[so_far]))
+        done = regenerator.run(Work(weight_version=version, samples=[so_far]))
         if done.completions[0] is None:
             raise DataError("; ".join(done.refused.values()))
         again = done.completions[0]

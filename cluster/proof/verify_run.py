@@ -27,7 +27,6 @@ from rlhfspec.cluster.proof.regeneration import (
     Regenerator,
     Work,
     regenerate,
-    works_of,
 )
 from rlhfspec.cluster.proof.rewards_again import RewardsAgain
 from rlhfspec.core.config import Config
@@ -48,8 +47,6 @@ _MOST_SAMPLES = 256
 _EARLIER_TEXTS = (
     "texts are of an earlier version, which left special tokens out; rewards were computed of those"
 )
-_MOST_WITH_CACHES = 32
-"The same where caches wait for the next version."
 
 
 def verify_run(
@@ -201,7 +198,7 @@ def _regenerate(works: Sequence[Work], tools: _Tools, proof: Proof, tick: Tick) 
 def _other_weights(answer: NotLoaded, tools: _Tools, proof: Proof) -> None:
     error = answer.error
     other = isinstance(error, OtherWeights)
-    version = error.version if isinstance(error, OtherWeights) else answer.work.weight_versions[0]
+    version = error.version if isinstance(error, OtherWeights) else answer.work.weight_version
     difference = Difference(
         file=tools.weights.targets[version].name,
         what=f"parameter checksum of weight version {version}",
@@ -214,18 +211,15 @@ def _other_weights(answer: NotLoaded, tools: _Tools, proof: Proof) -> None:
 
 
 def _works(samples: Sequence[Recorded]) -> list[Work]:
-    by_versions: dict[tuple[int, ...], list[Recorded]] = defaultdict(list)
+    by_version: dict[int, list[Recorded]] = defaultdict(list)
     for sample in samples:
-        for versions in works_of(sample):
-            by_versions[versions].append(sample)
-    works = []
-    for versions, those in sorted(by_versions.items()):
-        most = _MOST_SAMPLES if len(versions) == 1 else _MOST_WITH_CACHES
-        works += [
-            Work(weight_versions=versions, samples=those[start : start + most])
-            for start in range(0, len(those), most)
-        ]
-    return works
+        for version in dict.fromkeys(sample.place.weight_versions):
+            by_version[version].append(sample)
+    return [
+        Work(weight_version=version, samples=those[start : start + _MOST_SAMPLES])
+        for version, those in sorted(by_version.items())
+        for start in range(0, len(those), _MOST_SAMPLES)
+    ]
 
 
 def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
@@ -233,7 +227,7 @@ def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
     for sample, again in zip(answer.work.samples, answer.completions, strict=True):
         file, recorded = str(sample.place.file.relative_to(tools.run)), sample.rollout.completion
         index = recorded.key.sample_index
-        is_last = answer.work.weight_versions[-1] == sample.place.weight_versions[-1]
+        is_last = answer.work.weight_version == sample.place.weight_versions[-1]
         proof.num_regenerated += is_last
         if again is None:
             said = answer.refused[recorded.key]

@@ -1,8 +1,7 @@
 """Generates and scores the samples of one iteration: completions stream into the reward pool.
 
-Scoring starts with the first completion, and what an update needs of scored samples may be computed meanwhile. An
-instance that is lost on the way is replaced here; the scheduler has queued its samples again by then. A scheduler that
-dies is replaced in `take`.
+Scoring starts with the first completion. An instance that is lost on the way is replaced here; the scheduler has
+queued its samples again by then. A scheduler that dies is replaced in `take`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.actors.waiting.watch import OpenWait
 from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.run.dynamic_sampling import UsefulGroups
-from rlhfspec.cluster.run.forward_stream import ForwardStream
 from rlhfspec.cluster.run.pipeline import Pipeline
 from rlhfspec.cluster.run.rollout_buffer import RolloutBuffer
 from rlhfspec.cluster.system.system import GeneratingSystem, Scored
@@ -62,7 +60,6 @@ def collect(
     system: GeneratingSystem,
     requests: Sequence[SampleRequest],
     report: Reporter,
-    forwards: ForwardStream | None = None,
     groups: UsefulGroups | None = None,
     *,
     phase: str = "generate",
@@ -70,7 +67,7 @@ def collect(
     meanwhile: Callable[[], None] | None = None,
     awaits_rewards: Callable[[], bool] | None = None,
 ) -> Collected:
-    """Generate and score every request; `forwards` gets each sample when it is scored, `groups` may ask for more.
+    """Generate and score every request; `groups` may ask for more.
 
     Responses that are no whole ones stay in the `pipeline`, and are not scored; what is scored or left out it is told
     at once. With it the call ends when nothing is open on the instances and `awaits_rewards` says no, and returns what
@@ -177,11 +174,6 @@ def collect(
                     episodes.add(further)
                 elif further:
                     system.scheduler.enqueue(tuple(further))
-        if forwards is not None:
-            for rollout in scored:
-                forwards.add(rollout)
-            if len(buffer) + num_skipped < len(by_key):
-                forwards.look()
         report.progress(phase, num_completed, len(by_key))
     return Collected(
         rollouts=buffer.drain(),

@@ -16,11 +16,7 @@ class CountedPipeline(Pipeline):
 
     def __init__(self, plan: PhasePlan, next_requests: Callable[[], Sequence[SampleRequest]]) -> None:
         """`next_requests`: a further batch's, batch by batch from the first that has not begun."""
-        super().__init__(
-            num_iterations=plan.num_iterations,
-            max_staleness=plan.max_staleness,
-            keeps_caches=plan.weight_load == "keep_kv",
-        )
+        super().__init__(num_iterations=plan.num_iterations, max_staleness=plan.max_staleness)
         self.plan = plan
         self._next_requests = next_requests
 

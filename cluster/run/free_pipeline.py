@@ -27,18 +27,10 @@ class FreePipeline(Pipeline):
     ends_with_update = True
 
     def __init__(
-        self,
-        admission: FreeAdmission,
-        next_requests: Callable[[int], Sequence[SampleRequest]],
-        *,
-        keeps_caches: bool,
+        self, admission: FreeAdmission, next_requests: Callable[[int], Sequence[SampleRequest]]
     ) -> None:
         """`next_requests`: the samples of so many further prompts."""
-        super().__init__(
-            num_iterations=admission.num_iterations,
-            max_staleness=admission.max_staleness,
-            keeps_caches=keeps_caches,
-        )
+        super().__init__(num_iterations=admission.num_iterations, max_staleness=admission.max_staleness)
         self._admission = admission
         self._next_requests = next_requests
         self._groups: dict[int, _Group] = {}

@@ -19,7 +19,6 @@ from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.reporting.iteration_metrics import iteration_figures
 from rlhfspec.cluster.run.collect import Collected, collect, receive_late
-from rlhfspec.cluster.run.forward_stream import Streamed
 from rlhfspec.cluster.run.pipeline import Pipeline
 from rlhfspec.cluster.run.refit_step import refit_draft
 from rlhfspec.cluster.system.system import System
@@ -33,15 +32,14 @@ def run_iteration(
     requests = next_batch(system)
     system.generation.rollouts_ahead(system.config.run.iterations - iteration - 1)
     began_s = time.perf_counter()
-    forwards, groups = system.forward_stream(requests), system.useful_groups(requests)
-    collected = collect(system, requests, report, forwards, groups)
+    groups = system.useful_groups(requests)
+    collected = collect(system, requests, report, groups)
     log.rollouts(iteration, collected.rollouts)
     learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
     moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
 
     update_began_s = time.perf_counter()
     report.progress("update", 0, 1)
-    streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(learned)
     _remember(system, iteration, collected.rollouts, may_come_again=groups is not None)
     system.is_learning = True
@@ -66,7 +64,7 @@ def run_iteration(
     if groups is not None:
         figures |= groups.figures()
     kept = log.record(iteration, learned, update)
-    return figures | _further_figures(system, collected) | streamed.figures() | moves | draft_figures | kept
+    return figures | _further_figures(system, collected) | moves | draft_figures | kept
 
 
 def next_batch(system: System) -> list[SampleRequest]:

@@ -231,8 +231,7 @@ def _pipeline(system: System) -> Pipeline | None:
             groups_per_batch=rollout.prompts_per_iteration,
             num_iterations=config.run.iterations,
         )
-        keeps = rollout.weight_load == "keep_kv"
-        return FreePipeline(admission, partial(next_prompts, system), keeps_caches=keeps)
+        return FreePipeline(admission, partial(next_prompts, system))
     plan = PhasePlan(
         max_staleness=rollout.max_staleness,
         weight_load=rollout.weight_load,

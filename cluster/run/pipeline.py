@@ -52,11 +52,9 @@ class Pipeline(ABC):
     ends_with_update = False
     "a phase's samples are cut when its update is there, wherever they are; else at counts of tokens"
 
-    def __init__(self, *, num_iterations: int, max_staleness: int, keeps_caches: bool) -> None:
-        """`keeps_caches`: a response that is cut goes on with its caches, where they are still there."""
+    def __init__(self, *, num_iterations: int, max_staleness: int) -> None:
         self.num_iterations = num_iterations
         self._max_staleness = max_staleness
-        self._keeps_caches = keeps_caches
         self._open: dict[SampleKey, OpenSample] = {}
         self._turns: dict[SampleKey, SampleRequest] = {}
         "what instances were asked for, of open samples"
@@ -143,20 +141,14 @@ class Pipeline(ABC):
     def _turn(self, one: OpenSample, *, most: int) -> SampleRequest:
         """Ask for a sample, up to so many tokens."""
         request, before = one.request, one.so_far
-        is_cut = most < request.sampling.max_new_tokens
-        keeps = self._keeps_caches and (is_cut or self.ends_with_update)
         turn = self._turns[request.key] = replace(
             request,
             # what is asked for twice has two keys; the noise is the sample's
             key=replace(request.key, turn=one.num_turns),
             sampling=replace(request.sampling, max_new_tokens=most),
-            # whose caches are gone may as well go on elsewhere
-            history=None
-            if before is None
-            else replace(before.as_history(), instance=before.instance if self._keeps_caches else ""),
-            keeps_caches=keeps,
-            caches_outlive_weights=keeps,
-            is_cut_at_limit=is_cut,
+            # its caches are gone, and it may as well go on elsewhere
+            history=None if before is None else replace(before.as_history(), instance=""),
+            is_cut_at_limit=most < request.sampling.max_new_tokens,
         )
         return turn
 

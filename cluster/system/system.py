@@ -20,14 +20,13 @@ from rlhfspec.actors.waiting.watch import watching
 from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.placement.single_places import SinglePlaces, lost_machines
-from rlhfspec.cluster.placement.spare_cores import nodes_of, streams_forwards
+from rlhfspec.cluster.placement.spare_cores import nodes_of, shared_by_updates
 from rlhfspec.cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
 from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts
 from rlhfspec.cluster.preflight.inputs import Inputs
 from rlhfspec.cluster.preflight.reward_plan import resolved_reward, scoring_timeout_s
 from rlhfspec.cluster.run.dynamic_sampling import UsefulGroups
 from rlhfspec.cluster.run.episodes import EpisodeRewards, Episodes, start_episodes
-from rlhfspec.cluster.run.forward_stream import ForwardStream
 from rlhfspec.cluster.system.generation_pool import GenerationPool
 from rlhfspec.cluster.system.instance_table import InstanceTable
 from rlhfspec.cluster.system.reallocation import migration_settings, reallocation_policy, scaling_policy
@@ -87,8 +86,6 @@ class System(GeneratingSystem):
     sampling: SamplingParams
     trainers: TrainerPool
     broadcast: Broadcast
-    streams_forwards: bool = False
-    "whether trainers compute what they can during the rollout (`cluster.placement.spare_cores`)"
     lost_machines: Callable[[], list[str]] = list
     "Ray's ids of those that are gone with the scheduler's, a reward actor's or a trainer's place on them"
     refit_overhead_s: float = 0.0
@@ -101,17 +98,6 @@ class System(GeneratingSystem):
         """Whether ratios are over the trainer's own log-probabilities (`algorithm.correction.old_logprobs`)."""
         return self.config.algorithm.correction.recomputes_old(
             is_exact=self.generation.is_invariant, max_staleness=self.config.rollout.max_staleness
-        )
-
-    def forward_stream(self, requests: Sequence[SampleRequest]) -> ForwardStream | None:
-        """What hands an iteration's scored samples to the trainers; None where they wait for the update."""
-        if not self.streams_forwards:
-            return None
-        return ForwardStream(
-            self.trainers,
-            [request.key.sample_index for request in requests],
-            block_samples=self.config.trainer.block_samples * self.config.cluster.trainer.num_actors,
-            recompute_old=self.recomputes_old,
         )
 
     def useful_groups(self, requests: Sequence[SampleRequest]) -> UsefulGroups | None:
@@ -152,11 +138,10 @@ def running_system(
             system = _make_actors(config, inputs, topology, context, singles, note)
             system.lost_machines = partial(lost_machines, group, topology.fixed_bundles)
             _bring_up(system)
-            system.streams_forwards, why = streams_forwards(
-                config, topology, nodes_of(group, topology), recomputes_old=system.recomputes_old
-            )
-            if why:
-                note(why)
+            if config.rollout.max_staleness and (
+                shared := shared_by_updates(config, topology, nodes_of(group, topology))
+            ):
+                note(f"updates run while later batches are sampled, and slow that down: {shared}")
             yield system
             system.stop()
     finally:

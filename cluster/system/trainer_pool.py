@@ -7,7 +7,7 @@ of every weight, the others take part while it packs (`follow`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from rlhfspec.cluster.placement.topology import Place, PlacementContext, actor_o
 from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights, confirm
 from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.errors import InstanceLost, WaitTimeout
-from rlhfspec.core.records import Rollout, UpdateReport
+from rlhfspec.core.records import UpdateReport
 from rlhfspec.core.weight_records import DigestKind
 from rlhfspec.learning.drafts.draft_learner import RefitReport
 
@@ -113,23 +113,6 @@ class TrainerPool:
                 for answer in answers.values():
                     confirm(answer, weights.manifest)
         self._loading = []
-
-    def begin_forwards(self, rollouts: Sequence[Rollout], *, recompute_old: bool) -> dict[str, Any]:
-        """Order what an update to come needs of one block of its samples, as `Learner.forward_ahead`."""
-        block = ray.put(list(rollouts))
-        return {name: one.forward_ahead.remote(block, recompute_old) for name, one in self._trainers.items()}
-
-    def answered(self, order: Mapping[str, Any]) -> bool:
-        """Whether a trainer has answered, or has failed."""
-        return bool(wait_any(list(order.values()), timeout_s=0.0))
-
-    def end_forwards(self, order: Mapping[str, Any]) -> float:
-        """Wait for all of them; the seconds that the slowest took.
-
-        Raises InstanceLost naming a trainer that died, WaitTimeout, and what they raise themselves.
-        """
-        # samples are open: who looks after the pool here would take their completions
-        return max(self._all(order, "compute the forwards of scored samples", meanwhile=None).values())
 
     def update(self, rollouts: Any, *, recompute_old: bool = False) -> UpdateReport:
         """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`.

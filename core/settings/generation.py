@@ -133,8 +133,8 @@ class EngineConfig(Section):
     kv_cache_mb: float | None = Field(default=None, gt=0.0)
     "keys and values of all running samples; beyond, the shortest wait. None: room for every slot at full length"
     turn_cache_mb: float = Field(default=256.0, ge=0.0)
-    """host memory for caches that wait: for an episode's next turn, or for new weights (rollout.weight_load keep_kv);
-    they yield to running samples where kv_cache_mb is short, and what was given up is computed again"""
+    """host memory for caches that wait for an episode's next turn; they yield to running samples where kv_cache_mb is
+    short, and what was given up is computed again"""
     max_prefill_tokens: int = Field(default=512, ge=4)
     "prompt tokens in one prefill forward; 8192 by default where instances have GPUs"
     num_threads: int = Field(default=1, ge=1, le=MAX_THREADS)
@@ -151,10 +151,9 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(default=1, ge=1)
     max_staleness: int = Field(default=0, ge=0, le=8)
     "weight versions between a token and the update that learns from it, at most; 0: generation and update take turns"
-    weight_load: Literal["reprefill", "keep_kv", "drain"] = "reprefill"
+    weight_load: Literal["reprefill", "drain"] = "reprefill"
     """max_staleness above 0; reprefill: responses are cut where a new version comes, and go on from it with caches that
-    it has computed anew; keep_kv: with the old caches where they are still there; drain: a response is of one version,
-    one behind its update at most"""
+    it has computed anew; drain: a response is of one version, one behind its update at most"""
     schedule: Literal["recorded", "free"] = "recorded"
     """max_staleness above 0; recorded: what decodes from which version follows from counts of tokens, and two runs are
     equal; free: a version is taken when it is there, at whatever token a response has reached"""
@@ -163,13 +162,8 @@ class RolloutConfig(Section):
     learned from, none later than max_staleness allows"""
 
 
-def require_schedule(rollout: RolloutConfig, *, environment: str | None, turn_cache_mb: float) -> None:
-    """Raise ValueError for a schedule without effect, or room for its caches, or that cuts an environment's turns."""
-    if rollout.max_staleness and rollout.weight_load == "keep_kv" and not turn_cache_mb:
-        raise ValueError(
-            "rollout.weight_load is keep_kv, and engine.turn_cache_mb 0 has no room for caches that wait; raise it, or "
-            "set weight_load: reprefill"
-        )
+def require_schedule(rollout: RolloutConfig, *, environment: str | None) -> None:
+    """Raise ValueError for settings of a schedule that would have no effect, or cut an environment's turns."""
     cuts = (rollout.schedule, rollout.weight_load) != ("recorded", "drain")
     if rollout.max_staleness and environment is not None and cuts:
         raise ValueError(
@@ -193,7 +187,7 @@ def require_schedule(rollout: RolloutConfig, *, environment: str | None, turn_ca
     if rollout.weight_load == "drain":
         raise ValueError(
             "rollout.schedule is free and rollout.weight_load drain, which cuts no response where a version comes; set "
-            "weight_load to reprefill or keep_kv, or schedule to recorded"
+            "weight_load to reprefill, or schedule to recorded"
         )
     if rollout.over_provisioning is not None and rollout.over_provisioning > rollout.max_staleness:
         raise ValueError(

@@ -17,6 +17,7 @@ REMOVED_VALUES: dict[str, dict[str, str]] = {
     },
     "speculation.look_up": {"ngram": _SUFFIX},
     "speculation.policy": {"batch_table": _ADAPTIVE, "capacity": _ADAPTIVE},
+    "rollout.weight_load": {"keep_kv": "use reprefill: the new weights compute the caches anew"},
 }
 "Of keys that stay: a value, and what to use instead."
 
@@ -25,6 +26,10 @@ REMOVED_KEYS: dict[str, tuple[tuple[object, ...], str]] = {
     "speculation.ngram_max": ((4,), "it was of drafter ngram: see speculation.suffix_min"),
     "speculation.ngram_min": ((2,), "it was of drafter ngram: see speculation.suffix_min"),
     "speculation.capacity_tokens": ((24,), "it was of policy capacity: take it out"),
+    "trainer.stream_forwards": (
+        ("auto", "off", False),
+        "take it out; rollout.max_staleness 1 hides the whole update behind the next rollout",
+    ),
 }
 "Keys: values that say what happens now anyway, and what to do instead of any other."
 

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlhfspec.core.settings.algorithm import AlgorithmConfig
 from rlhfspec.core.settings.generation import SpeculationConfig
 from rlhfspec.core.settings.section import MAX_THREADS, Name, Section
 
@@ -63,10 +62,7 @@ class TrainerConfig(Section):
     max_tokens_per_forward: int = Field(default=4096, ge=16)
     "in one forward, packed without padding; more are accumulated"
     block_samples: int = Field(default=8, ge=1)
-    "samples for each trainer, by their index, whose forwards before the first step share packs; computed ahead when "
-    "all are scored"
-    stream_forwards: Literal["auto", "on", "off"] = "auto"
-    "compute blocks while the rollout's tail runs; auto: where the trainer takes no core or GPU from the instances"
+    "samples for each trainer, by their index, whose forwards before the first step share packs"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -153,24 +149,10 @@ def require_cotrain(training: DrafterTrainingConfig, speculation: SpeculationCon
         )
 
 
-def require_trainer(
-    trainer: TrainerConfig, algorithm: AlgorithmConfig, *, max_staleness: int, num_gpus: float
-) -> None:
-    """Raise ValueError for a GPU that is not given, or forwards of unknown samples or while the trainer updates."""
+def require_trainer(trainer: TrainerConfig, *, num_gpus: float) -> None:
+    """Raise ValueError for a GPU that is not given."""
     if trainer.device == "cuda" and num_gpus == 0:
         raise ValueError(
             "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; set it "
             "to 1, or trainer.device to auto"
-        )
-    if trainer.stream_forwards != "on":
-        return
-    if algorithm.dynamic_sampling:
-        raise ValueError(
-            "trainer.stream_forwards on computes blocks of samples that are known beforehand, and "
-            "algorithm.dynamic_sampling chooses them during the rollout; set stream_forwards: off"
-        )
-    if max_staleness:
-        raise ValueError(
-            "trainer.stream_forwards on computes forwards while an iteration is generated, and with "
-            f"rollout.max_staleness {max_staleness} the trainer updates then; set stream_forwards: off"
         )

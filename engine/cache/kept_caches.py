@@ -31,7 +31,6 @@ class CachePiece:
 class _Kept:
     token_ids: np.ndarray
     pieces: tuple[CachePiece, ...]
-    outlives_weights: bool
 
     @property
     def num_bytes(self) -> int:
@@ -53,17 +52,10 @@ class KeptCaches:
         """Whether so many bytes could be kept, others given up for them."""
         return 0 < num_bytes <= self._max_bytes
 
-    def put(
-        self,
-        key: SampleKey,
-        token_ids: Int[np.ndarray, " T"],
-        pieces: Sequence[CachePiece],
-        *,
-        outlives_weights: bool = False,
-    ) -> None:
+    def put(self, key: SampleKey, token_ids: Int[np.ndarray, " T"], pieces: Sequence[CachePiece]) -> None:
         """Keep the caches of a sample's first T tokens; older ones go where the room is short."""
         self._drop(key.sample)
-        kept = _Kept(token_ids, tuple(pieces), outlives_weights)
+        kept = _Kept(token_ids, tuple(pieces))
         self.shrink_to(self._max_bytes - kept.num_bytes)
         self._kept[key.sample] = kept
         self.num_bytes += kept.num_bytes
@@ -81,10 +73,10 @@ class KeptCaches:
         """Drop what is kept of a sample, if anything is."""
         self._drop(key.sample)
 
-    def forget_what_ends_with_weights(self) -> None:
-        """Drop what other weights have made, but for samples that go on with it all the same."""
-        for key in [key for key, kept in self._kept.items() if not kept.outlives_weights]:
-            self._drop(key)
+    def clear(self) -> None:
+        """Drop all: other weights have made it."""
+        self._kept.clear()
+        self.num_bytes = 0
 
     def shrink_to(self, num_bytes: int) -> None:
         """Give the oldest up until at most so many bytes are left."""

@@ -122,26 +122,10 @@ class RunningBatch:
             weight_spans=self.counters[slot].weight_spans,
         )
 
-    def take_up(self, slot: int, weight_version: int, *, has_caches: bool) -> None:
+    def take_up(self, slot: int, weight_version: int) -> None:
         """Note who goes on with a sample that was just added, see `SampleState.taken_up`."""
         counters, position = self.counters[slot], int(self.lengths[slot] - self.prompt_lengths[slot])
-        counters.weight_spans = SampleState.taken_up(
-            counters.weight_spans, position, weight_version, has_caches=has_caches
-        )
-
-    def sharable(self, cached: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Cached tokens of every slot, 0 where some were made by other weights: nobody else may copy those."""
-        own = [not self._has_older_caches(counters.weight_spans) for counters in self.counters]
-        return np.where(own, cached, 0)
-
-    def is_of_several(self, slot: int, weight_version: int) -> bool:
-        """Whether a sample has tokens or caches of another version than the one that goes on with it."""
-        spans = self.counters[slot].weight_spans
-        return any(span.weight_version != weight_version for span in spans)
-
-    @staticmethod
-    def _has_older_caches(spans: tuple[WeightSpan, ...]) -> bool:
-        return bool(spans) and spans[-1].keeps_caches
+        counters.weight_spans = SampleState.taken_up(counters.weight_spans, position, weight_version)
 
     def slot_of(self, key: SampleKey) -> int | None:
         """Return the slot of a running sample; None when it does not run here."""

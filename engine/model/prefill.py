@@ -30,8 +30,7 @@ def fill_committed(
         tokens: committed tokens of every slot, int64 [S, T].
         pieces: the runs; long ones are cut, short ones share a forward.
         max_tokens: tokens in one forward.
-        cached: tokens whose keys and values each of the running slots holds already, [B]; 0 where they are not to be
-            copied (`RunningBatch.sharable`).
+        cached: tokens whose keys and values each of the running slots holds already, [B].
 
     Returns:
         The number of tokens computed.

@@ -74,7 +74,7 @@ def update_targets(
     the coefficient as it stands.
     """
     reference = first.logprobs.get("reference")
-    figures = {"num_samples_ahead": float(first.num_ahead)}
+    figures: dict[str, float] = {}
     if reference is not None:
         kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
         figures["reference_kl"] = float(kl[experience.mask].mean())

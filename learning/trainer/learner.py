@@ -186,7 +186,6 @@ class Learner(TrainedModel):
         if self.cotrainer is not None:
             targets.figures.update(self.cotrainer.end())
         self.weight_version += 1
-        self._first.forget()
         coefficients = {"kl_coef": self._coefficients.kl, "entropy_coef": self._coefficients.entropy}
         self._coefficients.after_update(
             targets.figures.get("reference_kl"), len(experience.lengths), self.algorithm
@@ -207,21 +206,10 @@ class Learner(TrainedModel):
             sample_advantages=targets.sample_advantages(experience.mask),
         )
 
-    def forward_ahead(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> None:
-        """Compute, before all samples of an update are there, what it needs of one block of them.
-
-        A block is `trainer.block_samples` samples for each trainer, which follow each other by sample index, counted
-        from the update's first; the last may be smaller. `update` takes what is there of the same blocks and computes
-        what is not: its result is the same to the bit. Collective. Raises NumericsError as `update`.
-        """
-        experience = collate(rollouts, pad_token_id=self.pad_token_id)
-        self._first.ahead(experience, self._first_parts(recompute_old))
-
     def load(self, folder: Path) -> LearnerState:
         """See `TrainedModel`; the same algorithm is expected."""
         state = super().load(folder)
         self._coefficients = state.coefficients
-        self._first.forget()
         if self._scorer is not None:
             self._scorer.holds = None
         return state

@@ -32,7 +32,7 @@ class PhasePlan:
 
     max_staleness: int
     "weight versions between a token and the update that learns from it, at most; at least 1"
-    weight_load: Literal["drain", "reprefill", "keep_kv"]
+    weight_load: Literal["drain", "reprefill"]
     "drain: a response is of one version"
     max_new_tokens: int
     num_iterations: int

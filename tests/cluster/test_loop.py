@@ -77,8 +77,6 @@ def config(tiny_pair) -> Config:
                 "minibatch_size": 6,
                 "learning_rate": 1e-3,
                 "num_threads": 1,
-                # the run in one process does not
-                "stream_forwards": "on",
                 "block_samples": 2,
             },
             # passes end a refit here and not the clock, so that its outcome does not depend on the machine
@@ -113,7 +111,7 @@ def plain_engine(config: Config, target) -> Engine:
 
 
 def train_in_one_process(config: Config) -> tuple[list[list[Rollout]], str]:
-    """The same run without Ray, without speculation, without refits, without streaming."""
+    """The same run without Ray, without speculation, without refits."""
     tokenizer = load_tokenizer(config.models.target)
     served, learned = (load_causal_lm(config.models.target, "float32") for _ in range(2))
     engine = plain_engine(config, served)

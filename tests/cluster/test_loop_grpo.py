@@ -67,7 +67,6 @@ def config(tiny_pair) -> Config:
                 "learning_rate": 1e-2,
                 "num_threads": 1,
                 "lora": {"rank": 4},
-                "stream_forwards": "on",
                 "block_samples": 3,
             },
             # the draft model learns with the adapters, in both trainers
@@ -119,7 +118,6 @@ def test_every_figure_is_finite_and_the_groups_are_counted(trained):
         assert figures["learner/grad_norm"] > 0.0
         assert abs(figures["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4, "sampled from what was merged"
         assert "learner/value_loss" not in figures, "GRPO has no critic"
-        assert figures["learner/num_samples_ahead"] == figures["rollout/num_streamed_samples"]
     assert metrics[0]["learner/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[1]["learner/reference_kl"] > metrics[0]["learner/reference_kl"]
 
@@ -161,10 +159,9 @@ def test_a_version_of_the_draft_model_goes_with_each_of_the_target(trained, tiny
 def test_a_dead_trainer_is_named_by_whoever_waits_for_the_group(trained):
     system = trained.system
     requests = system.cursor.next_requests(GROUPS, SIZE, system.sampling)
-    block = collect(system, requests, Reporter()).rollouts[:3]
+    batch = collect(system, requests, Reporter()).rollouts
     ray.kill(ray.get_actor("trainer-1", namespace=NAMESPACE))
-    during = system.trainers.begin_forwards(block, recompute_old=False)
-    with pytest.raises(InstanceLost, match="trainer-1 died while the loop waited for 'compute the forwards"):
-        system.trainers.end_forwards(during)
+    with pytest.raises(InstanceLost, match="trainer-1 died while the loop waited for 'update"):
+        system.trainers.update(batch)
     with pytest.raises(InstanceLost, match="trainer-1 died while the loop waited"):
         system.trainers.take()

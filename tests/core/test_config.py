@@ -39,6 +39,8 @@ def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
         ("speculation", "exit_layers", 3, "was removed; it was of drafter early_exit"),
         ("speculation", "ngram_min", 1, "was removed; it was of drafter ngram"),
         ("speculation", "capacity_tokens", 30, "was removed; it was of policy capacity"),
+        ("rollout", "weight_load", "keep_kv", "keep_kv was removed; use reprefill"),
+        ("trainer", "stream_forwards", "on", "was removed; take it out; rollout.max_staleness 1 hides"),
     ],
 )
 def test_a_removed_setting_says_what_to_use_instead(
@@ -54,7 +56,8 @@ def test_a_removed_setting_says_what_to_use_instead(
 def test_a_removed_key_that_says_what_happens_anyway_is_dropped() -> None:
     """As a run folder of before spells it out."""
     old = SMALLEST | {
-        "speculation": {"capacity_tokens": 24, "exit_layers": 0, "ngram_max": 4, "ngram_min": 2}
+        "speculation": {"capacity_tokens": 24, "exit_layers": 0, "ngram_max": 4, "ngram_min": 2},
+        "trainer": {"stream_forwards": "auto"},
     }
     assert config_from_dict(old) == config_from_dict(SMALLEST)
     assert "capacity_tokens" in old["speculation"], "the caller's mapping stays"

@@ -41,7 +41,7 @@ def test_every_name_is_one_that_prometheus_takes_and_seconds_are_spelled_out() -
         ("rollout/goodput_tokens_per_s", "rollout_goodput_tokens_per_second"),
         ("moves/downtime_s_max", "moves_downtime_seconds_max"),
         ("reward/format-ok", "reward_format_ok"),
-        ("learner/num_samples_ahead", "learner_num_samples_ahead"),
+        ("learner/num_skipped_samples", "learner_num_skipped_samples"),
     ],
 )
 def test_a_figure_is_called(figure: str, name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import tiny_pool
 
@@ -21,7 +20,6 @@ def go_on(request: SampleRequest, so_far: Completion, *, turn: int, keeps: bool)
         key=replace(request.key, turn=turn),
         history=history,
         keeps_caches=keeps,
-        caches_outlive_weights=keeps,
     )
 
 
@@ -31,7 +29,7 @@ def play(
     """Cut everything after a few steps, again and again, until all is whole."""
     done: dict[SampleKey, Completion] = {}
     for request in asked:
-        engine.submit(replace(request, keeps_caches=keeps, caches_outlive_weights=keeps))
+        engine.submit(replace(request, keeps_caches=keeps))
     turns, by_key = 0, {request.key: request for request in asked}
     open_keys = set(by_key)
     while len(done) < len(asked):
@@ -84,53 +82,3 @@ def test_what_has_not_begun_comes_back_as_it_was_asked_for():
     engine.submit(go_on(first, begun, turn=1, keeps=False))
     (again,) = engine.cut({replace(first.key, turn=1)})
     assert again.token_ids.tolist() == begun.token_ids.tolist() and again.weight_spans == begun.weight_spans
-
-
-def test_caches_wait_for_cut_responses_with_tokens_and_for_no_others():
-    first, second = (
-        replace(one, keeps_caches=True, caches_outlive_weights=True) for one in tiny_pool.requests(2)
-    )
-    engine = tiny_pool.engine("off", slots=2)
-    short = replace(second, sampling=replace(second.sampling, max_new_tokens=1, stop_token_ids=()))
-    engine.submit(first)
-    engine.submit(short)
-    (whole,) = engine.step()
-    assert whole.finish_reason is FinishReason.LENGTH and not len(engine.exchange.kept)
-    (begun,) = engine.cut({first.key})
-    assert len(engine.exchange.kept) == 1
-    # taken up, computed anew, and cut before its next token: no token says whose caches these are
-    engine.exchange.kept._drop(first.key)
-    engine.submit(go_on(first, begun, turn=1, keeps=True))
-    engine._admit()
-    (again,) = engine.cut({replace(first.key, turn=1)})
-    assert again.num_tokens == begun.num_tokens and not len(engine.exchange.kept)
-
-
-def test_caches_that_another_instance_computed_anew_are_not_taken_for_the_older_ones():
-    """A response that moved, its caches computed at the destination, is cut before its next token."""
-    (request,) = (
-        replace(one, keeps_caches=True, caches_outlive_weights=True) for one in tiny_pool.requests(1)
-    )
-    source, destination = tiny_pool.engine("off", slots=2), tiny_pool.engine("off", slots=2)
-    source.submit(request)
-    source.step()
-    (begun,) = source.cut({request.key})
-    assert len(source.exchange.kept) == 1
-    for engine in (source, destination):
-        engine.weight_version = 1
-    again = go_on(request, begun, turn=1, keeps=True)
-    source.submit(again)
-    source.step()
-    assert [span.keeps_caches for span in source._batch.state(0, weight_version=1).weight_spans] == [
-        False,
-        True,
-    ]
-    state, _ = source.exchange.detach(again.key, weight_version=1)
-    destination.exchange.attach(state, ())
-    (cut,) = destination.cut({again.key})
-    assert cut.num_tokens == 2 and not len(destination.exchange.kept)
-    # and what an instance kept before is not there for a copy that comes back to it
-    source.exchange.kept.put(again.key, np.arange(3), (), outlives_weights=True)
-    assert len(source.exchange.kept) == 1
-    source.exchange.attach(state, ())
-    assert not len(source.exchange.kept)

@@ -13,7 +13,6 @@ import tiny_pool
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.records import Completion, History, SampleKey, SampleRequest, SamplingParams
-from rlhfspec.core.sample_state import SampleState
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
@@ -153,16 +152,6 @@ def test_a_response_that_does_not_begin_with_its_history_is_refused(asked):
         tiny_pool.engine("off").submit(replace(asked[0], history=history))
 
 
-def cut(request: SampleRequest, before: Completion | None = None) -> SampleRequest:
-    """The first ten tokens of a response, whose caches then wait for other weights; or all that follows them."""
-    if before is not None:
-        return replace(request, key=replace(request.key, turn=1), history=before.as_history())
-    short = replace(request.sampling, max_new_tokens=10, stop_token_ids=())
-    return replace(
-        request, sampling=short, keeps_caches=True, caches_outlive_weights=True, is_cut_at_limit=True
-    )
-
-
 def engine_of(weight_version: int) -> Engine:
     """Plain decoding by the target, or by weights that are a little different."""
     return build_engine(
@@ -175,43 +164,18 @@ def engine_of(weight_version: int) -> Engine:
     )
 
 
-def test_nobody_copies_caches_that_outlived_their_weights():
-    """Samples of one prompt share its computation, but not with one that goes on with caches of older weights."""
-    kept, lost, new = tiny_pool.requests(6, group_size=3)[3:]
+def test_what_goes_on_with_new_weights_is_computed_by_them_and_shared_with_others():
+    """Two samples of one prompt: one begun by older weights, whose caches are gone, and one that is new."""
+    begun, new = tiny_pool.requests(6, group_size=3)[4:]
     engine = engine_of(0)
-    begun = {one.key: one for one in engine.generate([cut(kept), cut(lost)])}
-    engine.exchange.kept._drop(lost.key)
+    short = replace(begun.sampling, max_new_tokens=10, stop_token_ids=())
+    (first,) = engine.generate([replace(begun, sampling=short, keeps_caches=True)])
     manifest, chunks = pack_weights(tiny_pool.draft(), name="target", weight_version=1)
     engine.load_weights(manifest, unpack_weights(manifest, chunks))
-    going_on = {key: cut(request, begun[key]) for key, request in ((kept.key, kept), (lost.key, lost))}
-    done = engine.generate([going_on[kept.key], going_on[lost.key], new])
-    spans = [[(s.weight_version, s.first_position, s.keeps_caches) for s in one.weight_spans] for one in done]
-    assert spans == [[(0, 0, False), (1, 10, True)], [(0, 0, False), (1, 10, False)], [(1, 0, False)]]
-    for request, one in ((going_on[lost.key], done[1]), (new, done[2])):
+    going_on = replace(begun, key=replace(begun.key, turn=1), history=first.as_history())
+    done = engine.generate([going_on, new])
+    spans = [[(span.weight_version, span.first_position) for span in one.weight_spans] for one in done]
+    assert spans == [[(0, 0), (1, 10)], [(1, 0)]]
+    for request, one in zip((going_on, new), done, strict=True):
         (expected,) = engine_of(1).generate([request])
         assert tiny_pool.bits(one) == tiny_pool.bits(expected)
-    # and old caches tell
-    (without,) = engine_of(1).generate([going_on[kept.key]])
-    assert tiny_pool.bits(done[0]) != tiny_pool.bits(without)
-
-
-def test_a_part_of_old_caches_is_not_gone_on_with():
-    (request,) = tiny_pool.requests(1)
-    engine = engine_of(0)
-    (begun,) = engine.generate([cut(request)])
-    state = replace(SampleState.fresh(cut(request, begun), weight_version=1))
-    pieces = engine.exchange.kept.take(
-        request.key, np.concatenate([request.prompt.token_ids, begun.token_ids])
-    )
-    other = engine_of(1)
-    some = [
-        replace(p, stop=p.stop - 3, cells=p.cells[: -3 * other.exchange.token_bytes["target"]])
-        for p in pieces
-    ]
-    assert other.exchange.attach(state, some) == state.num_committed_tokens - 1, "all of it was computed"
-    (expected,) = engine_of(1).generate([cut(request, begun)])
-    done: list[Completion] = []
-    while other.has_work:
-        done += other.step()
-    assert tiny_pool.bits(done[0]) == tiny_pool.bits(expected)
-    assert not done[0].weight_spans[-1].keeps_caches

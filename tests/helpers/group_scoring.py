@@ -28,8 +28,6 @@ def learn_scored(case, trainers=None):
     for version in range(3):
         sampling = SamplingParams(max_new_tokens=16)
         rollouts = sampled(published, sampling=sampling, batch=4, version=version, seed=version)
-        # one block of three is there when the update is asked for
-        learner.forward_ahead(rollouts[: 3 * learner.trainers.size])
         figures.append(learner.update(rollouts).figures)
         published.load_state_dict(dict(learner.weights()))
     return {name: tensor.numpy() for name, tensor in published.state_dict().items()}, figures

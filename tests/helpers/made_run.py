@@ -99,8 +99,7 @@ def make_run(config: Config, folder: Path) -> Path:
         )
         MetricsLog(run.metrics_file).write(iteration, {"rollout/invariant": 1.0, "time/generate_s": 10.0})
         if config.rollout.max_staleness and not iteration:
-            keeps = config.rollout.weight_load == "keep_kv"
-            begun = [_begun(engine, request, keeps) for request in cursor.next_requests(SAMPLES, 1, sampling)]
+            begun = [_begun(engine, request) for request in cursor.next_requests(SAMPLES, 1, sampling)]
         torch.manual_seed(iteration)
         for weight in moved.parameters():
             weight.data.add_(torch.randn_like(weight) * 0.05)
@@ -117,16 +116,10 @@ def make_run(config: Config, folder: Path) -> Path:
     return run.path
 
 
-def _begun(engine: Engine, request: SampleRequest, keeps_caches: bool) -> SampleRequest:
+def _begun(engine: Engine, request: SampleRequest) -> SampleRequest:
     """The request of what follows the first CUT tokens."""
-    short = replace(
-        request,
-        sampling=replace(request.sampling, max_new_tokens=CUT, stop_token_ids=()),
-        keeps_caches=keeps_caches,
-        caches_outlive_weights=keeps_caches,
-        is_cut_at_limit=keeps_caches,
-    )
-    (first,) = engine.generate([short])
+    short = replace(request.sampling, max_new_tokens=CUT, stop_token_ids=())
+    (first,) = engine.generate([replace(request, sampling=short)])
     return replace(request, key=replace(request.key, turn=1), history=first.as_history())
 
 

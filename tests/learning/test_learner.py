@@ -256,7 +256,6 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         "ratio_at_first_minibatch",
         "num_skipped_samples",
         "num_skipped_minibatches",
-        "num_samples_ahead",
         "mismatch/lag_mean",
         "mismatch/lag_max",
     }

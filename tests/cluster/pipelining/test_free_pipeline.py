@@ -137,7 +137,7 @@ def test_random_schedules_keep_every_promise() -> None:
         plan, size = admission(chance), chance.randint(1, 3)
         groups, batch_size = plan.num_iterations * plan.groups_per_batch, plan.groups_per_batch * size
         cursor = Cursor(size)
-        pipeline = FreePipeline(plan, cursor, keeps_caches=False)
+        pipeline = FreePipeline(plan, cursor)
         lengths = [chance.randint(1, LONGEST) for _ in range(groups * size)]
         clock, learned = Clock(pipeline, lengths, seed, rewards_are_late=seed % 2 > 0), []
         for update in range(plan.num_iterations):
@@ -162,10 +162,9 @@ def test_random_schedules_keep_every_promise() -> None:
 
 def test_who_ends_first_is_learned_from_and_the_rest_is_carried_over_whole() -> None:
     plan = FreeAdmission(max_staleness=2, over_provisioning=0.5, groups_per_batch=2, num_iterations=4)
-    pipeline = FreePipeline(plan, Cursor(2), keeps_caches=True)
+    pipeline = FreePipeline(plan, Cursor(2))
     asked = pipeline.begin(0)
     assert [request.group_id for request in asked] == [0, 0, 1, 1, 2, 2]
-    assert all(request.keeps_caches and request.caches_outlive_weights for request in asked)
     clock = Clock(pipeline, [LONGEST] * 16, 0)
     for request in (asked[4], asked[2], asked[5], asked[0]):
         assert not pipeline.has(0)
@@ -193,7 +192,7 @@ def test_who_ends_first_is_learned_from_and_the_rest_is_carried_over_whole() -> 
 
 def test_a_group_in_line_ages_from_its_first_token_on() -> None:
     plan = FreeAdmission(max_staleness=1, over_provisioning=1.0, groups_per_batch=1, num_iterations=3)
-    pipeline = FreePipeline(plan, Cursor(2), keeps_caches=False)
+    pipeline = FreePipeline(plan, Cursor(2))
     clock = Clock(pipeline, [LONGEST] * 6, 0)
     asked = pipeline.begin(0)
     for request in asked[:2]:
@@ -215,10 +214,10 @@ def test_a_group_in_line_ages_from_its_first_token_on() -> None:
 
 def test_a_group_without_any_reward_counts_as_ended() -> None:
     plan = FreeAdmission(max_staleness=1, over_provisioning=1.0, groups_per_batch=1, num_iterations=2)
-    pipeline = FreePipeline(plan, Cursor(1), keeps_caches=False)
+    pipeline = FreePipeline(plan, Cursor(1))
     first, second = pipeline.begin(0)
     pipeline.ended(first.key, None)
-    again = FreePipeline(plan, Cursor(1), keeps_caches=False)
+    again = FreePipeline(plan, Cursor(1))
     again.restore(pipeline.in_flight())
     assert again.has(0) and not again.has(1), "after a resume, too"
     with pytest.raises(Exception, match="none of the samples of iteration 1 could be scored"):
@@ -230,7 +229,7 @@ def test_a_group_without_any_reward_counts_as_ended() -> None:
 def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_path: Path) -> None:
     plan = FreeAdmission(max_staleness=2, over_provisioning=2.0, groups_per_batch=2, num_iterations=5)
     cursor = Cursor(2)
-    pipeline = FreePipeline(plan, cursor, keeps_caches=False)
+    pipeline = FreePipeline(plan, cursor)
     lengths = [1 + (7 * number) % LONGEST for number in range(20)]
     clock = Clock(pipeline, lengths, 5, rewards_are_late=True)
     clock.phase(0)
@@ -253,7 +252,7 @@ def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_pat
         assert (again.batch, str(again.so_far)) == (one.batch, str(one.so_far))
     other = Cursor(2)
     other.groups = cursor.groups
-    resumed = FreePipeline(plan, other, keeps_caches=False)
+    resumed = FreePipeline(plan, other)
     resumed.restore(after)
     learned = []
     later = Clock(resumed, lengths, 4, rewards_are_late=True)
@@ -280,7 +279,7 @@ def settings(**rollout: object) -> Config:
         ({"schedule": "free"}, "max_staleness to 1 or more"),
         (
             {"schedule": "free", "max_staleness": 1, "weight_load": "drain"},
-            "weight_load to reprefill or keep_kv",
+            "weight_load to reprefill",
         ),
         ({"max_staleness": 1, "over_provisioning": 0.5}, "set schedule: free and max_staleness to 1"),
         ({"schedule": "free", "max_staleness": 1, "over_provisioning": 1.5}, "raise max_staleness"),
@@ -302,10 +301,6 @@ def test_what_cannot_go_together_is_one_error_that_says_what_can() -> None:
             Config.model_validate(tree)
     tree["rollout"] |= {"schedule": "recorded", "weight_load": "drain"}
     assert Config.model_validate(tree).environment.kind == "calculator"
-    tree["environment"]["kind"], tree["reward"]["kind"] = None, "gsm8k"
-    tree["rollout"]["weight_load"], tree["engine"]["turn_cache_mb"] = "keep_kv", 0.0
-    with pytest.raises(ValueError, match="turn_cache_mb 0 has no room"):
-        Config.model_validate(tree)
 
 
 def test_a_choice_leaves_no_more_behind_than_later_updates_can_take() -> None:

@@ -36,7 +36,7 @@ def test_a_free_run_that_loses_an_instance_can_be_generated_again(
     config["run"]["iterations"] = ITERATIONS
     config["sampling"]["max_new_tokens"] = TOKENS
     config["rollout"] |= {"prompts_per_iteration": SAMPLES, "max_staleness": STALENESS, "schedule": "free"}
-    config["rollout"] |= {"over_provisioning": 1.5, "weight_load": "keep_kv"}
+    config["rollout"]["over_provisioning"] = 1.5
     # most samples are still in line when a batch is whole
     config["engine"]["max_running_samples"] = 1
     config["speculation"] = {"policy": "off", "drafter": "none"}

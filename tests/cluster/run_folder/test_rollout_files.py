@@ -79,7 +79,7 @@ def test_rollouts_read_back_from_parquet_as_they_were(tmp_path):
     assert first["reward"] == 0.5 and first["reward_parts"] == [("correct", 1.0)]
     assert first["weight_version"] == 3 and first["finish_reason"] == "length"
     assert second["response_token_ids"] == []
-    assert table.schema.metadata[b"schema_version"] == b"3"
+    assert table.schema.metadata[b"schema_version"] == b"4"
     assert [p.name for p in tmp_path.iterdir()] == ["iteration_0000.parquet"]
 
 

@@ -54,22 +54,6 @@ def test_the_learner_has_the_samplers_bits(dtype, kind, lora, temperature, top_p
     assert second["reference_kl"] > 1e-6
 
 
-def test_an_update_is_the_same_to_the_bit_whatever_was_scored_ahead():
-    """In blocks that came as they were whole: each token's rounding is its prefix's alone."""
-    published = target()
-    rollouts = sampled(published, sampling=SamplingParams(max_new_tokens=16), batch=4)
-    plain, streamed = (learner_of(published, scorer_of(published), block_samples=3) for _ in range(2))
-    for _ in range(2):
-        expected = plain.update(rollouts).figures
-        for block in (rollouts[6:], rollouts[:3]):
-            streamed.forward_ahead(block)
-        figures = streamed.update(rollouts).figures
-        assert (expected.pop("num_samples_ahead"), figures.pop("num_samples_ahead")) == (0, 5)
-        assert figures == expected
-    ours, theirs = (dict(learner.model.named_parameters()) for learner in (plain, streamed))
-    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
-
-
 def test_against_stale_samples_the_proximal_policy_is_the_engines_forward_at_no_further_cost(monkeypatch):
     """Of the newest version every weight is exactly 1; of the one before they are not, and ratios begin at 1."""
     published = target()
