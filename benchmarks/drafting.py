@@ -26,8 +26,7 @@ from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, ratios
 from benchmarks.support.workload import Workload
 from rlhfspec.cluster.reporting.console import PipeConsole
-from rlhfspec.policies.drafting.cadence import Cadence
-from rlhfspec.policies.drafting.goodput import GoodputPolicy
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.profiles.profile import Profile
 from rlhfspec.profiles.recording import DraftRecording
 
@@ -101,7 +100,7 @@ def _good_draft(
         shares.append(result.select_share)
         world = World(drafts, profile.acceptance, profile.cost, seed=1)
         oracle = oracle_goodput(world, batch_size, ORACLE_BATCHES)
-        policy = Cadence(GoodputPolicy(profile, max_nodes=16, max_depth=16))
+        policy = AdaptiveDrafting(profile, max_nodes=16, max_depth=16)
         again = World(drafts, profile.acceptance, profile.cost, seed=2)
         # choosing takes time, and the oracle's does not: it is charged as measured
         ours = policy_goodput(policy, again, batch_size, ORACLE_STEPS, result.select_s)

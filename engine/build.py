@@ -17,14 +17,15 @@ from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.decode_step import DecodeStep, decode_step
 from rlhfspec.engine.draft_policies import build_policy
 from rlhfspec.engine.drafters.drafter import Drafter
+from rlhfspec.engine.drafters.drafter_list import DrafterList
 from rlhfspec.engine.drafters.head.head_drafter import HeadDrafter
 from rlhfspec.engine.drafters.head.head_forward import HeadForward
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
 from rlhfspec.engine.drafters.head.mtp_forward import MtpForward
 from rlhfspec.engine.drafters.head.mtp_weights import MtpConfig
 from rlhfspec.engine.drafters.head.tapping import tap_for_head
+from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.drafters.paired_drafter import paired
 from rlhfspec.engine.drafters.refinement import Scorer
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
@@ -135,8 +136,8 @@ def build_engine(
         drafter = _drafter(
             speculation, engine, policy, draft, runner, runner_of, max_total_tokens, vocab_size
         )
-        if drafter is not None and speculation.look_up != "none":
-            drafter = paired(drafter, _look_up(speculation))
+        if isinstance(drafter, LevelDrafter) and speculation.look_up != "none":
+            drafter = DrafterList(_look_up(speculation), drafter)
     return Engine(
         runner,
         drafter=drafter,

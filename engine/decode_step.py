@@ -78,7 +78,7 @@ def decode_step(
 ) -> StepOutput:
     """Decode one step for the running batch; the caches follow, the committed tokens are the caller's.
 
-    `refinement` asks the policy while the draft grows; without it the budget alone decides.
+    `refinement` asks the law while the draft grows; without it the budget alone decides.
     """
     phases = Phases(clock, runner.device)
     # the step's one copy to the device, unless the policy looks at the draft
@@ -100,10 +100,8 @@ def decode_step(
     token_ids, policy_logprobs, sampling_logprobs, num_accepted, num_draft_tokens, rank2_plus, *num_kept = (
         on_host
     )
-    if drafter is not None and num_kept:
-        drafter.note_kept(batch, num_kept[0])
     if drafter is not None and not budget.is_plain:
-        drafter.note_emitted(batch, token_ids, num_accepted)
+        drafter.learn(batch, token_ids, num_accepted, num_kept[0] if num_kept else None)
     if runner.taps is not None and found.hidden is not None:
         runner.taps.tell_verified(batch, found.hidden, token_ids, num_accepted)
     return StepOutput(

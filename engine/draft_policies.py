@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.core.errors import ConfigError
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
 from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
-from rlhfspec.policies.drafting.cadence import Cadence
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
-from rlhfspec.policies.drafting.goodput import GoodputPolicy
-from rlhfspec.policies.drafting.lookup_goodput import LookupGoodput
-from rlhfspec.policies.drafting.paired_goodput import PairedGoodput
 from rlhfspec.profiles.profile import Profile
 
 
@@ -28,12 +25,12 @@ def build_policy(speculation: SpeculationConfig, profile: Profile | None = None)
                 "speculation.policy goodput needs a profile of this pair on this machine and got none; "
                 "set speculation.profile to auto or to a folder that `rlhfspec profile` made"
             )
-        if speculation.looks_up:
-            return LookupGoodput(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
-        if speculation.look_up != "none":
-            return PairedGoodput(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
-        return Cadence(
-            GoodputPolicy(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
+        return AdaptiveDrafting(
+            profile,
+            max_nodes=speculation.max_nodes,
+            max_depth=speculation.max_depth,
+            computes=not speculation.looks_up,
+            looks_up="suffix" in (speculation.drafter, speculation.look_up),
         )
     return BanditPolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth, seed=0)
 

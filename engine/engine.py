@@ -24,7 +24,8 @@ from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.counters import Tally
 from rlhfspec.engine.decode_step import DecodeStep, decode_step
 from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.drafters.drafter import Drafter, TrainedDrafter
+from rlhfspec.engine.drafters.drafter import Drafter, part_of
+from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 from rlhfspec.engine.drafters.refinement import Refinement, Scorer
 from rlhfspec.engine.exchange import SampleExchange
 from rlhfspec.engine.model.prefill import fill_committed
@@ -34,7 +35,7 @@ from rlhfspec.engine.numerics import Numerics
 from rlhfspec.engine.outcomes import completion_of, not_finite_error, where_not_finite
 from rlhfspec.engine.requests import require_can_go_on, require_distinct
 from rlhfspec.engine.weights.chunks import require_loadable
-from rlhfspec.policies.drafting.draft_policy import DraftPolicy, RefiningPolicy, WatchfulPolicy
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, DraftPolicy
 
 logger = logging.getLogger(__name__)
 STEP_LOG_LENGTH = 4096
@@ -153,9 +154,7 @@ class Engine:
     @policy.setter
     def policy(self, policy: DraftPolicy) -> None:
         self._policy = policy
-        # looking at a protocol's members takes longer than some of them
-        self._refining = policy if isinstance(policy, RefiningPolicy) else None
-        self._watchful = policy if isinstance(policy, WatchfulPolicy) else None
+        self._law = policy if isinstance(policy, DraftLaw) else None
 
     def step(self) -> list[Completion]:
         """Admit what fits, prefill it, decode one step; return the samples that finished.
@@ -220,10 +219,10 @@ class Engine:
         return where_not_finite(state)
 
     def _refinement(self, budget: Budget, remaining: np.ndarray) -> Refinement | None:
-        """Return what carries the policy's further decisions of a refined budget."""
-        if not budget.refined or self.scorer is None or self._refining is None:
+        """Return what carries the law's further decisions of a refined budget."""
+        if not budget.refined or self.scorer is None or self._law is None:
             return None
-        return Refinement(self._refining, self.scorer, remaining, self._clock)
+        return Refinement(self._law, self.scorer, budget, remaining, self._clock)
 
     def _decode_state(self, max_remaining_tokens: int) -> DecodeState:
         """Return the facts that a draft policy may use."""
@@ -321,9 +320,10 @@ class Engine:
         """
         require_loadable(manifest, tensors)
         if manifest.model == "draft":
-            if not isinstance(self.drafter, TrainedDrafter):
+            drafter = part_of(self.drafter, LevelDrafter)
+            if drafter is None:
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
-            self.drafter.load(tensors)
+            drafter.load(tensors)
             self.exchange.kept.clear()
             self.drafter_version = manifest.weight_version
             return
@@ -390,9 +390,10 @@ class Engine:
         self.policy.observe(record)
         # counted with the next step: this record is complete
         self._observe_s = self._clock() - started
-        alarm = self._watchful.take_alarm() if self._watchful is not None else None
+        alarm = self._law.take_alarm() if self._law is not None else None
         if alarm is not None:
-            checksum = self.drafter.checksum() if isinstance(self.drafter, TrainedDrafter) else ""
+            drafter = part_of(self.drafter, LevelDrafter)
+            checksum = "" if drafter is None else drafter.checksum()
             self.drafter_alarm = alarm.text(checksum=checksum, version=self.drafter_version)
             logger.warning("%s: drafting suspended; %s", self.instance, self.drafter_alarm)
         self.step_records.append(record)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlhfspec.core.decode_records import Budget
 from rlhfspec.engine.decode_step import StepOutput, decode_step, forward_and_accept
-from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only
+from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only, select_best
 from rlhfspec.engine.decoding.noise import Noise
 from rlhfspec.engine.decoding.running_batch import LAST_TOKENS, RunningBatch, StepInputs
 from rlhfspec.engine.decoding.sampling_rule import RowSampling
@@ -176,10 +176,8 @@ class StepRecordings:
         live = len(batch)
         found = [rows[:live] for rows in _unpacked(packed, recording.results)]
         token_ids, policy, sampling, num_accepted, num_drafted, rank2_plus, *num_kept = found
-        if drafter is not None and num_kept:
-            drafter.note_kept(batch, num_kept[0])
         if drafter is not None and not budget.is_plain:
-            drafter.note_emitted(batch, token_ids, num_accepted)
+            drafter.learn(batch, token_ids, num_accepted, num_kept[0] if num_kept else None)
         return StepOutput(
             token_ids=token_ids,
             policy_logprobs=policy,
@@ -290,7 +288,8 @@ class StepRecordings:
 
         def grow() -> Tensor:
             nonlocal is_chain
-            tree = drafter.grow(fixed, budget, noise(), drafter.behind_root(fixed, shape.catch_up))
+            logits = drafter.behind_root(fixed, shape.catch_up)
+            tree = select_best(drafter.grow(fixed, budget, noise(), logits), budget.num_nodes)
             is_chain = tree.is_chain
             if is_chain:
                 return tree.token_ids

@@ -30,11 +30,11 @@ from rlhfspec.core.errors import ModelError, RlhfSpecError, WeightsError
 from rlhfspec.core.weight_records import TensorSpec, WeightManifest, kind_of
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.calibration.engine_provenance import device_name, here
+from rlhfspec.engine.drafters.drafter import part_of
 from rlhfspec.engine.drafters.head.head_drafter import HeadDrafter
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
 from rlhfspec.engine.drafters.head.published_head import head_checksum, published_head
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.drafters.paired_drafter import part_of
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend

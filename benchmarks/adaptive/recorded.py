@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfspec.core.decode_records import Budget, DecodeState, DraftLog, StepRecord
-from rlhfspec.policies.drafting.draft_policy import RefiningPolicy
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
+from rlhfspec.policies.drafting.draft_policy import Proposal
 from rlhfspec.profiles.acceptance import AcceptanceModel
 from rlhfspec.profiles.cost import CostModel, Shape
 from rlhfspec.profiles.recording import DraftRecording
@@ -79,7 +80,7 @@ class World:
         return float(cost.draft_s(shape)), float(cost.verify_s(shape)), float(cost.rest_s(shape))
 
 
-def policy_goodput(policy: RefiningPolicy, world: World, batch: int, steps: int, select_s: float) -> float:
+def policy_goodput(policy: AdaptiveDrafting, world: World, batch: int, steps: int, select_s: float) -> float:
     """Tokens per predicted second of a policy over `steps` decode steps; its first quarter is warm-up."""
     tokens = seconds = 0.0
     for number in range(steps):
@@ -90,7 +91,7 @@ def policy_goodput(policy: RefiningPolicy, world: World, batch: int, steps: int,
     return tokens / seconds
 
 
-def _step(policy: RefiningPolicy, world: World, batch: int, number: int, select_s: float) -> StepRecord:
+def _step(policy: AdaptiveDrafting, world: World, batch: int, number: int, select_s: float) -> StepRecord:
     state = DecodeState(
         decode_step=number,
         num_samples=batch,
@@ -122,7 +123,7 @@ def _step(policy: RefiningPolicy, world: World, batch: int, number: int, select_
     return record
 
 
-def _draft(policy: RefiningPolicy, world: World, batch: int, budget: Budget) -> tuple[DraftLog | None, int]:
+def _draft(policy: AdaptiveDrafting, world: World, batch: int, budget: Budget) -> tuple[DraftLog | None, int]:
     """Let the policy refine a drawn draft as the drafter would."""
     whole = world.draw(budget.width, batch)
     deepest = min(budget.depth, int(whole.level.max()))
@@ -135,7 +136,7 @@ def _draft(policy: RefiningPolicy, world: World, batch: int, budget: Budget) -> 
             break
         asked_at = min(deepest, asked_at + more)
     draft = whole.head(asked_at)
-    counts = policy.select(draft.scores, draft.level_sizes)
+    (counts,) = policy.choose([Proposal(draft.scores, draft.level_sizes)])
     log = DraftLog(
         scores=draft.scores,
         level_sizes=draft.level_sizes,

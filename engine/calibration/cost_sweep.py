@@ -11,6 +11,7 @@ import numpy as np
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 from rlhfspec.core.records import SampleKey, SampleRequest, Stream
 from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
 from rlhfspec.profiles.cost import CostTable, Shape
 
 SHAPES = ((1, 1, 16), (2, 2, 8), (3, 3, 5))
@@ -136,7 +137,7 @@ def _tiled(
     return tiled
 
 
-class _DrawnPlans:
+class _DrawnPlans(DraftLaw):
     """Shapes, depths and numbers of nodes drawn at random; a fifth plain, a third ragged."""
 
     max_nodes = MAX_PROFILED_NODES
@@ -170,7 +171,10 @@ class _DrawnPlans:
     def deepen(self, level: int, scores: np.ndarray) -> int:
         return 1
 
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
+    def choose(self, proposals: Sequence[Proposal]) -> list[np.ndarray]:
+        return [self._count(one.scores, one.level_sizes) for one in proposals]
+
+    def _count(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
         batch, most = len(scores), min(scores.shape[1], self._MOST)
         if self.warm_up:
             return np.ones(batch, dtype=np.int64)

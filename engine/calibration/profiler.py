@@ -18,6 +18,7 @@ from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES, SHAPES, s
 from rlhfspec.engine.calibration.draft_recorder import RecordingScorer
 from rlhfspec.engine.drafters.refinement import Scorer
 from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
 from rlhfspec.profiles.acceptance import AcceptanceModel, fit_acceptance
 from rlhfspec.profiles.cost import CostTable, fit_costs, join_costs
 from rlhfspec.profiles.profile import Profile, YieldCurve
@@ -214,7 +215,7 @@ class Placeholder:
         """Learn nothing."""
 
 
-class _Everything:
+class _Everything(DraftLaw):
     """One shape, drafted whole and verified whole."""
 
     def __init__(self, budget: Budget) -> None:
@@ -228,8 +229,8 @@ class _Everything:
     def deepen(self, level: int, scores: np.ndarray) -> int:
         return self._budget.depth
 
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        return np.full(len(scores), scores.shape[1], dtype=np.int64)
+    def choose(self, proposals: Sequence[Proposal]) -> list[np.ndarray]:
+        return [np.full(len(one.scores), one.scores.shape[1], dtype=np.int64) for one in proposals]
 
     def observe(self, record: StepRecord) -> None:
         pass

@@ -10,6 +10,7 @@ else a child's share of the softmax over perturbed scores.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,19 +19,31 @@ from torch import Tensor
 from rlhfspec.core.decode_records import Budget
 from rlhfspec.engine.attention.backends import Attention
 from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best
+from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, root_only
 from rlhfspec.engine.decoding.noise import Noise
 from rlhfspec.engine.decoding.running_batch import RunningBatch
 from rlhfspec.engine.decoding.sampling_rule import leader_shares, leaders
 from rlhfspec.engine.drafters.chain_levels import ChainLevels, FusedLevels, LevelByLevel, noise_at_level
+from rlhfspec.engine.drafters.drafter import Drafter
 from rlhfspec.engine.drafters.refinement import Refinement
 from rlhfspec.engine.model.compute_backend import FusedChain, PoolAttention
 from rlhfspec.engine.model.forward_plan import TreePlan
 from rlhfspec.engine.upload import upload
 
 
-class LevelDrafter(ABC):
-    """What drafters that compute have in common; they say what is behind the root, and behind a level's tokens."""
+class LevelDrafter(Drafter, ABC):
+    """A drafter that computes, with weights that follow the target's.
+
+    Its body says what is behind the root, and behind a level's tokens.
+    """
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over weights of another version, and forget what depends on the old ones. Raises WeightsError."""
+
+    @abstractmethod
+    def checksum(self) -> str:
+        """Of the weights, as manifests have it."""
 
     @property
     @abstractmethod
@@ -65,14 +78,10 @@ class LevelDrafter(ABC):
         """What drafts chains in few calls; None: nothing does."""
         return None
 
-    def draft(
-        self,
-        batch: RunningBatch,
-        budget: Budget,
-        noise: Noise,
-        refinement: Refinement | None = None,
+    def propose(
+        self, batch: RunningBatch, budget: Budget, noise: Noise, refinement: Refinement | None = None
     ) -> DraftTree | None:
-        """Catch up with the committed tokens, then grow the tree; see `Drafter.draft`."""
+        """Catch up with the committed tokens, then grow the tree; see `Drafter.propose`."""
         return self.grow(batch, budget, noise, self.root_logits(batch), refinement)
 
     def grow(
@@ -83,14 +92,9 @@ class LevelDrafter(ABC):
         logits: Float[Tensor, "B V"],
         refinement: Refinement | None = None,
     ) -> DraftTree:
-        """Grow the tree from the logits behind the root."""
-        if budget.branching == 1:
-            tree = self._draft_chain(batch, budget, noise, logits, refinement)
-        else:
-            tree = self._expand(batch, budget, noise, logits, refinement)
-        if refinement is None:
-            return select_best(tree, budget.num_nodes)
-        return keep(tree, refinement.select()) if tree.num_nodes else tree
+        """Grow the tree of candidates from the logits behind the root."""
+        grow = self._draft_chain if budget.branching == 1 else self._expand
+        return grow(batch, budget, noise, logits, refinement)
 
     def _draft_chain(
         self,

@@ -55,12 +55,12 @@ class ModelDrafter(LevelDrafter):
         return self.runner.fused_chain if self._foreign is None else None
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `TrainedDrafter`."""
+        """See `LevelDrafter`."""
         self.runner.load(dict(tensors))
         self.drop()
 
     def checksum(self) -> str:
-        """See `TrainedDrafter`."""
+        """See `LevelDrafter`."""
         return model_checksum(self.model)
 
     def admit(self, slots: range, batch: RunningBatch) -> None:
@@ -78,20 +78,21 @@ class ModelDrafter(LevelDrafter):
         self.pool.make_dense(batch.inputs().lengths, slots, kept & (slots != step))
         return kept.sum(1)
 
-    def note_kept(self, batch: RunningBatch, num_kept: np.ndarray) -> None:
-        """Count them as cached."""
-        self._cached[: len(batch)] = batch.lengths[: len(batch)] + num_kept
-
-    def note_emitted(self, batch: RunningBatch, token_ids: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Nothing is learned from it."""
+    def learn(
+        self,
+        batch: RunningBatch,
+        token_ids: np.ndarray,
+        num_accepted: np.ndarray,
+        num_kept: np.ndarray | None,
+    ) -> None:
+        """Count what was kept as cached."""
+        if num_kept is not None:
+            self._cached[: len(batch)] = batch.lengths[: len(batch)] + num_kept
 
     def move_slot(self, source: int, target: int) -> None:
         """Follow a sample to its new slot."""
         self.runner.pool.move_slot(source, target, int(self._cached[source]))
         self._cached[target] = self._cached[source]
-
-    def leave(self, slot: int, batch: RunningBatch) -> None:
-        """Nothing to do: who comes next begins with an empty cache."""
 
     def drop(self) -> None:
         """Forget every cached token."""

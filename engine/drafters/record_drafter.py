@@ -16,11 +16,11 @@ from rlhfspec.core.records import SampleKey
 from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree
 from rlhfspec.engine.decoding.noise import Noise
 from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.drafters.cacheless import CachelessDrafter, chains
+from rlhfspec.engine.drafters.drafter import Drafter, chains
 from rlhfspec.engine.drafters.refinement import Refinement
 
 
-class RecordDrafter(CachelessDrafter):
+class RecordDrafter(Drafter):
     """Drafts the recorded response at the same position, for samples that have one."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -29,12 +29,8 @@ class RecordDrafter(CachelessDrafter):
         self.responses: Mapping[SampleKey, np.ndarray] = {}
         "whole responses, int64 [T] each, by the key of the sample"
 
-    def draft(
-        self,
-        batch: RunningBatch,
-        budget: Budget,
-        noise: Noise,
-        refinement: Refinement | None = None,
+    def propose(
+        self, batch: RunningBatch, budget: Budget, noise: Noise, refinement: Refinement | None = None
     ) -> DraftTree | None:
         """Return what follows on record as one chain per sample; None when nothing does."""
         count = min(budget.num_nodes, budget.depth)
@@ -47,8 +43,9 @@ class RecordDrafter(CachelessDrafter):
                 tokens[slot, : len(following)] = following
         # what is behind an id that is no token could never be accepted
         is_token = ((tokens >= 0) & (tokens < self._vocab_size)).cumprod(axis=1, dtype=bool)
-        tree = chains(np.where(is_token, tokens, DEAD), batch.device)
         num_kept = is_token.sum(axis=1)
-        if tree is None or int(num_kept.min()) == tree.num_nodes:
-            return tree
-        return replace(tree, num_kept=num_kept)
+        longest = int(num_kept.max())
+        if not longest:
+            return None
+        tree = chains(np.where(is_token, tokens, DEAD)[:, :longest], batch)
+        return tree if int(num_kept.min()) == longest else replace(tree, num_kept=num_kept)

@@ -1,27 +1,27 @@
-"""A draft refined while it grows (design 3.2): scores from the acceptance model, decisions from the policy.
+"""A draft refined while it grows (design 3.2): scores from the acceptance model, decisions from the law.
 
-    level by level:  children and their estimated path acceptance -> another level?
-    at the end:      which of all candidates are verified
+    what is looked up:  a whole chain and its path acceptance -> is it enough?
+    level by level:     children and their estimated path acceptance -> another level?
+    at the end:         which candidates of which proposal are verified
 
-The drafter calls it; the policy sees numpy arrays on the host. What was shown and decided is kept for the
+Drafters call it; the law sees numpy arrays on the host. What was shown and decided is kept for the
 step's record, so that a log replays. On a device that must not wait for the host, budgets are not refined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from rlhfspec.core.decode_records import DraftLog, LookUpLog
+from rlhfspec.core.decode_records import Budget, DraftLog, LookUpLog
 from rlhfspec.core.records import SampleRequest
 from rlhfspec.engine.decoding.draft_tree import DraftTree
 from rlhfspec.engine.decoding.sampling_rule import TopK
 from rlhfspec.engine.decoding.verify import Verdict
-from rlhfspec.policies.drafting.draft_policy import PairedPolicy, RefiningPolicy
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
 from rlhfspec.profiles.acceptance import AcceptanceModel, Coefficients, acceptance
 
 FARTHEST = 50.0
@@ -29,38 +29,44 @@ FARTHEST = 50.0
 
 
 class Refinement:
-    """One decode step's conversation between drafter and policy."""
+    """One decode step's conversation between drafters and law."""
 
     def __init__(
-        self, policy: RefiningPolicy, scorer: Scorer, remaining: np.ndarray, clock: Callable[[], float]
+        self,
+        law: DraftLaw,
+        scorer: Scorer,
+        budget: Budget,
+        remaining: np.ndarray,
+        clock: Callable[[], float],
     ) -> None:
         """Start a step.
 
         Args:
-            policy: decides.
+            law: decides.
             scorer: estimates.
+            budget: the law's, of this step.
             remaining: tokens each sample may still get, [B]; deeper nodes cannot count.
             clock: seconds.
         """
         self.seconds = 0.0
-        self.num_nodes: np.ndarray | None = None
-        self.used: np.ndarray | None = None
-        "[B] samples that verify what was looked up, where that stands beside what is computed"
-        self._policy = policy
+        self.clock = clock
+        self._law = law
         self._scorer = scorer
+        self._budget = budget
         self._remaining = remaining
         self._shortest = int(remaining.min())
-        self.clock = clock
-        self._looked_up: np.ndarray | None = None
-        self._look_up_s = 0.0
+        self._proposals: list[Proposal] = []
+        "whole ones: looked up"
+        self._counts: list[np.ndarray] = []
+        "[B] nodes of each proposal that are verified, once that is chosen"
         self._blocks: list[np.ndarray] = []
         self._sizes: tuple[int, ...] = ()
         self._last = self._frontier = np.ones((len(remaining), 1), dtype=np.float32)
 
     def levels_to_draft(self) -> int:
-        """Ask the policy how many levels to draft before it is asked again."""
+        """Ask the law how many levels to draft before it is asked again."""
         started = self.clock()
-        answer = self._policy.deepen(len(self._sizes), self._last)
+        answer = self._law.deepen(len(self._sizes), self._last)
         self.seconds += self.clock() - started
         return answer
 
@@ -103,71 +109,64 @@ class Refinement:
         self._last = self._frontier = path[:, -1:]
         self.seconds += self.clock() - started
 
-    def whole_chain(self, path: np.ndarray) -> None:
-        """Take the path scores of a chain that was drafted at once, float32 [B, levels]."""
+    def offer(self, path: np.ndarray, seconds: float = 0.0) -> None:
+        """Take the path scores of chains that were drafted at once in so many seconds, float32 [B, levels]."""
         started = self.clock()
-        path = self._within_limits(path)
-        self._add(path, (1,) * path.shape[1])
-        self.seconds += self.clock() - started
-
-    def looked_up(self, path: np.ndarray, seconds: float) -> bool:
-        """Take path scores of what was looked up in so many seconds, [B, L]; True: nothing else is to be drafted."""
-        started = self.clock()
-        self._looked_up, self._look_up_s = self._within_limits(path), seconds
-        alone = cast(PairedPolicy, self._policy).looks_up_alone(self._looked_up)
-        self.seconds += self.clock() - started
-        return alone
-
-    def _within_limits(self, path: np.ndarray) -> np.ndarray:
         levels = np.arange(1, path.shape[1] + 1)
-        return np.where(levels < self._remaining[:, None], path, np.float32(0.0))
+        path = np.where(levels < self._remaining[:, None], path, np.float32(0.0))
+        self._proposals.append(Proposal(path, (1,) * path.shape[1], seconds))
+        self.seconds += self.clock() - started
+
+    def is_enough(self) -> bool:
+        """Ask the law whether nothing is to be computed beside the chains that were offered."""
+        started = self.clock()
+        enough = self._law.is_enough(self._proposals[0])
+        self.seconds += self.clock() - started
+        return enough
+
+    @property
+    def has_scores(self) -> bool:
+        """A drafter has shown some."""
+        return bool(self._proposals or self._sizes)
+
+    def choose(self) -> list[np.ndarray]:
+        """Ask the law how many candidates of each proposal to verify, [B] each: those computed are the last."""
+        started = self.clock()
+        if self._sizes:
+            self._proposals.append(Proposal(self._scores, self._sizes))
+        self._counts = self._law.choose(self._proposals)
+        self.seconds += self.clock() - started
+        return self._counts
 
     def _add(self, scores: np.ndarray, sizes: tuple[int, ...]) -> None:
         self._blocks.append(scores)
         self._sizes += sizes
 
-    def select(self) -> np.ndarray:
-        """Ask the policy how many nodes of each sample to verify; return those of the candidates, [B]."""
-        started = self.clock()
-        if self._looked_up is None:
-            self.num_nodes = of_candidates = self._policy.select(self.scores, self.level_sizes)
-        else:
-            policy = cast(PairedPolicy, self._policy)
-            self.used, self.num_nodes = policy.select_either(self.scores, self.level_sizes, self._looked_up)
-            of_candidates = np.where(self.used, 0, self.num_nodes)
-        self.seconds += self.clock() - started
-        return of_candidates
-
     def conclude(self, tree: DraftTree, verdict: Verdict, requests: Sequence[SampleRequest]) -> None:
         """Pass the outcome on to the scorer; `requests` are the batch's."""
-        if self.num_nodes is not None:
+        if self._counts:
             self._scorer.concluded(tree, verdict, requests)
 
     def log(self, num_accepted: np.ndarray) -> DraftLog | None:
-        """Return what happened, None when nothing was selected."""
-        if self.num_nodes is None:
+        """Return what happened, None when nothing was chosen."""
+        if not self._counts:
             return None
+        shown, look_up = list(self._proposals), None
+        if self._budget.look_up:
+            beside = shown.pop(0)
+            look_up = LookUpLog(scores=beside.scores, used=self._counts[0] > 0, seconds=beside.seconds)
+        scores, sizes, _ = shown[0] if shown else Proposal(self._scores, ())
         return DraftLog(
-            scores=self.scores,
-            level_sizes=self.level_sizes,
-            num_nodes=self.num_nodes,
+            scores=scores,
+            level_sizes=sizes,
+            num_nodes=np.sum(self._counts, axis=0),
             num_accepted=num_accepted,
-            look_up=self._look_up_log(),
+            look_up=look_up,
         )
 
-    def _look_up_log(self) -> LookUpLog | None:
-        if self._looked_up is None or self.used is None:
-            return None
-        return LookUpLog(scores=self._looked_up, used=self.used, seconds=self._look_up_s)
-
     @property
-    def level_sizes(self) -> tuple[int, ...]:
-        """Candidates of each level."""
-        return self._sizes
-
-    @property
-    def scores(self) -> np.ndarray:
-        """All candidates' scores, [B, C], level by level."""
+    def _scores(self) -> np.ndarray:
+        """All computed candidates' scores, [B, C], level by level."""
         if len(self._blocks) == 1:
             return self._blocks[0]
         none = np.zeros((len(self._remaining), 0), dtype=np.float32)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from rlhfspec.policies.drafting.draft_policy import DrafterAlarm
 from rlhfspec.policies.drafting.goodput import LARGE_BATCH, GoodputPolicy
 from rlhfspec.policies.drafting.node_search import Allocation
 
@@ -58,7 +57,7 @@ class Cadence:
 
     def __init__(self, law: GoodputPolicy) -> None:
         self.max_nodes = law.max_nodes
-        self._law = law
+        self.law = law
         self._step = 0
         self._standing = NOTHING
         self._compared: tuple[int, int, int] | None = None
@@ -78,7 +77,7 @@ class Cadence:
             and state.max_remaining_tokens > budget.depth
         ):
             return budget
-        law = self._law
+        law = self.law
         if law.follow(state):
             self._compared = None
         self._compare_shapes(state)
@@ -93,12 +92,12 @@ class Cadence:
 
     def deepen(self, level: int, scores: np.ndarray) -> int:
         """Return how many levels are drafted before the law is asked again; 0 where it stops the draft."""
-        more = self._law.deepen(level, scores)
-        return more if more <= 0 or self._law.is_probing else self._levels_unasked(level)
+        more = self.law.deepen(level, scores)
+        return more if more <= 0 or self.law.is_probing else self._levels_unasked(level)
 
     def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
         """Return each sample's number of nodes: by a search, or by the price that the last one found."""
-        law = self._law
+        law = self.law
         if law.is_probing:
             return law.select(scores, level_sizes)
         return self.choose(law.ranked(scores, level_sizes))
@@ -110,12 +109,12 @@ class Cadence:
         ):
             return self._allocation.of(ranked)
         self._searched = self._step
-        counts, self._allocation = self._law.search(ranked)
+        counts, self._allocation = self.law.search(ranked)
         return counts
 
     def observe(self, record: StepRecord) -> None:
         """Update what is due."""
-        law, step = self._law, record.decode_step
+        law, step = self.law, record.decode_step
         if record.draft is None:
             if step % UPDATE_STEPS:
                 law.probes.decoded_plainly(record)
@@ -135,13 +134,9 @@ class Cadence:
         if law.suspended:
             self._standing = NOTHING
 
-    def take_alarm(self) -> DrafterAlarm | None:
-        """Return the alarm that has been raised since the last call, once."""
-        return self._law.take_alarm()
-
     def _compare_shapes(self, state: DecodeState) -> None:
         """Let the law choose where batch, context or period are others than at its last choice."""
-        law, batch = self._law, state.num_samples
+        law, batch = self.law, state.num_samples
         before = law.chosen.choice
         drafts = before.num_nodes > 0
         costed = costed_batch(batch, COSTED_BITS if drafts else PLAIN_COSTED_BITS)
@@ -158,7 +153,7 @@ class Cadence:
 
     def _levels_unasked(self, level: int) -> int:
         """How many levels are drafted from `level` on before scores are looked at again."""
-        chosen, levels = self._law.chosen, 1
+        chosen, levels = self.law.chosen, 1
         if chosen.choice.branching == 1:
             onward = float(chosen.onward[min(level, len(chosen.onward) - 1)])
             levels = int(min(max(BLIND_RISK / max(1.0 - onward, 1e-3), 1.0), MAX_BLIND_LEVELS))

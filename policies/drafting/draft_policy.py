@@ -1,15 +1,22 @@
-"""The two-phase protocol of draft policies (design 3.2).
+"""What decides how much is drafted and verified (design 3.2): a policy by budgets alone, a law over proposals too.
 
 Phase one, `plan`, runs on the host from facts of earlier decode steps and returns a `Budget`. Phase two is the
-selection of nodes by score: a tensor operation of the engine with static shapes (`engine.decoding.draft_tree`), or,
-for a refined budget, a conversation: `deepen` after every level, `select` at the end. A policy is pure: equal records
-and scores in, equal decisions out; no clock, no hidden randomness.
+choice of nodes by score: a tensor operation of the engine with static shapes (`engine.decoding.draft_tree`), or, for
+a refined budget, the law's: drafters propose one after the other, what is looked up before what is computed.
+
+    is_enough   after a look-up: is anything to be computed beside it?
+    deepen      while a draft is computed: how many levels more?
+    choose      at the end: how many candidates of which proposal are verified for each sample
+
+All are pure: equal records and scores in, equal decisions out; no clock, no hidden randomness.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,6 +41,17 @@ class DraftPolicy(Protocol):
         ...
 
 
+class Proposal(NamedTuple):
+    """What one drafter offers the running samples: candidates, of which each verifies its best by score."""
+
+    scores: np.ndarray
+    "[B, C] float32: estimated probability that the whole path to a candidate is accepted, level by level; 0: none"
+    level_sizes: tuple[int, ...]
+    "candidates of each level; their sum is C"
+    seconds: float = 0.0
+    "that a look-up took"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterAlarm:
     """A drafter that stopped being accepted, as the decode step that noticed it saw it."""
@@ -55,19 +73,20 @@ class DrafterAlarm:
         )
 
 
-@runtime_checkable
-class WatchfulPolicy(Protocol):
-    """Notices when the drafter stops being accepted."""
+class DraftLaw(ABC):
+    """A `DraftPolicy` that returns refined budgets: it is asked while drafters propose, and chooses."""
 
-    def take_alarm(self) -> DrafterAlarm | None:
-        """Return the alarm that has been raised since the last call, once."""
-        ...
+    max_nodes: int
 
+    @abstractmethod
+    def plan(self, state: DecodeState) -> Budget:
+        """See `DraftPolicy`."""
 
-@runtime_checkable
-class RefiningPolicy(DraftPolicy, Protocol):
-    """Returns refined budgets, and is asked again while the draft grows."""
+    def is_enough(self, look_up: Proposal) -> bool:
+        """Return whether nothing is to be computed beside what was looked up."""
+        return False
 
+    @abstractmethod
     def deepen(self, level: int, scores: np.ndarray) -> int:
         """Return how many more levels to draft before asking again; 0 ends the draft.
 
@@ -75,37 +94,15 @@ class RefiningPolicy(DraftPolicy, Protocol):
             level: levels drafted so far; 0 before the first.
             scores: path estimates of the last level's candidates, [B, c]; ones for the roots.
         """
-        ...
 
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        """Return how many candidates of each sample to verify, int [B]: its best by score.
+    @abstractmethod
+    def choose(self, proposals: Sequence[Proposal]) -> list[np.ndarray]:
+        """Return how many candidates of each proposal each sample verifies, int [B] each; of one proposal at most."""
 
-        Args:
-            scores: all candidates' path estimates, [B, C], level by level.
-            level_sizes: candidates of each level.
-        """
-        ...
+    @abstractmethod
+    def observe(self, record: StepRecord) -> None:
+        """See `DraftPolicy`."""
 
-
-@runtime_checkable
-class PairedPolicy(RefiningPolicy, Protocol):
-    """Chooses, sample by sample, between what is computed and what is looked up: budgets with `look_up`.
-
-    `looks_up_alone` is asked first; where it says no, `deepen` follows as ever, and at the end `select_either`.
-    """
-
-    def looks_up_alone(self, looked_up: np.ndarray) -> bool:
-        """Return whether nothing is to be computed. `looked_up`: path estimates, [B, L]; 0 where there is nothing."""
-        ...
-
-    def select_either(
-        self, computed: np.ndarray, level_sizes: tuple[int, ...], looked_up: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which samples verify what was looked up, bool [B], and how many nodes of each, int [B].
-
-        Args:
-            computed: all candidates' path estimates, [B, C], as `select` has them; C is 0 where there are none.
-            level_sizes: candidates of each level.
-            looked_up: as of `looks_up_alone`.
-        """
-        ...
+    def take_alarm(self) -> DrafterAlarm | None:
+        """Return the alarm over the drafter that has been raised since the last call, once."""
+        return None

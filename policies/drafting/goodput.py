@@ -15,7 +15,7 @@ a step a second is worth g tokens, what the batch yields at its best: a step jud
 bad draft too late and a good one too early (renewal-reward).
 
 Two exceptions. A drafter that stops being accepted is suspended (`policies.drafting.collapse`). Where plain decoding is
-the choice the drafter is tried now and then (`policies.drafting.probes`).
+the choice the drafter is tried now and then (`policies.drafting.trials`).
 
 A and the seconds come from the profile, corrected by this run (`policies.drafting.estimators`); shapes are compared in
 `policies.drafting.planner`, nodes in `policies.drafting.node_search`. The law itself decides everything anew at every
@@ -34,7 +34,7 @@ from rlhfspec.policies.drafting.draft_policy import DrafterAlarm
 from rlhfspec.policies.drafting.estimators import Estimators
 from rlhfspec.policies.drafting.node_search import Allocation, best_nodes, sorted_scores
 from rlhfspec.policies.drafting.planner import PROBE_DEPTH, Planner
-from rlhfspec.policies.drafting.probes import ProbeAccount
+from rlhfspec.policies.drafting.trials import Probes
 from rlhfspec.profiles.profile import Profile
 
 LARGE_BATCH = 16
@@ -60,7 +60,7 @@ class GoodputPolicy:
         self._estimators = Estimators(profile, max_depth)
         self._planner = Planner(profile, max_nodes=max_nodes, max_depth=max_depth)
         # one more token in a large draft forward: the level's token terms with every hinge passed
-        self.probes = ProbeAccount(token_s=sum(profile.cost.draft[5:10]))
+        self.probes = Probes(token_s=sum(profile.cost.draft[5:10]))
         self.chosen = self._planner.undrafted(self._estimators.acceptance)
         "the shape of the largest g"
         self.is_probing = False

@@ -2,13 +2,12 @@
 
 The policy is asked what the engine asked it, in the same order, and shown what the engine showed it:
 
-    plan      with the state; the whole budget must be equal, its reason included
-    deepen    refined budgets: after no level with ones, then whenever the levels it asked for are drafted, with the
-              last level's scores; until it answers 0 or the budget's depth is reached; the levels must be as many
-              (a policy whose `drafts_at_once` is true is asked for no levels)
-    select    with all scores; every sample's number of nodes must be equal
-    looks_up_alone, select_either: where something was looked up beside (`PairedPolicy`), before and instead of these
-    observe   with the record
+    plan       with the state; the whole budget must be equal, its reason included
+    is_enough  refined budgets (`DraftLaw`): with the first proposal, what was looked up; no level is asked for then
+    deepen     else: after no level with ones, then whenever the levels it asked for are drafted, with the last level's
+               scores; until it answers 0 or the budget's depth is reached; the levels must be as many
+    choose     with all proposals; every sample's number of nodes of each must be equal
+    observe    with the record
 
 The log must begin with the policy's first decode step; a ring that has lost its head replays only a policy without
 memory. One thing the log does not hold is the room left in the draft cache: a tree whose next level does not fit is
@@ -25,7 +24,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from rlhfspec.core.decode_records import Budget, DraftLog, StepRecord
-from rlhfspec.policies.drafting.draft_policy import DraftPolicy, PairedPolicy, RefiningPolicy
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, DraftPolicy, Proposal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ def replay(policy: DraftPolicy, records: Iterable[StepRecord]) -> Difference | N
         if expected_step is not None and step != expected_step:
             return Difference(decode_step=step, what="decode_step", recorded=step, replayed=expected_step)
         expected_step = step + 1
-        difference = _planned(policy, record) or _refined(policy, record)
+        difference = _planned(policy, record) or _chosen(policy, record)
         if difference is not None:
             return difference
         policy.observe(record)
@@ -68,39 +67,38 @@ def _planned(policy: DraftPolicy, record: StepRecord) -> Difference | None:
     return None
 
 
-def _refined(policy: DraftPolicy, record: StepRecord) -> Difference | None:
+def _chosen(policy: DraftPolicy, record: StepRecord) -> Difference | None:
     """Compare the conversation about a refined budget."""
     draft = record.draft
-    if not record.budget.refined or not isinstance(policy, RefiningPolicy):
+    if not record.budget.refined or not isinstance(policy, DraftLaw):
         return None if draft is None else _difference(record, "draft", "refined", "not refined")
     sizes = () if draft is None else draft.level_sizes
     if draft is not None and draft.scores.shape != (record.num_samples, sum(sizes)):
         return _difference(record, "draft", draft.scores.shape, (record.num_samples, sum(sizes)))
+    none = np.zeros((record.num_samples, 0), dtype=np.float32)
+    proposals = [Proposal(none if draft is None else draft.scores, sizes)]
     look_up = None if draft is None else draft.look_up
-    if look_up is not None and not isinstance(policy, PairedPolicy):
-        return _difference(record, "draft", "looked up beside", "not looked up")
-    is_whole = getattr(policy, "drafts_at_once", False)
-    if look_up is not None and isinstance(policy, PairedPolicy) and policy.looks_up_alone(look_up.scores):
-        levels = 0
-    else:
-        levels = len(sizes) if is_whole else _levels(policy, record, sizes)
+    if look_up is not None:
+        beside = Proposal(look_up.scores, (1,) * look_up.scores.shape[1], look_up.seconds)
+        proposals = [beside, *proposals] if sizes else [beside]
+    # what was looked up alone is whole
+    enough = 0 if look_up is not None else len(sizes)
+    levels = enough if policy.is_enough(proposals[0]) else _levels(policy, record, sizes)
     stopped = levels > len(sizes) and _may_lack_room(record.budget, sizes, policy.max_nodes)
     if levels != len(sizes) and not stopped:
         return _difference(record, "levels", len(sizes), levels)
     if draft is None:
         return None
-    if look_up is not None and isinstance(policy, PairedPolicy):
-        used, num_nodes = policy.select_either(draft.scores, sizes, look_up.scores)
-        if not np.array_equal(used, look_up.used):
-            return _difference(record, "used", look_up.used.tolist(), used.tolist())
-    else:
-        num_nodes = policy.select(draft.scores, sizes)
+    counts = policy.choose(proposals)
+    num_nodes, used = sum(counts), counts[0] > 0
+    if look_up is not None and not np.array_equal(used, look_up.used):
+        return _difference(record, "used", look_up.used.tolist(), used.tolist())
     if not np.array_equal(num_nodes, draft.num_nodes):
         return _difference(record, "num_nodes", draft.num_nodes.tolist(), np.asarray(num_nodes).tolist())
     return None
 
 
-def _levels(policy: RefiningPolicy, record: StepRecord, sizes: tuple[int, ...]) -> int:
+def _levels(policy: DraftLaw, record: StepRecord, sizes: tuple[int, ...]) -> int:
     """Return how many levels the policy asks for; where that is more than were drafted, what it asked for last."""
     asked, shown = 0, np.ones((record.num_samples, 1), dtype=np.float32)
     while asked < record.budget.depth:

@@ -1,12 +1,21 @@
-"""Whether something pays of late: what it saved and took; while that is a loss it pauses, longer and longer.
+"""When to try what does not pay now: a drafter while decoding is plain, look-ups that have paused.
 
-A few steps try again after a pause: what never helps costs a hundredth of the time or less.
+A probe of the drafter costs two levels, a wider verification and the tokens that the draft cache lacks. It is paid
+from a two-hundredth of the time spent in plain decoding since the last draft. Look-ups cost next to nothing, and are
+judged by what they saved and took: while that is a loss they pause, longer and longer, and a few steps try again.
+What never helps costs a hundredth of the time or less.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from rlhfspec.core.decode_records import StepRecord
+from rlhfspec.policies.drafting.estimators import Estimators
+from rlhfspec.policies.drafting.planner import Chosen, Planner
+
+PROBE_SHARE = 0.005
+"Of the time spent in plain decoding, what trying the drafter may cost; twice as much while it is suspended."
 MEMORY_STEPS = 64.0
 "Decode steps after which what was gained counts for a third."
 TRIAL_STEPS = 8
@@ -16,8 +25,48 @@ TRUST_STEPS = 16
 "Steps before the first verdict: estimates of acceptance begin with a guess."
 
 
+class Probes:
+    """Seconds of plain decoding, and what a probe of the drafter would cost."""
+
+    def __init__(self, token_s: float) -> None:
+        """`token_s`: what one token costs that the draft cache lacks."""
+        self._token_s = token_s
+        self._plain_s = 0.0
+        self._missing_tokens = 0.0
+
+    def drafted(self) -> None:
+        """The drafter has been tried: begin again."""
+        self._plain_s = self._missing_tokens = 0.0
+
+    def decoded_plainly(self, record: StepRecord) -> None:
+        """Put a plain step's time aside."""
+        self._plain_s += record.step_s
+        self._missing_tokens += record.num_emitted_tokens
+
+    def is_due(self, num_samples: int, chosen: Chosen, estimators: Estimators, planner: Planner) -> bool:
+        """True where the next step should be a probe.
+
+        One odd sample in the tail can look like a dead drafter: a larger batch is asked again without waiting. So is
+        another batch of which the profile alone says that drafting pays.
+        """
+        collapse = estimators.collapse
+        if collapse.doubtful or (collapse.suspended and num_samples > estimators.judged_batch):
+            return True
+        if estimators.is_other_batch:
+            estimators.is_other_batch = False
+            if planner.drafts_by_profile(chosen.chain_view, estimators.record):
+                return True
+        affordable_s = self._plain_s * (2 * PROBE_SHARE if collapse.suspended else PROBE_SHARE)
+        probe_s = chosen.probe_s
+        if affordable_s < probe_s:
+            return False
+        # a draft cache lacks no more tokens than the batch has
+        missing = min(self._missing_tokens, chosen.chain_view.context_tokens)
+        return affordable_s >= probe_s + missing * self._token_s * estimators.costs.draft
+
+
 class Trials:
-    """Seconds saved and spent; both fade."""
+    """Seconds that look-ups saved and spent; both fade."""
 
     def __init__(self) -> None:
         self.pause_steps = 0

@@ -102,7 +102,7 @@ def test_samples_do_not_depend_on_plan_batch_or_order(
     assert_equal([by_key[request.key] for request in requests], plain(dtype, sampling))
     if plan != "off":
         assert engine.stats.num_draft_tokens > 50
-    if plan not in ("off", "suffix", "head chain"):
+    if plan not in ("off", "suffix", "head chain", "bandit"):
         assert engine.stats.num_accepted_tokens > 10, "nothing accepted: the case proves nothing"
     if plan in ("tree8", "tree16") and sampling != "T=0":
         assert engine.stats.num_accepted_rank2_plus > 0

@@ -4,7 +4,7 @@ Seconds come from a clock that ticks at random but from a seed: what the policie
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from rlhfspec.core.records import SampleRequest, SamplingParams
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.draft_policies import build_policy
 from rlhfspec.engine.engine import Engine
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
-from rlhfspec.policies.drafting.cadence import COST_STEPS, Cadence
-from rlhfspec.policies.drafting.draft_policy import DraftPolicy
-from rlhfspec.policies.drafting.goodput import GoodputPolicy
+from rlhfspec.policies.drafting.cadence import COST_STEPS
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, DraftPolicy, Proposal
 from rlhfspec.policies.drafting.replay import replay
 from rlhfspec.profiles.acceptance import AcceptanceModel
 from rlhfspec.profiles.cost import CostModel, Shape, draft_terms, rest_terms, verify_terms
@@ -69,7 +69,7 @@ class Ticks:
         return self._now
 
 
-class Erratic:
+class Erratic(DraftLaw):
     """Draws every answer from one stream: a question more or less than the engine's changes all that follow."""
 
     max_nodes = 12
@@ -92,14 +92,15 @@ class Erratic:
     def deepen(self, level: int, scores: np.ndarray) -> int:
         return int(self._random.choice(3, p=(0.2, 0.5, 0.3)))
 
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        return self._random.integers(0, min(scores.shape[1], self.max_nodes) + 1, size=len(scores))
+    def choose(self, proposals: Sequence[Proposal]) -> list[np.ndarray]:
+        most = min(proposals[0].scores.shape[1], self.max_nodes)
+        return [self._random.integers(0, most + 1, size=len(proposals[0].scores))]
 
     def observe(self, record: StepRecord) -> None:
         pass
 
 
-class Wide:
+class Wide(DraftLaw):
     """Wants trees of three columns a level, as deep as the longest response goes."""
 
     max_nodes = 3
@@ -111,8 +112,8 @@ class Wide:
     def deepen(self, level: int, scores: np.ndarray) -> int:
         return 1
 
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        return np.full(len(scores), 3)
+    def choose(self, proposals: Sequence[Proposal]) -> list[np.ndarray]:
+        return [np.full(len(one.scores), 3) for one in proposals]
 
     def observe(self, record: StepRecord) -> None:
         pass
@@ -120,7 +121,7 @@ class Wide:
 
 MakePolicy = Callable[[], DraftPolicy]
 POLICIES: dict[str, MakePolicy] = {
-    "goodput": lambda: Cadence(GoodputPolicy(PROFILE, max_nodes=8, max_depth=8)),
+    "goodput": lambda: AdaptiveDrafting(PROFILE, max_nodes=8, max_depth=8),
     "bandit": lambda: BanditPolicy(max_nodes=8, max_depth=8, window=8),
     "erratic": lambda: Erratic(5),
 }

@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 
 from rlhfspec.core.decode_records import Budget, DecodeState, DraftLog, StepRecord
-from rlhfspec.policies.drafting.draft_policy import RefiningPolicy
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
+from rlhfspec.policies.drafting.cadence import Cadence
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
+from rlhfspec.policies.drafting.goodput import GoodputPolicy
 from rlhfspec.profiles.acceptance import AcceptanceModel
 from rlhfspec.profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
 from rlhfspec.profiles.profile import Profile, YieldCurve
@@ -113,6 +116,9 @@ def decode_state(
     )
 
 
+PaperPolicy = AdaptiveDrafting | GoodputPolicy | Cadence
+
+
 @dataclass(kw_only=True)
 class PaperDrafter:
     """Drafts and verifies on paper, and takes the time that the costs say.
@@ -126,9 +132,7 @@ class PaperDrafter:
     truth_others: float = 0.0
     shown_others: float = 0.05
 
-    def draft(
-        self, policy: RefiningPolicy, budget: Budget, batch: int, random: np.random.Generator
-    ) -> DraftLog:
+    def draft(self, policy: PaperPolicy, budget: Budget, batch: int, random: np.random.Generator) -> DraftLog:
         sizes: list[int] = []
         scores: list[np.ndarray] = []
         paths: list[np.ndarray] = []
@@ -154,7 +158,8 @@ class PaperDrafter:
             best = np.argsort(-last, axis=1, kind="stable")[:, : budget.width]
             frontier, alive = np.take_along_axis(last, best, 1), np.take_along_axis(lives, best, 1)
         table, lives = np.concatenate(scores, axis=1), np.concatenate(paths, axis=1)
-        counts = policy.select(table, tuple(sizes))
+        offered = Proposal(table, tuple(sizes))
+        counts = policy.choose([offered])[0] if isinstance(policy, DraftLaw) else policy.select(*offered[:2])
         order = np.argsort(-table, axis=1, kind="stable")
         chosen = np.take_along_axis(lives, order, 1) & (np.arange(table.shape[1]) < counts[:, None])
         return draft_log(table, counts.tolist(), chosen.sum(1).tolist(), tuple(sizes))
@@ -164,7 +169,7 @@ class PaperDrafter:
 class PaperRun:
     """A run of decode steps on paper; time passes as `cost` says, catching up with missing tokens included."""
 
-    policy: RefiningPolicy
+    policy: PaperPolicy
     cost: CostModel
     random: np.random.Generator
     drafter: PaperDrafter

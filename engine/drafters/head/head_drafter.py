@@ -26,7 +26,6 @@ from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree
 from rlhfspec.engine.decoding.noise import Noise
 from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.decoding.verify import Verdict
 from rlhfspec.engine.drafters.head.layer_forward import LayerForward
 from rlhfspec.engine.drafters.head.published_head import head_checksum
 from rlhfspec.engine.drafters.level_drafter import LevelDrafter, level_plan
@@ -41,7 +40,11 @@ MAX_WAITING = 16
 
 
 class HeadDrafter(LevelDrafter):
-    """A head with its own KV pool of one layer, slot for slot beside the target's. It is a `HiddenFollower`."""
+    """A head with its own KV pool of one layer, slot for slot beside the target's. It is a `HiddenFollower`.
+
+    Nothing of a draft is kept: `verified` brings what is true of it. New weights drop nothing: cells that others made
+    still tell much, and no token depends on them.
+    """
 
     def __init__(
         self,
@@ -96,11 +99,8 @@ class HeadDrafter(LevelDrafter):
         self.forward.load(tensors)
 
     def checksum(self) -> str:
-        """See `TrainedDrafter`."""
+        """See `LevelDrafter`."""
         return head_checksum(self.forward.head)
-
-    def drop(self) -> None:
-        """Nothing to forget: cells that other weights made still tell much, and no token depends on them."""
 
     def admit(self, slots: range, batch: RunningBatch) -> None:
         """Start with an empty cache; prefill fills it."""
@@ -109,33 +109,19 @@ class HeadDrafter(LevelDrafter):
         self._num_waiting[slots.start : slots.stop] = 0
         self._root[slots.start : slots.stop] = 0.0
 
-    def draft(
-        self,
-        batch: RunningBatch,
-        budget: Budget,
-        noise: Noise,
-        refinement: Refinement | None = None,
+    def propose(
+        self, batch: RunningBatch, budget: Budget, noise: Noise, refinement: Refinement | None = None
     ) -> DraftTree | None:
-        """See `Drafter.draft`. None where a sample has one token only: nothing stands behind its first."""
+        """See `Drafter`. None where a sample has one token only: nothing stands behind its first."""
         if int(batch.lengths[: len(batch)].min()) < 2:
             return None
-        tree = super().draft(batch, budget, noise if self._is_whole else noise.of_ids(self._ids), refinement)
+        tree = super().propose(
+            batch, budget, noise if self._is_whole else noise.of_ids(self._ids), refinement
+        )
         if tree is None or self._is_whole or not tree.num_nodes:
             return tree
         ids = tree.token_ids
         return replace(tree, token_ids=self._ids[ids.clamp(min=0)].masked_fill(ids == DEAD, DEAD))
-
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
-        """Nothing of the draft is kept: `verified` brings what is true of it."""
-
-    def note_kept(self, batch: RunningBatch, num_kept: np.ndarray) -> None:
-        """Nothing is kept of a draft."""
-
-    def note_emitted(self, batch: RunningBatch, token_ids: np.ndarray, num_accepted: np.ndarray) -> None:
-        """`verified` brings it."""
-
-    def leave(self, slot: int, batch: RunningBatch) -> None:
-        """Nothing to do: who comes next begins with an empty cache."""
 
     def move_slot(self, source: int, target: int) -> None:
         """Follow a sample to its new slot."""

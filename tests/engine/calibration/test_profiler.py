@@ -27,8 +27,7 @@ from rlhfspec.engine.decoding.draft_tree import DraftTree
 from rlhfspec.engine.decoding.verify import Verdict
 from rlhfspec.engine.drafters.refinement import Scorer
 from rlhfspec.engine.engine import Engine
-from rlhfspec.policies.drafting.cadence import Cadence
-from rlhfspec.policies.drafting.goodput import GoodputPolicy
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 
 LENGTHS = (9, 20, 30, 14, 8, 40)
 SAMPLING = SamplingParams(max_new_tokens=40)
@@ -153,7 +152,7 @@ def test_drafting_by_the_profile_changes_no_token(
     cost = replace(made.profile.cost, draft=(0.0,) * len(made.profile.cost.draft))
     profile = replace(made.profile, cost=cost)
     placeholder, scorer, engine.step_log = engine.policy, engine.scorer, []
-    engine.policy = Cadence(GoodputPolicy(profile, max_nodes=16, max_depth=12))
+    engine.policy = AdaptiveDrafting(profile, max_nodes=16, max_depth=12)
     engine.scorer = Scorer(profile.acceptance)
     ours = engine.generate(requests)
     engine.policy, engine.scorer = placeholder, scorer

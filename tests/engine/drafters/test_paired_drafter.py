@@ -1,5 +1,6 @@
 """A drafter that computes beside one that looks up: who drafts for whom, what each learns; no token depends on it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +12,13 @@ from rlhfspec.core.decode_records import Budget, DecodeState, StepRecord
 from rlhfspec.core.records import SamplingParams
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.decoding.draft_tree import DEAD, chain, select_best
-from rlhfspec.engine.drafters.drafter import TrainedDrafter
+from rlhfspec.engine.drafters.drafter import part_of
+from rlhfspec.engine.drafters.drafter_list import DrafterList, either
+from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.drafters.paired_drafter import PairedDrafter, either, part_of
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
-from rlhfspec.policies.drafting.paired_goodput import PairedGoodput
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
 from rlhfspec.policies.drafting.replay import replay
 from tests.helpers.hand_profile import hand_cost, hand_profile
 from tests.helpers.random_heads import random_head
@@ -55,13 +58,13 @@ def pair_engine(pairs):
 def counted(engine) -> list[int]:
     """Number of samples of every draft that is computed from now on."""
     drafter, calls = engine.drafter.computed, []
-    draft = drafter.draft
+    propose = drafter.propose
 
     def counting(batch, *args):
         calls.append(len(batch))
-        return draft(batch, *args)
+        return propose(batch, *args)
 
-    drafter.draft = counting
+    drafter.propose = counting
     return calls
 
 
@@ -108,7 +111,7 @@ def test_under_goodput_tokens_are_those_of_plain_decoding_and_the_log_replays(
     requests = make_requests((12, 30, 30, 5), GROUP)
     requests[2] = replace(requests[2], prompt=requests[1].prompt)
     engine = pair_engine("goodput", drafter=drafter, batch=batch)
-    assert isinstance(engine.policy, PairedGoodput)
+    assert isinstance(engine.policy, AdaptiveDrafting)
     plain = make_engine("off").generate(requests)
     for _ in range(2):
         same(engine.generate(requests), plain)
@@ -119,7 +122,8 @@ def test_under_goodput_tokens_are_those_of_plain_decoding_and_the_log_replays(
     assert (
         sum(record.num_accepted_looked_up for record in engine.step_records) == stats.num_accepted_looked_up
     )
-    assert replay(PairedGoodput(PROFILE, max_nodes=16, max_depth=16), engine.step_records) is None
+    law = AdaptiveDrafting(PROFILE, max_nodes=16, max_depth=16, looks_up=True)
+    assert replay(law, engine.step_records) is None
 
 
 def test_what_is_not_verified_is_learned_from_all_the_same(pair_engine, make_requests) -> None:
@@ -137,8 +141,8 @@ def test_what_is_not_verified_is_learned_from_all_the_same(pair_engine, make_req
     assert acceptance.conditional(long) > before
 
 
-class NothingIsWorthIt:
-    """Has everything looked up and nothing verified: a `PairedPolicy`."""
+class NothingIsWorthIt(DraftLaw):
+    """Has everything looked up and nothing verified."""
 
     max_nodes = 8
 
@@ -156,16 +160,11 @@ class NothingIsWorthIt:
     def deepen(self, level: int, scores: np.ndarray) -> int:
         return 0
 
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        return np.zeros(len(scores), dtype=np.int64)
-
-    def looks_up_alone(self, looked_up: np.ndarray) -> bool:
+    def is_enough(self, look_up: Proposal) -> bool:
         return True
 
-    def select_either(
-        self, computed: np.ndarray, level_sizes: tuple[int, ...], looked_up: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(len(looked_up), dtype=bool), self.select(looked_up, level_sizes)
+    def choose(self, proposals: Sequence[Proposal]) -> list[np.ndarray]:
+        return [np.zeros(len(one.scores), dtype=np.int64) for one in proposals]
 
 
 @pytest.mark.parametrize("is_pair", [True, False], ids=["pair", "alone"])
@@ -222,8 +221,8 @@ def test_both_forms_of_a_draft_stand_in_one_tree() -> None:
 
 def test_the_pair_takes_weights_where_its_computing_drafter_does(pair_engine) -> None:
     drafter = pair_engine("fixed").drafter
-    assert isinstance(drafter, PairedDrafter) and isinstance(drafter, TrainedDrafter)
+    assert isinstance(drafter, DrafterList)
     model = part_of(drafter, ModelDrafter)
-    assert model is not None and drafter.checksum() == model.checksum() and drafter.cache is model.cache
+    assert model is not None and model is part_of(drafter, LevelDrafter) and drafter.cache is model.cache
     assert part_of(drafter, SuffixDrafter) is drafter.looked_up
     assert part_of(model, ModelDrafter) is model and part_of(model, SuffixDrafter) is None

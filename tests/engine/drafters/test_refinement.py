@@ -3,7 +3,7 @@
 The policy here answers at random. The draft cache is held to a dense forward as in test_draft_cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from rlhfspec.engine.decoding.sampling_rule import RowSampling, leaders
 from rlhfspec.engine.drafters.refinement import Scorer
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
 from rlhfspec.profiles.acceptance import AcceptanceModel, first_features, other_features
 from tests.helpers.backends import own_backend, torch_backend
 
@@ -26,7 +27,7 @@ MODEL = AcceptanceModel(first=(1.0, 0.7, 0.1, 0.5, -0.2), other=(-0.5, -0.8, 0.4
 PROMPT_LENGTHS = (3, 119, 17, 127, 60, 100, 1)
 
 
-class Erratic:
+class Erratic(DraftLaw):
     """Draws shape, depth and every sample's number of nodes."""
 
     max_nodes = 12
@@ -47,10 +48,11 @@ class Erratic:
         assert len(scores) and (level > 0 or (scores == 1.0).all())
         return int(self._random.choice(3, p=(0.2, 0.5, 0.3)))
 
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        most = min(scores.shape[1], self.max_nodes)
-        count = self._random.integers(0, most + 1, size=1 if self._even else len(scores))
-        return np.broadcast_to(count, len(scores)).copy()
+    def choose(self, proposals: Sequence[Proposal]) -> list[np.ndarray]:
+        (batch, candidates) = proposals[0].scores.shape
+        most = min(candidates, self.max_nodes)
+        count = self._random.integers(0, most + 1, size=1 if self._even else batch)
+        return [np.broadcast_to(count, batch).copy()]
 
     def observe(self, record: StepRecord) -> None:
         self.records.append(record)

@@ -17,8 +17,8 @@ from rlhfspec.engine.decoding.noise import Noise
 from rlhfspec.engine.decoding.running_batch import RunningBatch
 from rlhfspec.engine.drafters.match_acceptance import MatchAcceptance
 from rlhfspec.engine.drafters.suffix_drafter import STATE_BYTES, SuffixDrafter
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
-from rlhfspec.policies.drafting.lookup_goodput import LookupGoodput
 from rlhfspec.policies.drafting.replay import replay
 from tests.helpers.backends import CPU, own_backend
 from tests.helpers.hand_profile import hand_cost, hand_profile
@@ -238,4 +238,5 @@ def test_under_goodput_tokens_are_those_of_plain_decoding_and_the_log_replays(
     assert engine.stats.num_accepted_tokens > 20
     # the second time all of it had been said before
     assert engine.stats.mean_acceptance_length > 1.3
-    assert replay(LookupGoodput(CHEAP, max_nodes=16, max_depth=16), engine.step_records) is None
+    law = AdaptiveDrafting(CHEAP, max_nodes=16, max_depth=16, computes=False, looks_up=True)
+    assert replay(law, engine.step_records) is None

@@ -20,7 +20,6 @@ from rlhfspec.policies.drafting.cadence import (
     Cadence,
     costed_batch,
 )
-from rlhfspec.policies.drafting.draft_policy import RefiningPolicy
 from rlhfspec.policies.drafting.goodput import LARGE_BATCH, GoodputPolicy
 from rlhfspec.profiles.cost import CostModel
 
@@ -53,15 +52,10 @@ def step_record(step: int, batch: int, budget: Budget, draft: DraftLog | None) -
     )
 
 
-def test_the_law_and_its_cadence_are_refining_policies() -> None:
-    law = law_of(0.8, CHEAP)
-    assert isinstance(law, RefiningPolicy) and isinstance(Cadence(law), RefiningPolicy)
-
-
 @pytest.mark.parametrize("batch", [1, 8, 24])
 @pytest.mark.parametrize("truth", [0.0, 0.5, 0.85])
 def test_goodput_with_cadence_is_near_that_of_the_law_asked_every_step(truth: float, batch: int) -> None:
-    policies: list[RefiningPolicy] = [law_of(0.8, CHEAP), cadence_of(0.8, CHEAP)]
+    policies: list[GoodputPolicy | Cadence] = [law_of(0.8, CHEAP), cadence_of(0.8, CHEAP)]
     rates = []
     for policy in policies:
         run = PaperRun(

@@ -5,7 +5,8 @@ import pytest
 from hand_profile import decode_state, draft_log, hand_cost, hand_profile
 
 from rlhfspec.core.decode_records import StepRecord
-from rlhfspec.policies.drafting.lookup_goodput import LookupGoodput
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
+from rlhfspec.policies.drafting.draft_policy import Proposal
 from rlhfspec.profiles.cost import CostModel, Shape
 
 COST = hand_cost(forward_ms=10.0, token_ms=1.0)
@@ -29,7 +30,9 @@ class Run:
     """Decode steps of which a share finds something to copy, accepted node by node with a probability."""
 
     def __init__(self, *, found: float, shown: float, truth: float, look_up_ms: float = 0.1) -> None:
-        self.policy = LookupGoodput(hand_profile(0.5, COST), max_nodes=8, max_depth=8)
+        self.policy = AdaptiveDrafting(
+            hand_profile(0.5, COST), max_nodes=8, max_depth=8, computes=False, looks_up=True
+        )
         self.found, self.shown, self.truth, self.look_up_s = found, shown, truth, look_up_ms * MS
         self.random = np.random.default_rng(0)
         self.records: list[StepRecord] = []
@@ -42,7 +45,7 @@ class Run:
             draft, accepted = None, counts
             if not budget.is_plain and (has := self.random.random(batch) < self.found).any():
                 scores = has[:, None] * self.shown ** np.arange(1.0, 9.0)
-                counts = self.policy.select(scores.astype(np.float32), (1,) * 8)
+                (counts,) = self.policy.choose([Proposal(scores.astype(np.float32), (1,) * 8)])
                 run = self.random.random((batch, 8)) < self.truth
                 accepted = np.minimum(run.cumprod(axis=1).sum(axis=1), counts)
                 draft = draft_log(scores, counts.tolist(), accepted.tolist())
@@ -75,7 +78,7 @@ def test_what_is_likely_is_verified_and_what_is_not_is_left_alone() -> None:
     policy = run.policy
     policy.plan(decode_state(0, 3))
     scores = np.array([[0.9, 0.81, 0.7], [0.3, 0.05, 0.01], [0.0, 0.0, 0.0]], dtype=np.float32)
-    likely, unlikely, nothing = policy.select(scores, (1, 1, 1)).tolist()
+    likely, unlikely, nothing = policy.choose([Proposal(scores, (1, 1, 1))])[0].tolist()
     assert (likely, nothing) == (3, 0) and unlikely <= 1
 
 

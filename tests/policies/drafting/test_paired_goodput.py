@@ -6,8 +6,8 @@ import numpy as np
 from hand_profile import PaperDrafter, decode_state, goodput, hand_cost, hand_profile
 
 from rlhfspec.core.decode_records import DraftLog, LookUpLog, StepRecord
-from rlhfspec.policies.drafting.draft_policy import PairedPolicy
-from rlhfspec.policies.drafting.paired_goodput import PairedGoodput
+from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
+from rlhfspec.policies.drafting.draft_policy import DraftPolicy, Proposal
 from rlhfspec.policies.drafting.replay import replay
 from rlhfspec.profiles.cost import CostModel, Shape
 
@@ -17,11 +17,11 @@ MS = 1e-3
 NOTHING = np.zeros((4, 0), dtype=np.float32)
 
 
-def policy_of(acceptance: float, cost: CostModel = COST) -> PairedGoodput:
-    return PairedGoodput(hand_profile(acceptance, cost), max_nodes=8, max_depth=8)
+def policy_of(acceptance: float, cost: CostModel = COST) -> AdaptiveDrafting:
+    return AdaptiveDrafting(hand_profile(acceptance, cost), max_nodes=8, max_depth=8, looks_up=True)
 
 
-def planned(policy: PairedGoodput, batch: int, step: int = 0) -> PairedGoodput:
+def planned(policy: AdaptiveDrafting, batch: int, step: int = 0) -> AdaptiveDrafting:
     assert policy.plan(decode_state(step, batch)).look_up == 8
     return policy
 
@@ -31,12 +31,16 @@ def paths(*conditional: float, levels: int = 8) -> np.ndarray:
     return (np.array(conditional)[:, None] ** np.arange(1.0, levels + 1)).astype(np.float32)
 
 
+def offered(chains: np.ndarray) -> Proposal:
+    return Proposal(chains, (1,) * chains.shape[1])
+
+
 class Run:
     """Decode steps on paper. A share of the samples finds something; what is shown of it may be wrong."""
 
     def __init__(
         self,
-        policy: PairedGoodput,
+        policy: AdaptiveDrafting,
         *,
         head: float,
         found: float,
@@ -98,7 +102,7 @@ class Run:
         if has.any():
             looked = has[:, None].astype(np.float32) * paths(self.shown, levels=budget.look_up)
         either = _Either(self.policy, looked)
-        if self.policy.looks_up_alone(looked):
+        if self.policy.is_enough(offered(looked)):
             counts = either.select(np.zeros((batch, 0), dtype=np.float32), ())
             draft = DraftLog(
                 scores=np.zeros((batch, 0), dtype=np.float32),
@@ -126,14 +130,16 @@ class _Either:
 
     max_nodes = 8
 
-    def __init__(self, policy: PairedGoodput, looked: np.ndarray) -> None:
+    def __init__(self, policy: AdaptiveDrafting, looked: np.ndarray) -> None:
         self.policy, self.looked = policy, looked
         self.used = np.zeros(len(looked), dtype=bool)
         self.plan, self.deepen, self.observe = policy.plan, policy.deepen, policy.observe
 
     def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        self.used, counts = self.policy.select_either(scores, level_sizes, self.looked)
-        return counts
+        proposals = [offered(self.looked), *([Proposal(scores, level_sizes)] if level_sizes else [])]
+        counts = self.policy.choose(proposals)
+        self.used = counts[0] > 0
+        return sum(counts)
 
 
 def plain_rate(batch: int, cost: CostModel = COST) -> float:
@@ -144,36 +150,37 @@ def plain_rate(batch: int, cost: CostModel = COST) -> float:
 
 def test_a_likely_look_up_alone_spares_the_computing_drafter() -> None:
     policy = planned(policy_of(0.6), batch=1)
-    assert isinstance(policy, PairedPolicy)
-    assert policy.looks_up_alone(paths(0.95))
-    assert not policy.looks_up_alone(paths(0.4))
-    assert not policy.looks_up_alone(NOTHING[:1])
+    assert isinstance(policy, DraftPolicy)
+    assert policy.is_enough(offered(paths(0.95)))
+    assert not policy.is_enough(offered(paths(0.4)))
+    assert not policy.is_enough(offered(NOTHING[:1]))
 
 
 def test_in_one_step_each_sample_takes_what_promises_it_more() -> None:
     policy = planned(policy_of(0.6), batch=4)
     looked = paths(0.95, 0.2, 0.3, 0.0)
-    assert not policy.looks_up_alone(looked), "three samples are better off with a computed draft"
+    assert not policy.is_enough(offered(looked)), "three samples are better off with a computed draft"
     computed = paths(0.6, 0.6, 0.9, 0.6, levels=4)
-    used, counts = policy.select_either(computed, (1,) * 4, looked)
+    looked_up, computed = policy.choose([offered(looked), offered(computed)])
+    used, counts = looked_up > 0, looked_up + computed
     assert used.tolist() == [True, False, False, False]
     assert counts[0] > 4, "a look-up may be longer than what was computed"
     assert 0 < counts[1:].max() <= 4, "nothing stands behind a chain's end"
-    assert policy.looks_up_alone(paths(0.95, 0.95, 0.95, 0.95))
+    assert policy.is_enough(offered(paths(0.95, 0.95, 0.95, 0.95)))
 
 
 def test_scores_of_the_computing_drafter_count_as_this_run_accepts_them() -> None:
     policy = policy_of(0.8)
     looked, computed = paths(*[0.7] * 4), paths(*[0.75] * 4)
     planned(policy, 4)
-    assert not policy.select_either(computed, (1,) * 8, looked)[0].any()
+    assert not policy.choose([offered(looked), offered(computed)])[0].any()
     # shown 0.8, right 0.55: worse than what is looked up, and far from dead
     run = Run(policy, head=0.55, found=0.0)
     run.head_shown = 0.8
     run.go(60)
     assert not policy.law.suspended
     planned(policy, 4, step=60)
-    assert policy.select_either(computed, (1,) * 8, looked)[0].all()
+    assert policy.choose([offered(looked), offered(computed)])[0].all()
 
 
 def test_look_ups_that_fail_are_not_held_against_the_computing_drafter() -> None:

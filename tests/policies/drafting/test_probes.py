@@ -9,7 +9,7 @@ from hand_profile import decode_state, first_nodes, hand_cost, hand_profile
 from rlhfspec.core.decode_records import PLAIN, StepRecord
 from rlhfspec.policies.drafting.estimators import Estimators
 from rlhfspec.policies.drafting.planner import Chosen, Planner
-from rlhfspec.policies.drafting.probes import PROBE_SHARE, ProbeAccount
+from rlhfspec.policies.drafting.trials import PROBE_SHARE, Probes
 
 PROFILE = hand_profile(0.02, hand_cost(forward_ms=10.0, token_ms=0.5, level_ms=1.0))
 PLANNER = Planner(PROFILE, max_nodes=8, max_depth=8)
@@ -44,7 +44,7 @@ def choose(estimators: Estimators, batch: int = 1, context: int = 100) -> Chosen
 
 
 def steps_until_due(token_s: float, *, context: int = 100) -> int:
-    account, estimators = ProbeAccount(token_s), Estimators(PROFILE, 8)
+    account, estimators = Probes(token_s), Estimators(PROFILE, 8)
     chosen = choose(estimators, context=context)
     for step in range(10_000):
         if account.is_due(1, chosen, estimators, PLANNER):
@@ -66,7 +66,7 @@ def test_a_probe_pays_for_catching_up_with_the_context_at_most() -> None:
 
 
 def test_a_draft_resets_the_probe_account() -> None:
-    account, estimators = ProbeAccount(0.0), Estimators(PROFILE, 8)
+    account, estimators = Probes(0.0), Estimators(PROFILE, 8)
     chosen = choose(estimators)
     for step in range(100):
         account.decoded_plainly(plain_step(step))
@@ -77,7 +77,7 @@ def test_a_draft_resets_the_probe_account() -> None:
 
 def test_a_larger_batch_probes_a_drafter_suspended_by_one_sample_at_once() -> None:
     profile = hand_profile(0.9, hand_cost(forward_ms=10.0, token_ms=0.5, level_ms=1.0))
-    account, estimators = ProbeAccount(0.0), Estimators(profile, 8)
+    account, estimators = Probes(0.0), Estimators(profile, 8)
     step = 0
     while not estimators.collapse.suspended:
         draft = first_nodes(np.zeros(1, dtype=bool))

@@ -1,5 +1,6 @@
 """Replay by hand: what the policy is asked, and the first difference that is found."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +9,14 @@ import pytest
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
 from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
 from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
 from rlhfspec.policies.drafting.replay import Difference, replay
 
 CHAIN = Budget(num_nodes=6, depth=6, branching=1, width=1, reason="chain", refined=True)
 TREE = Budget(num_nodes=4, depth=6, branching=3, width=3, reason="tree", refined=True)
 
 
-class Script:
+class Script(DraftLaw):
     """Returns one budget, answers `deepen` from a list by level and verifies what scores above a half."""
 
     max_nodes = 4
@@ -33,9 +35,9 @@ class Script:
         self.asked.append((level, scores.tolist()))
         return self.answers[level]
 
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        assert scores.shape[1] == sum(level_sizes)
-        return (scores > 0.5).sum(axis=1)
+    def choose(self, proposals: Sequence[Proposal]) -> list[np.ndarray]:
+        assert all(one.scores.shape[1] == sum(one.level_sizes) for one in proposals)
+        return [(one.scores > 0.5).sum(axis=1) for one in proposals]
 
     def observe(self, record: StepRecord) -> None:
         self.observed.append(record)

@@ -1,30 +1,32 @@
-"""The law of gain over cost where a drafter that looks up stands beside one that computes.
+"""The law over a list of proposals: a draft that is computed, look-ups, or both, of which each sample verifies one.
 
-The law of the computing drafter (`goodput`) plans. Where it drafts, every sample's look-up is weighed against it:
+A look-up is a proposal that costs next to nothing. Look-ups alone go by what their verification costs (`look_ups`); a
+computing drafter alone goes by `goodput`, asked as often as `cadence` says. Where both propose, the computing
+drafter's law plans, and every sample's look-up is weighed against what it promises:
 
     worth of a draft     sum over its nodes of max(p - g * node_s, 0)
     a sample's choice    the look-up where its worth  >  LEAD * the draft's
     nothing is computed  where what all others would miss  <=  g * draft_s * share of samples that choose look-ups
 
 with g what a second yields at best, look-ups included, and the draft's worth, before it is computed, that of the plan.
-Where the law decodes plainly (drafting does not pay, or
-the drafter is suspended), look-ups go by their own law (`lookup_goodput`). Estimates of the computing drafter are
-corrected by its own samples alone. Looking up is free to a two-hundredth of the time; what it takes beyond must be
-gained, or it pauses (`trials`).
+Where that law decodes plainly (drafting does not pay, or the drafter is suspended), look-ups go on alone. Estimates of
+the computing drafter are corrected by its own samples alone. Looking up is free to a two-hundredth of the time; what
+it takes beyond must be gained, or it pauses (`trials`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
-from rlhfspec.core.decode_records import Budget, DecodeState, DraftLog, StepRecord
+from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
 from rlhfspec.policies.drafting.cadence import Cadence
-from rlhfspec.policies.drafting.draft_policy import DrafterAlarm
+from rlhfspec.policies.drafting.draft_policy import DrafterAlarm, DraftLaw, Proposal
 from rlhfspec.policies.drafting.goodput import GoodputPolicy
-from rlhfspec.policies.drafting.lookup_goodput import MOST_GAIN, LookupGoodput
+from rlhfspec.policies.drafting.look_ups import MOST_GAIN, LookUps
 from rlhfspec.policies.drafting.trials import MEMORY_STEPS, Trials
 from rlhfspec.profiles.profile import Profile
 
@@ -35,106 +37,134 @@ FREE_SHARE = 0.005
 "Of a decode step, that looking up may take without having gained anything."
 
 
-class PairedGoodput:
-    """Pure: records and scores in, decisions out. It is a `PairedPolicy`."""
+class AdaptiveDrafting(DraftLaw):
+    """What `speculation.policy: goodput` makes. Pure: records and scores in, decisions out."""
 
-    def __init__(self, profile: Profile, *, max_nodes: int, max_depth: int) -> None:
-        """Arguments as of `GoodputPolicy`; the profile is of the computing drafter."""
-        self.max_nodes = max_nodes
-        self._max_depth = max_depth
-        self.law = GoodputPolicy(profile, max_nodes=max_nodes, max_depth=max_depth)
-        "of the computing drafter"
-        self._computed = Cadence(self.law)
-        self._looked_up = LookupGoodput(profile, max_nodes=max_nodes, max_depth=max_depth)
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        max_nodes: int,
+        max_depth: int,
+        computes: bool = True,
+        looks_up: bool = False,
+    ) -> None:
+        """Make the law.
+
+        Args:
+            profile: of the target, and of the drafter that computes, on this machine.
+            max_nodes: most draft nodes verified per sample.
+            max_depth: most levels drafted, or tokens looked up.
+            computes: a drafter computes.
+            looks_up: look-ups stand beside it, or alone.
+        """
+        limits = {"max_nodes": max_nodes, "max_depth": max_depth}
+        self.max_nodes, self._max_depth = max_nodes, max_depth
+        self._computed = Cadence(GoodputPolicy(profile, **limits)) if computes else None
+        self._look_ups = LookUps(profile, **limits) if looks_up else None
         self._trials = Trials()
         self._gain = 1.0
         "tokens a second over those planned, of late: look-ups make a second worth more"
         self._plain: Budget | None = None
         "what the computing drafter's law has planned, where that is plain decoding"
+        self._is_beside = False
+        "the last plan has room for look-ups beside what is computed, or in its place"
 
     def plan(self, state: DecodeState) -> Budget:
         """Return the computing drafter's budget with room for look-ups, or one for look-ups alone, or a plain one."""
-        budget = self._computed.plan(state)
+        budget = PLAIN if self._computed is None else self._computed.plan(state)
         self._plain = budget if budget.is_plain else None
-        if budget.is_plain:
-            alone = self._looked_up.plan(state)
-            return budget if alone.is_plain else _with_look_up(alone, alone.depth)
-        count = min(self._max_depth, self.max_nodes, state.max_remaining_tokens - 1)
-        if self.law.is_probing or count < 1 or self._trials.is_paused(state.decode_step):
+        self._is_beside = False
+        if self._look_ups is None:
             return budget
-        return _with_look_up(budget, count)
+        if budget.is_plain:
+            alone = self._look_ups.plan(state)
+            if self._computed is None:
+                return alone
+            count = alone.depth
+            budget = budget if alone.is_plain else alone
+        else:
+            count = min(self._max_depth, self.max_nodes, state.max_remaining_tokens - 1)
+            if self.law.is_probing or self._trials.is_paused(state.decode_step):
+                count = 0
+        self._is_beside = count > 0
+        return _with_look_up(budget, count) if self._is_beside else budget
 
-    def looks_up_alone(self, looked_up: np.ndarray) -> bool:
-        """See `PairedPolicy`."""
+    def is_enough(self, look_up: Proposal) -> bool:
+        """See `DraftLaw`."""
         if self._plain is not None:
             return True
-        if not looked_up.shape[1]:
+        if not self._is_beside or not look_up.scores.shape[1]:
             return False
         node = self._node_tokens
-        look_ups, wanted = _worth(looked_up, node), LEAD * self._draft_worth(node)
+        look_ups, wanted = _worth(look_up.scores, node), LEAD * self._draft_worth(node)
         # the few samples that are left may not be worth a draft for all of them
         missing = np.maximum(wanted - look_ups, 0.0).sum()
         return bool(missing <= self._draft_tokens * (look_ups > wanted).mean() and look_ups.any())
 
     def deepen(self, level: int, scores: np.ndarray) -> int:
         """As the computing drafter's law says."""
-        return self._computed.deepen(level, scores)
+        return self._cadence.deepen(level, scores)
 
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        """As the computing drafter's law says: nothing was to be looked up."""
-        return self._computed.select(scores, level_sizes)
-
-    def select_either(
-        self, computed: np.ndarray, level_sizes: tuple[int, ...], looked_up: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """See `PairedPolicy`."""
+    def choose(self, proposals: Sequence[Proposal]) -> list[np.ndarray]:
+        """See `DraftLaw`: the look-up is the first where there is room for one."""
+        first, *computed = proposals
         if self._plain is not None:
-            counts = self._looked_up.select(looked_up, (1,) * looked_up.shape[1])
-            return counts > 0, counts
+            assert self._look_ups is not None, "what is to be plain is looked up"
+            return [
+                self._look_ups.select(first.scores),
+                *(np.zeros(len(one.scores), int) for one in computed),
+            ]
+        if not self._is_beside:
+            return [self._cadence.select(first.scores, first.level_sizes)]
+        used, counts = self._select_either(first.scores, computed[0] if computed else None)
+        return [np.where(used, counts, 0), np.where(used, 0, counts)][: len(proposals)]
+
+    def _select_either(
+        self, looked_up: np.ndarray, computed: Proposal | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return which samples verify what was looked up, [B, L] of path scores, and how many nodes of each."""
         batch = len(looked_up)
         ranked = np.zeros((batch, 0), dtype=np.float32)
-        if level_sizes:
-            ranked = self.law.ranked(computed, level_sizes)
+        if computed is not None:
+            ranked = self.law.ranked(computed.scores, computed.level_sizes)
         node = self._node_tokens
         used = _worth(looked_up, node) > LEAD * _worth(ranked, node)
         if not used.any():
-            counts = self._computed.choose(ranked) if ranked.shape[1] else np.zeros(batch, dtype=np.int64)
+            counts = self._cadence.choose(ranked) if ranked.shape[1] else np.zeros(batch, dtype=np.int64)
             return used, counts
         width = min(max(ranked.shape[1], looked_up.shape[1]), self.max_nodes)
         scores = np.where(used[:, None], _widened(looked_up, width), _widened(ranked, width))
         counts, _ = self.law.search(scores)
         # equal counts are cheaper to verify, but nothing stands behind a chain's end
-        counts = np.minimum(counts, np.count_nonzero(scores > 0.0, axis=1))
-        return used & (counts > 0), counts
+        return used, np.minimum(counts, np.count_nonzero(scores > 0.0, axis=1))
 
     def observe(self, record: StepRecord) -> None:
-        """Tell each law what is of it."""
-        if self._plain is not None:
-            self._observe_plain(record, self._plain)
+        """Correct what each proposal's estimates are of; a step that was to be plain counts for look-ups."""
+        if self._look_ups is not None and self._plain is not None:
+            self._look_ups.observe(record)
+            if self._computed is None:
+                return
+            if record.num_draft_tokens:
+                # the draft cache lacks what was emitted
+                self.law.probes.decoded_plainly(record)
+            else:
+                self._computed.observe(replace(record, budget=self._plain, draft=None))
             return
         draft = record.draft
         if draft is None or draft.look_up is None:
-            self._computed.observe(record)
+            self._cadence.observe(record)
             return
         self._judge(record, draft)
         own = ~draft.look_up.used
         if draft.level_sizes and own.any():
             # what looking up took is no cost of the computing drafter
             draft_s = max(record.draft_s - draft.look_up.seconds, 0.0)
-            self._computed.observe(replace(record, draft=_of_samples(draft, own), draft_s=draft_s))
+            self._cadence.observe(replace(record, draft=_of_samples(draft, own), draft_s=draft_s))
 
     def take_alarm(self) -> DrafterAlarm | None:
-        """Return the alarm that has been raised since the last call, once."""
-        return self._computed.take_alarm()
-
-    def _observe_plain(self, record: StepRecord, plain: Budget) -> None:
-        """A step that was to be plain, but for look-ups."""
-        self._looked_up.observe(record)
-        if record.num_draft_tokens:
-            # the draft cache lacks what was emitted
-            self.law.probes.decoded_plainly(record)
-        else:
-            self._computed.observe(replace(record, budget=plain, draft=None))
+        """See `DraftLaw`."""
+        return None if self._computed is None else self.law.take_alarm()
 
     def _judge(self, record: StepRecord, draft: DraftLog) -> None:
         """Compare what look-ups brought with what the plan promised in their place."""
@@ -155,6 +185,16 @@ class PairedGoodput:
         self._gain += (min(gained, MOST_GAIN) - self._gain) / MEMORY_STEPS
         # one that fails is no verdict yet
         self._trials.tried(record.decode_step, saved_s=saved_s, spent_s=spent_s, credit_s=record.step_s)
+
+    @property
+    def law(self) -> GoodputPolicy:
+        """Of the computing drafter."""
+        return self._cadence.law
+
+    @property
+    def _cadence(self) -> Cadence:
+        assert self._computed is not None, "a drafter computes"
+        return self._computed
 
     @property
     def _rate(self) -> float:

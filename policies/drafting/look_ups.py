@@ -29,20 +29,11 @@ COST_STEP = 0.05
 "How fast the correction of predicted seconds follows."
 
 
-class LookupGoodput:
-    """Pure: records and scores in, decisions out."""
-
-    drafts_at_once = True
-    "no level is asked for: a look-up is whole"
+class LookUps:
+    """What look-ups are worth where nothing is computed."""
 
     def __init__(self, profile: Profile, *, max_nodes: int, max_depth: int) -> None:
-        """Make the policy.
-
-        Args:
-            profile: of the target on this machine; its costs of drafting are not looked at.
-            max_nodes: most draft nodes verified per sample.
-            max_depth: most tokens looked up.
-        """
+        """Arguments as of `AdaptiveDrafting`; the profile's costs of drafting are not looked at."""
         self.max_nodes = max_nodes
         self._max_depth = max_depth
         self._costs_of = lru_cache(256)(
@@ -67,12 +58,8 @@ class LookupGoodput:
         self._view = self._costs_of(state.num_samples).at(state.context_tokens)
         return _looked_up(room, self.max_nodes)
 
-    def deepen(self, level: int, scores: np.ndarray) -> int:
-        """Return 0: a look-up is asked for no further level."""
-        return 0
-
-    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        """Return each sample's number of nodes."""
+    def select(self, scores: np.ndarray) -> np.ndarray:
+        """Return each sample's number of nodes, of chains with path scores [B, L]."""
         view = self._view
         assert view is not None, "a plan comes first"
         rate = max(self._gain, 1.0) * view.num_samples / float(view.uniform_s[0])

@@ -1,4 +1,4 @@
-"""A drafter that computes, and one that looks up: each sample verifies, step by step, what promises it more.
+"""Look-ups beside a drafter that computes: each sample verifies, step by step, the proposal that promises it more.
 
 What is found is learned from whether it is verified or not: the step's own tokens say how far it was right. Where it
 is enough for all samples nothing is computed. No sample has branches of both: a node must earn its verification, and
@@ -7,9 +7,7 @@ where a look-up is likely the other branch seldom is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,29 +16,30 @@ from torch import Tensor
 
 from rlhfspec.core.decode_records import Budget
 from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree, chain
+from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree, chain, keep
 from rlhfspec.engine.decoding.noise import Noise
 from rlhfspec.engine.decoding.running_batch import RunningBatch
 from rlhfspec.engine.decoding.verify import Verdict
-from rlhfspec.engine.drafters.drafter import Drafter, TrainedDrafter
-from rlhfspec.engine.drafters.lookup_drafter import LookedUp, LookupDrafter
+from rlhfspec.engine.drafters.drafter import Drafter
+from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.upload import upload
 
 FOLLOW = 1.0 / 32.0
 "How fast the mean of what the computing drafter gets accepted follows."
 FIRST_MEAN = 1.0
 "Tokens that a computed draft is thought to get accepted before any was."
-Part = TypeVar("Part")
+Chosen = tuple[DraftTree | None, Int[np.ndarray, " B"], Int[np.ndarray, " B"]]
+"What was computed, and how many nodes of each sample are verified: of those looked up, of those computed."
 
 
-class PairedDrafter:
-    """Both, slot by slot beside the target's. The cache is the computing drafter's."""
+class DrafterList(Drafter):
+    """Both, slot by slot beside the target's; the cheaper one is asked first. The cache is the computing drafter's."""
 
-    def __init__(self, computed: Drafter, looked_up: LookupDrafter) -> None:
-        self.computed = computed
+    def __init__(self, looked_up: SuffixDrafter, computed: LevelDrafter) -> None:
         self.looked_up = looked_up
-        self._found: LookedUp | None = None
+        self.computed = computed
         self._used: Bool[np.ndarray, " B"] | None = None
         "samples whose look-ups are being verified"
         self._is_computed = False
@@ -49,57 +48,46 @@ class PairedDrafter:
         "nodes are, in this step"
         self._mean_accepted = FIRST_MEAN
 
-    def admit(self, slots: range, batch: RunningBatch) -> None:
-        """See `Drafter`."""
-        self.computed.admit(slots, batch)
-        self.looked_up.admit(slots, batch)
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """In the order that they are asked in."""
+        return self.looked_up, self.computed
 
     def draft(
-        self,
-        batch: RunningBatch,
-        budget: Budget,
-        noise: Noise,
-        refinement: Refinement | None = None,
+        self, batch: RunningBatch, budget: Budget, noise: Noise, refinement: Refinement | None = None
     ) -> DraftTree | None:
-        """See `Drafter`; a policy that refines decides, where it has left room for look-ups."""
-        self._found = self._used = None
-        self._is_computed, self._is_verified = True, False
-        if refinement is None:
-            return self._draft_by_budget(batch, budget, noise)
-        if not budget.look_up:
+        """See `Drafter`; a law decides, where there is one and it has left room for look-ups."""
+        self._used, self._is_computed, self._is_verified = None, True, False
+        if refinement is not None and not budget.look_up:
             return self.computed.draft(batch, budget, noise, refinement)
-        started = refinement.clock()
-        found = self._found = self.looked_up.find(batch, min(budget.num_nodes, budget.look_up))
-        path = np.zeros((len(batch), 0), dtype=np.float32) if found is None else found.path
-        tree = None
-        self._is_computed = not refinement.looked_up(path, refinement.clock() - started)
-        if self._is_computed:
-            tree = self.computed.draft(batch, budget, noise, refinement)
-        if refinement.num_nodes is None:
-            refinement.select()
-        used, num_nodes = refinement.used, refinement.num_nodes
-        assert used is not None and num_nodes is not None, "the policy has been asked"
-        if found is None or not used.any():
+        tokens = self.looked_up.propose(batch, budget, noise, refinement)
+        if refinement is None:
+            tree, looked_up, computed = self._by_promise(batch, budget, noise)
+        else:
+            tree, looked_up, computed = self._by_law(batch, budget, noise, refinement)
+        used = looked_up > 0
+        if tokens is None or not used.any():
             return tree
         self._used = used
-        return either(tree, found.tokens, used, num_nodes, batch.device)
+        return either(tree, tokens, used, looked_up + computed, batch.device)
 
-    def _draft_by_budget(self, batch: RunningBatch, budget: Budget, noise: Noise) -> DraftTree | None:
+    def _by_promise(self, batch: RunningBatch, budget: Budget, noise: Noise) -> Chosen:
         """Nobody weighs costs: a look-up is verified where it promises more than computed drafts got of late."""
-        found = self._found = self.looked_up.find(batch, min(budget.num_nodes, budget.depth))
-        if found is None:
-            return self.computed.draft(batch, budget, noise)
-        used = found.path.sum(axis=1) > self._mean_accepted
-        self._is_computed = not used.all()
+        found, num_found = self.looked_up.found, np.zeros(len(batch), dtype=np.int64)
+        if found is not None:
+            num_found = np.where(found.path.sum(axis=1) > self._mean_accepted, found.num_found, 0)
+        self._is_computed = not num_found.all()
         tree = self.computed.draft(batch, budget, noise) if self._is_computed else None
-        if not used.any():
-            return tree
-        self._used = used
-        num_computed = np.full(len(batch), 0 if tree is None else tree.num_nodes)
-        if tree is not None and tree.num_kept is not None:
-            num_computed = tree.num_kept
-        num_kept = np.where(used, found.num_found, num_computed)
-        return either(tree, found.tokens, used, num_kept, batch.device)
+        return tree, num_found, np.where(num_found, 0, 0 if tree is None else tree.num_nodes)
+
+    def _by_law(self, batch: RunningBatch, budget: Budget, noise: Noise, refinement: Refinement) -> Chosen:
+        self._is_computed = not refinement.is_enough()
+        tree = self.computed.propose(batch, budget, noise, refinement) if self._is_computed else None
+        looked_up, *computed = refinement.choose()
+        if not computed:
+            return tree, looked_up, np.zeros_like(looked_up)
+        assert tree is not None, "its scores were shown"
+        return keep(tree, computed[0]), looked_up, computed[0]
 
     def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"] | None:
         """Let the computing drafter keep what was its own."""
@@ -110,36 +98,41 @@ class PairedDrafter:
         (own,) = upload([~self._used], batch.device)
         return kept * own
 
-    def note_kept(self, batch: RunningBatch, num_kept: Int[np.ndarray, " B"]) -> None:
-        """Of the computing drafter."""
-        self.computed.note_kept(batch, num_kept)
-
-    def note_emitted(
-        self, batch: RunningBatch, token_ids: Int[np.ndarray, "B D"], num_accepted: Int[np.ndarray, " B"]
+    def learn(
+        self,
+        batch: RunningBatch,
+        token_ids: np.ndarray,
+        num_accepted: np.ndarray,
+        num_kept: np.ndarray | None,
     ) -> None:
         """See how far look-ups were right, and how many computed tokens are."""
         if self._is_computed and self._is_verified:
             own = num_accepted if self._used is None else num_accepted[~self._used]
             if len(own):
                 self._mean_accepted += FOLLOW * (float(own.mean()) - self._mean_accepted)
-        if self._found is not None:
-            self.looked_up.learn(self._found, token_ids, num_accepted)
-        self._found = self._used = None
+        for part in self.parts:
+            part.learn(batch, token_ids, num_accepted, num_kept)
+        self._used = None
+
+    def admit(self, slots: range, batch: RunningBatch) -> None:
+        """See `Drafter`."""
+        for part in self.parts:
+            part.admit(slots, batch)
 
     def move_slot(self, source: int, target: int) -> None:
         """See `Drafter`."""
-        self.computed.move_slot(source, target)
-        self.looked_up.move_slot(source, target)
+        for part in self.parts:
+            part.move_slot(source, target)
 
     def leave(self, slot: int, batch: RunningBatch) -> None:
         """See `Drafter`."""
-        self.computed.leave(slot, batch)
-        self.looked_up.leave(slot, batch)
+        for part in self.parts:
+            part.leave(slot, batch)
 
     def drop(self) -> None:
         """See `Drafter`."""
-        self.computed.drop()
-        self.looked_up.drop()
+        for part in self.parts:
+            part.drop()
 
     @property
     def cache(self) -> KVPool | None:
@@ -153,30 +146,6 @@ class PairedDrafter:
     def adopt(self, slot: int, num_tokens: int) -> None:
         """Of the computing drafter; look-ups need the tokens alone."""
         self.computed.adopt(slot, num_tokens)
-
-
-class TrainedPair(PairedDrafter):
-    """A pair whose computing drafter follows the target. It is a `TrainedDrafter`."""
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `TrainedDrafter`."""
-        cast(TrainedDrafter, self.computed).load(tensors)
-
-    def checksum(self) -> str:
-        """See `TrainedDrafter`."""
-        return cast(TrainedDrafter, self.computed).checksum()
-
-
-def paired(computed: Drafter, looked_up: LookupDrafter) -> PairedDrafter:
-    """Return the pair of the two."""
-    kind = TrainedPair if isinstance(computed, TrainedDrafter) else PairedDrafter
-    return kind(computed, looked_up)
-
-
-def part_of(drafter: Drafter | None, kind: type[Part]) -> Part | None:
-    """Return the drafter, or that of a pair, which is of this kind; None where there is none."""
-    parts = (drafter.computed, drafter.looked_up) if isinstance(drafter, PairedDrafter) else (drafter,)
-    return next((part for part in parts if isinstance(part, kind)), None)
 
 
 def either(
