@@ -163,8 +163,8 @@ def _setup(args: argparse.Namespace, samples: Samples, max_new_tokens: int) -> t
     from dataclasses import replace
 
     from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
+    from rlhfspec.policies.simulate.compare import least_finish_s
     from rlhfspec.policies.simulate.described_cluster import H100_CLASS, H100_LABEL, describe
-    from rlhfspec.policies.simulate.perfect import least_finish_s
     from rlhfspec.policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup
     from rlhfspec.profiles.profile import load_profile
 

@@ -56,10 +56,10 @@ def take_emptiest(room: dict[str, int]) -> str | None:
 def let_go(ledger: Ledger) -> list[Order]:
     """End the rows of leaving instances that hold nothing and that no move concerns; the last one waits for another."""
     orders: list[Order] = []
-    if ledger.members.admitting.keys() <= ledger.members.leaving.keys():
+    if not ledger.members.leaving or ledger.members.admitting.keys() <= ledger.members.leaving.keys():
         return orders
     for name, member in sorted(ledger.members.leaving.items()):
         if not member.owned and not ledger.moves.touching(name):
-            member.state = InstanceState.GONE
+            ledger.members.change(name, InstanceState.GONE)
             orders.append(Left(instance=name, reason=member.leaves_because))
     return orders

@@ -103,29 +103,40 @@ class Ledger:
         A few more than it has slots, so that a slot does not stand empty until the scheduler hears of it; never so
         many that another instance may run dry: the fewer wait here, the fewer wait there.
         """
+        if not self.waiting:
+            return []
         given: dict[str, list[SampleRequest]] = {}
         members, static = self.members.admitting, self._binding == "static"
-        while self.waiting:
-            load = {name: len(m.owned) + self.moves.num_arriving(name) for name, m in members.items()}
-            spare = len(self.waiting) // (2 * max(len(members), 1))
-            free = [
-                (load[name], name)
-                for name, m in members.items()
-                if static or load[name] < m.num_slots + min(m.num_slots // AHEAD_SHARE, spare)
-            ]
-            if not free:
-                break
-            arrival, key = heapq.heappop(self.waiting)
-            _, name = min(free)
+        load = {name: len(m.owned) + self.moves.num_arriving(name) for name, m in members.items()}
+
+        def has_room(name: str) -> bool:
+            slots, spare = members[name].num_slots, len(self.waiting) // (2 * max(len(members), 1))
+            return static or load[name] < slots + min(slots // AHEAD_SHARE, spare)
+
+        # loads only grow here and room only shrinks: an entry that is out of date comes up too early, never too late
+        emptiest = [(load[name], name) for name in members if has_room(name)]
+        heapq.heapify(emptiest)
+        while self.waiting and emptiest:
+            known, name = emptiest[0]
+            if not has_room(name):
+                heapq.heappop(emptiest)
+                continue
+            if known != load[name]:
+                heapq.heapreplace(emptiest, (load[name], name))
+                continue
+            arrival, key = self.waiting[0]
             request = self.samples[key].request
-            if request.history is not None and any(request.history.instance == each for _, each in free):
-                # which may hold its caches
-                name = request.history.instance
+            # which may hold its caches
+            home = request.history.instance if request.history is not None else ""
+            if home in members and has_room(home):
+                name = home
             elif static and request.epoch == self.samples[key].first_epoch:
                 name = sorted(members)[arrival % len(members)]
+            heapq.heappop(self.waiting)
             self.samples[key].owner = name
             members[name].owned.add(key)
-            given.setdefault(name, []).append(self.samples[key].request)
+            load[name] += 1
+            given.setdefault(name, []).append(request)
         return [Submit(instance=name, requests=tuple(requests)) for name, requests in given.items()]
 
     def lose(self, instance: str, reason: str) -> list[Order]:
@@ -133,7 +144,7 @@ class Ledger:
         member = self.members.serving.get(instance)
         if member is None:
             return []
-        member.state = InstanceState.GONE
+        self.members.change(instance, InstanceState.GONE)
         orders: list[Order] = []
         for order in self.moves.touching(instance):
             if order.source == instance:

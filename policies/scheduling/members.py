@@ -90,7 +90,26 @@ class Member:
 
 
 class Members(dict[str, Member]):
-    """Every instance that has joined, by name; of those that are gone, the last KEPT_GONE."""
+    """Every instance that has joined, by name; of those that are gone, the last KEPT_GONE.
+
+    What is asked with every event is kept beside the rows: a pool may have a thousand.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.serving: dict[str, Member] = {}
+        "those that are heard: they take samples, or still have some"
+        self.leaving: dict[str, Member] = {}
+        "those that are to be emptied"
+
+    def __setitem__(self, name: str, member: Member) -> None:
+        super().__setitem__(name, member)
+        self._sort()
+
+    def change(self, name: str, state: InstanceState) -> None:
+        """Let a row come to its next state."""
+        self[name].state = state
+        self._sort()
 
     def drop_gone(self) -> None:
         """Drop those among the gone that were heard of first."""
@@ -98,22 +117,17 @@ class Members(dict[str, Member]):
         for name in sorted(gone, key=lambda name: self[name].last_seen_s)[:-KEPT_GONE]:
             del self[name]
 
-    @property
-    def serving(self) -> dict[str, Member]:
-        """Those that are heard: they take samples, or still have some."""
+    def _sort(self) -> None:
         heard = (InstanceState.SERVING, InstanceState.LEAVING)
-        return {name: member for name, member in self.items() if member.state in heard}
+        self.serving = {name: member for name, member in self.items() if member.state in heard}
+        self.leaving = {n: member for n, member in self.serving.items() if member.state is heard[1]}
 
     @property
     def admitting(self) -> dict[str, Member]:
         """Those that take samples; where all leave, these: samples had better run than wait."""
-        taking = {name: member for name, member in self.items() if member.state is InstanceState.SERVING}
-        return taking or self.serving
-
-    @property
-    def leaving(self) -> dict[str, Member]:
-        """Those that are to be emptied."""
-        return {name: member for name, member in self.items() if member.state is InstanceState.LEAVING}
+        if not self.leaving:
+            return self.serving
+        return {n: member for n, member in self.serving.items() if n not in self.leaving} or self.serving
 
     @property
     def stats(self) -> dict[str, GenerationStats]:

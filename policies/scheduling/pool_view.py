@@ -22,18 +22,17 @@ def pool_view(ledger: Ledger, *, max_new_tokens: int) -> PoolView:
 
 def _view(name: str, ledger: Ledger) -> InstanceView:
     member, samples, moves = ledger.members[name], ledger.samples, ledger.moves
-    movable = [key for key in member.owned if key not in moves]
-    movable.sort(key=lambda key: samples[key].arrival)
-    shown = [samples[key] for key in movable]
+    shown = [samples[key] for key in member.owned if key not in moves]
+    shown.sort(key=lambda sample: sample.arrival)
     is_leaving = member.state is InstanceState.LEAVING
     return InstanceView(
         instance=name,
         num_slots=0 if is_leaving else member.num_slots,
-        keys=tuple(movable),
+        keys=tuple(sample.request.key for sample in shown),
         response_tokens=np.array([sample.num_tokens for sample in shown], dtype=np.int64),
         context_tokens=np.array([sample.num_context_tokens for sample in shown], dtype=np.int64),
         num_arriving=moves.num_arriving(name),
-        num_leaving=len(member.owned) - len(movable),
+        num_leaving=len(member.owned) - len(shown),
         goodput_tokens_per_s=member.load.goodput_tokens_per_s if member.load else 0.0,
         goodput_samples=member.load.goodput_samples if member.load else 0.0,
         idle_s=0.0 if member.free_since_s is None else ledger.now_s - member.free_since_s,

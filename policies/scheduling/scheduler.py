@@ -193,7 +193,8 @@ class Scheduler:
         """Give an instance no more samples; what was bound to it and has not begun is moved with the rest."""
         member = self.members.serving.get(instance)
         if member is not None:
-            member.state, member.leaves_because = InstanceState.LEAVING, reason
+            member.leaves_because = reason
+            self.members.change(instance, InstanceState.LEAVING)
 
     def move(self, moves: Iterable[Move], *, now_s: float) -> list[Order]:
         """Order moves; one that is not possible any more is left out."""

@@ -16,20 +16,12 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.policies.simulate.analytic_instance import Speculation
 from rlhfspec.policies.simulate.described_cluster import DescribedCluster
-from rlhfspec.policies.simulate.played_steps import (
-    Order,
-    PlayedSteps,
-    StepSeconds,
-    num_free_batches,
-    play_steps,
-)
-from rlhfspec.policies.simulate.rollout_player import RolloutPlayer
-from rlhfspec.policies.simulate.simulation_records import Samples, SimulationResult
+from rlhfspec.policies.simulate.rollout_player import PlayedSteps, RolloutPlayer, num_free_batches
+from rlhfspec.policies.simulate.simulation_records import SimulationResult
 from rlhfspec.policies.simulate.training_cost import (
     MemoryFit,
     TrainingCost,
     memory_fit,
-    most_slots,
     publication_s,
     training_cost,
 )
@@ -124,48 +116,27 @@ def simulate_cluster(
     config, target = cluster.config, cluster.instance.target
     draft = None if cluster.instance.draft is None else cluster.instance.draft.roofline
     played = [cluster.samples(step) for step in range(config.step.steps)]
-    mean_tokens = float(np.mean([_context(samples).mean() for samples in played]))
-    slots = _slots(cluster, mean_tokens)
-    memory = memory_fit(
-        target,
-        draft,
-        slots=slots,
-        context_tokens=mean_tokens,
-        spare_memory=config.device.spare_memory,
-        trainer_gpus=config.pools.trainer_gpus,
-        sharded=config.learner.sharded,
-    )
-    tokens = float(np.mean([_num_tokens(samples) for samples in played]))
+    mean_tokens = float(np.mean([samples.context_tokens.mean() for samples in played]))
+    tokens = float(np.mean([samples.context_tokens.sum() for samples in played]))
+    slots = cluster.slots(mean_tokens)
     training = _training(cluster, tokens=tokens, mean_tokens=mean_tokens)
     published_s = _publication(cluster)
-    given = cluster.training_s
-    trained = [given[step % len(given)] if given else training.total_s for step in range(config.step.steps)]
-    seconds = StepSeconds(training=trained, publication=published_s, other=config.step.other_s)
+    given = cluster.training_s or (training.total_s,)
+    trained = [given[step % len(given)] for step in range(config.step.steps)]
     kinds: dict[str, Speculation] = {"plain": "off"}
     if draft is not None:
         kinds["speculative"] = config.drafter.policy
     earlier = cluster.samples(config.step.steps).response_tokens
     phases = {}
     for name, speculation in kinds.items():
-        player = RolloutPlayer.of(
-            cluster, profile, speculation, slots=slots, mean_tokens=mean_tokens, earlier=earlier
-        )
 
         def told(rollout: int, name: str = name) -> Callable[[int], None] | None:
             return None if progress is None else partial(progress, f"{name} {rollout}")
 
-        made = play_steps(
-            player,
-            played,
-            seconds,
-            order=Order(
-                staleness=config.step.staleness,
-                schedule=config.step.schedule,
-                over_provisioning=config.step.over_provisioning,
-                group_samples=config.lengths.group_samples,
-            ),
-            told=told,
+        player = RolloutPlayer(
+            cluster, profile, speculation, slots=slots, mean_tokens=mean_tokens, earlier=earlier
         )
+        made = player.steps(played, trained, published_s, told)
         phases[name] = _phase(made, float(np.mean(trained)) + published_s + config.step.other_s)
     return ClusterResult(
         speculative=phases.get("speculative", phases["plain"]),
@@ -174,7 +145,15 @@ def simulate_cluster(
         publication_s=published_s,
         other_s=config.step.other_s,
         slots=slots,
-        memory=memory,
+        memory=memory_fit(
+            target,
+            draft,
+            slots=slots,
+            context_tokens=mean_tokens,
+            spare_memory=config.device.spare_memory,
+            trainer_gpus=config.pools.trainer_gpus,
+            sharded=config.learner.sharded,
+        ),
         mean_tokens=mean_tokens,
         tokens=tokens,
         levels=_levels(cluster, slots, mean_tokens) if profile is None else (),
@@ -184,39 +163,16 @@ def simulate_cluster(
 def simulate_rollout(cluster: DescribedCluster) -> SimulationResult:
     """Play the first step's rollout alone, with the configured drafts. Raises ConfigError as `simulate_cluster`."""
     samples = cluster.samples(0)
-    mean_tokens = float(_context(samples).mean())
-    player = RolloutPlayer.of(
+    mean_tokens = float(samples.context_tokens.mean())
+    player = RolloutPlayer(
         cluster,
         None,
         "off" if cluster.instance.draft is None else cluster.config.drafter.policy,
-        slots=_slots(cluster, mean_tokens),
+        slots=cluster.slots(mean_tokens),
         mean_tokens=mean_tokens,
         earlier=cluster.samples(1).response_tokens,
     )
     return player.play(samples)
-
-
-def _slots(cluster: DescribedCluster, mean_tokens: float) -> int:
-    """Samples that run at once on an instance."""
-    config, draft = cluster.config, cluster.instance.draft
-    if config.pools.slots is not None:
-        return config.pools.slots
-    room = most_slots(
-        cluster.instance.target,
-        None if draft is None else draft.roofline,
-        context_tokens=mean_tokens,
-        spare_memory=config.device.spare_memory,
-    )
-    return min(room, -(-config.lengths.samples // config.pools.instances))
-
-
-def _context(samples: Samples) -> np.ndarray:
-    """[n] tokens of each sample at its end."""
-    return samples.prompt_tokens + samples.response_tokens
-
-
-def _num_tokens(samples: Samples) -> float:
-    return float(_context(samples).sum())
 
 
 def _training(cluster: DescribedCluster, *, tokens: float, mean_tokens: float) -> TrainingCost:

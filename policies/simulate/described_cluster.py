@@ -24,6 +24,7 @@ from rlhfspec.policies.simulate.model_dimensions import (
 from rlhfspec.policies.simulate.roofline import Reached, Roofline
 from rlhfspec.policies.simulate.simulated_instance import SharedMachine
 from rlhfspec.policies.simulate.simulation_records import MoveTruth, Samples
+from rlhfspec.policies.simulate.training_cost import most_slots
 from rlhfspec.policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
 from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
@@ -91,6 +92,19 @@ class DescribedCluster:
             prefill=PrefillModel(fixed_s=0.01 + prompt_s, token_s=token_s, token_squared_s=token_s * 1e-5),
             downtime_s=0.02,
         )
+
+    def slots(self, mean_tokens: float) -> int:
+        """Samples of so many tokens that run at once on an instance. Raises ConfigError without room for one."""
+        config, draft = self.config, self.instance.draft
+        if config.pools.slots is not None:
+            return config.pools.slots
+        room = most_slots(
+            self.instance.target,
+            None if draft is None else draft.roofline,
+            context_tokens=mean_tokens,
+            spare_memory=config.device.spare_memory,
+        )
+        return min(room, -(-config.lengths.samples // config.pools.instances))
 
     def samples(self, step: int) -> Samples:
         """One step's samples, drawn for it alone."""

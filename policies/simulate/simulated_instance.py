@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 
 
@@ -38,11 +40,20 @@ class PaceLine:
 class SimulatedInstance:
     """Progress is counted in tokens of a mean sample since the start; time only moves forward."""
 
-    def __init__(self, line: PaceLine, bystander_share: float) -> None:
+    def __init__(self, name: str, line: PaceLine, bystander_share: float, *, now_s: float = 0.0) -> None:
         """Start idle; `line` may be replaced by another while the instance is up to date."""
-        self.line = line
+        self.name, self.line = name, line
         self._bystander_share = bystander_share
-        self.now_s = 0.0
+        self.now_s = now_s
+        self.waiting: deque[int] = deque()
+        "samples that it has and does not run yet"
+        self.untold: list[int] = []
+        "samples that have ended here, and the scheduler does not know it"
+        self.told_s = -math.inf
+        "when it told of some last"
+        self.num_reserved = 0
+        "slots kept for samples on their way here"
+        self.num_changes = 0
         self.progress = 0.0
         self.busy_s = 0.0
         self.blocked_until_s = 0.0
@@ -67,6 +78,22 @@ class SimulatedInstance:
     def goodput(self) -> float:
         """Tokens of mean samples per second, transfers aside; 0 without samples."""
         return len(self.running) / self._curve()[0] if self.running else 0.0
+
+    def load(self) -> InstanceLoad:
+        """What it reports of itself."""
+        return InstanceLoad(
+            instance=self.name,
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_free_slots=0,
+            context_tokens=int(self.context_tokens),
+            weight_version=0,
+            drafter_version=0,
+            decode_step=0,
+            goodput_tokens_per_s=self.goodput,
+            goodput_samples=float(len(self.running)),
+            stats=GenerationStats(),
+        )
 
     def is_busy(self, now_s: float) -> bool:
         """Whether it computes anything."""

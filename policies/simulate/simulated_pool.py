@@ -1,21 +1,53 @@
-"""The instances of a simulated rollout: samples are bound, run, end, are told of; the trainer works beside them."""
+"""A simulated pool: instances of rate curves behind the run's own scheduler, by a simulated clock.
+
+The scheduler (`policies.scheduling`) binds, moves and resizes as in a run, by the run's own policies, from what
+instances report; here is what carries its orders out, in the seconds that `PoolSetup` says they take.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
-from rlhfspec.core.records import SampleKey, Stream
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
-from rlhfspec.policies.scheduling.ledger import AHEAD_SHARE
+from rlhfspec.core.records import (
+    SampleKey,
+)
+from rlhfspec.policies.migration.move_messages import Claim, MoveOrder, MoveReport
+from rlhfspec.policies.reallocation.pool_records import MoveMode, ReallocationPolicy
+from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
+from rlhfspec.policies.scaling.scaling_records import Limits, Resize, Starts
+from rlhfspec.policies.scheduling.events import (
+    Deliver,
+    Event,
+    InstanceJoined,
+    InstanceReported,
+    Left,
+    Order,
+    Resized,
+    SamplesArrived,
+    StartMove,
+    Submit,
+)
+from rlhfspec.policies.scheduling.scheduler import Scheduler
 from rlhfspec.policies.simulate.simulated_instance import PaceLine, SimulatedInstance, TrainerWork
-from rlhfspec.policies.simulate.simulated_size import SimulatedSize
-from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples
+from rlhfspec.policies.simulate.simulation_records import (
+    Binding,
+    PoolSetup,
+    Samples,
+    SimulationResult,
+    completion_of,
+    requests_of,
+)
+
+STARTS_A_PLACE = 4
+"Instances that may start, over the most that a pool may have: one may leave and another come."
 
 
 class Kind(IntEnum):
@@ -34,8 +66,28 @@ class Kind(IntEnum):
     POLL = 10
 
 
+def simulate(
+    samples: Samples,
+    setup: PoolSetup,
+    policy: ReallocationPolicy,
+    *,
+    binding: Binding = "pull",
+    progress: Callable[[int], None] | None = None,
+) -> SimulationResult:
+    """Run all samples to their end.
+
+    Args:
+        samples: with their true lengths, which the policy does not see.
+        setup: the pool.
+        policy: asked at every poll.
+        binding: of samples to instances.
+        progress: told the number of finished samples at every poll.
+    """
+    return SimulatedPool(samples, setup, policy, binding, progress).run()
+
+
 class SimulatedPool:
-    """What happens to samples but for moves; whoever derives from it hands it the events."""
+    """The events of one rollout; `played_steps` has those of many that run into one another."""
 
     def __init__(
         self,
@@ -45,177 +97,365 @@ class SimulatedPool:
         binding: Binding,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self._samples, self._setup, self._policy, self._progress = samples, setup, policy, progress
+        self._samples, self._setup, self._progress = samples, setup, progress
         # samples that are bound beforehand leave nothing for whoever comes later
-        self._size = SimulatedSize(setup if binding == "pull" else replace(setup, elastic=None))
-        most = self._size.most
+        elastic = self._elastic = setup.elastic if binding == "pull" else None
+        self._scheduler = Scheduler(
+            heartbeat_timeout_s=math.inf,
+            binding=binding,
+            reallocation=policy,
+            scaling=elastic
+            and ScalingPolicy(
+                setup.curve.copy(),
+                Limits(least=elastic.least, most=elastic.most, idle_timeout_s=elastic.idle_timeout_s),
+            ),
+        )
+        self._now_s = 0.0
         self._line = PaceLine.of(setup.curve, setup.num_slots)
         self._alone_line = setup.alone_curve and PaceLine.of(setup.alone_curve, setup.num_slots)
-        self._instances = [SimulatedInstance(self._line, setup.moves.bystander_share) for _ in range(most)]
-        self._names = tuple(f"gen-{k:04d}" for k in range(most))
-        self._number = {name: k for k, name in enumerate(self._names)}
-        self._keys = [
-            SampleKey(run_seed=0, stream=Stream.BENCH, sample_index=index) for index in range(len(samples))
-        ]
+        self._known_paces: dict[float, PaceLine] = {1.0: self._line}
+        self._instances: dict[str, SimulatedInstance] = {}
+        self._since_s: dict[str, float] = {}
+        "from an instance's start, that of its process included"
+        self._until_s: dict[str, float] = {}
+        self._requests = requests_of(samples, setup.max_new_tokens)
+        "of each sample, under the epoch that it has where it is"
         self._to_go = samples.response_tokens / samples.speed + setup.last_step_tokens
-        self._context = samples.prompt_tokens
-        self._lines: list[deque[int]] = [deque() for _ in range(most)]
-        "samples that an instance has and does not run yet"
-        self._untold: list[list[int]] = [[] for _ in range(most)]
-        "samples that have ended there, and the scheduler does not know it"
-        self._answered_s = np.full(most, -np.inf)
         self._learner = TrainerWork()
         self._factor = 1.0 if setup.machine is None else setup.machine.factor(setup.num_instances)
         "how many times as long everything takes now as with one at work"
         self._learning = 0
         "counts changes of what was expected of the trainer"
         self._learner_done_s = 0.0
-        self._known_paces: dict[float, PaceLine] = {1.0: self._line}
-        self._arriving = np.zeros(most, dtype=np.int64)
-        self._owned = np.zeros(most, dtype=np.int64)
-        self._leaving: dict[int, int] = {}
-        "sample -> source, while its caches are on their way"
         self._warm: set[tuple[str, str]] = set()
-        self._view_keys: dict[int, tuple[np.ndarray, tuple[SampleKey, ...]]] = {}
-        self._versions = [0] * most
-        self._events: list[tuple[float, int, int, tuple]] = []
-        self._num_events = 0
-        self._num_done = 0
-        self._counts = dict.fromkeys(("moves", "migrated", "recomputed", "void"), 0)
-        self._queues: list[deque[int]]
-        if binding == "static":
-            ways = range(setup.num_instances)
-            self._queues = [deque(range(k, len(samples), setup.num_instances)) for k in ways]
-        else:
-            self._queues = [deque(range(len(samples)))]
+        self._events: list[tuple[float, Kind, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_events = self._num_done = 0
+        self._counts = Counter[str]()
+        self._resizes: list[tuple[float, Resize]] = []
 
-    def _push(self, at_s: float, kind: Kind, *payload: object) -> None:
-        heapq.heappush(self._events, (at_s, int(kind), self._num_events, payload))
+    def run(self) -> SimulationResult:
+        """Handle events until the last sample is done."""
+        for _ in range(self._setup.num_instances):
+            self._started(self._new_name())
+        self._begin_run()
+        self._share_machine()
+        self._at(self._setup.poll_interval_s, Kind.POLL, self._poll)
+        while not self._is_over():
+            self._now_s, _, _, happens, what = heapq.heappop(self._events)
+            self._learner.advance(self._now_s, self._factor)
+            happens(*what)
+            if self._alone_line is not None or self._setup.machine is not None:
+                self._share_machine()
+        for instance in self._instances.values():
+            instance.advance(self._now_s)
+        until = (self._until_s.get(name, self._now_s) - since for name, since in self._since_s.items())
+        return SimulationResult(
+            finish_s=self._now_s,
+            busy_s=np.array([instance.busy_s for instance in self._instances.values()]),
+            num_tokens=int(self._samples.response_tokens.sum()),
+            num_moves=self._counts["moves"],
+            num_migrated=self._counts["migrated"],
+            num_recomputed=self._counts["recomputed"],
+            num_void=self._counts["void"],
+            instance_s=sum(until),
+            learner_end_s=self._learner_end_s(),
+            resizes=tuple(self._resizes),
+        )
+
+    def _begin_run(self) -> None:
+        """What there is at the start."""
+        if self._setup.learner_s:
+            self._learn(self._setup.learner_s)
+        self._ask(range(len(self._samples)))
+
+    def _is_over(self) -> bool:
+        return self._num_done == len(self._samples)
+
+    def _delivered(self, sample: int) -> None:
+        """The scheduler hands a whole sample on."""
+        del sample
+        self._num_done += 1
+
+    # events and orders
+
+    def _at(self, at_s: float, kind: Kind, happens: Callable[..., None], *what: object) -> None:
+        heapq.heappush(self._events, (at_s, kind, self._num_events, happens, what))
         self._num_events += 1
 
-    def _reschedule(self, k: int) -> None:
-        """The instance has changed: what was expected of it no longer holds."""
-        self._versions[k] += 1
-        self._view_keys.pop(k, None)
-        following = self._instances[k].next_end()
-        if following is not None:
-            self._push(following[0], Kind.END, k, following[1], self._versions[k])
+    def _ask(self, samples: Iterable[int]) -> None:
+        self._tell(SamplesArrived(requests=tuple(self._requests[sample] for sample in samples)))
 
-    def _bind(self, now_s: float) -> None:
-        """Give waiting samples to free slots, and a few to wait there where instances tell late."""
-        slots, given = self._setup.num_slots, {}
-        if len(self._queues) > 1:
-            for k in np.nonzero((self._owned < slots) & self._size.admits)[0].tolist():
-                queue = self._queues[k]
-                while queue and self._owned[k] < slots:
-                    self._give(queue.popleft(), k, given)
+    def _tell(self, event: Event) -> None:
+        self._carry_out(self._scheduler.handle(event))
+
+    def _say(self, instance: str, **what: Any) -> None:
+        """An instance tells the scheduler something, in a message."""
+        if self._setup.message_s:
+            self._at(self._now_s + self._setup.message_s, Kind.TOLD, self._hear, instance, what)
         else:
-            queue = self._queues[0]
-            ahead = slots // AHEAD_SHARE if self._setup.report_interval_s else 0
-            share = 2 * self._setup.num_instances
-            free = (self._owned < slots + min(ahead, len(queue) // share)) & self._size.admits
-            while queue and free.any():
-                k = int(np.where(free, self._owned, np.iinfo(np.int64).max).argmin())
-                self._give(queue.popleft(), k, given)
-                free[k] = self._owned[k] < slots + min(ahead, len(queue) // share)
-        for k, taken in given.items():
-            if self._setup.message_s:
-                self._push(now_s + self._setup.message_s, Kind.SUBMIT, k, taken)
-            else:
-                self._submit(now_s, k, taken)
+            self._hear(instance, what)
 
-    def _give(self, sample: int, k: int, given: dict[int, list[int]]) -> None:
-        self._owned[k] += 1
-        given.setdefault(k, []).append(sample)
+    def _hear(self, instance: str, what: dict[str, Any]) -> None:
+        self._tell(InstanceReported(instance=instance, now_s=self._now_s, **what))
 
-    def _submit(self, now_s: float, k: int, taken: list[int]) -> None:
-        self._lines[k].extend(taken)
-        self._start_next(now_s, k)
+    def _carry_out(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            match order:
+                case Submit():
+                    self._at(self._now_s + self._setup.message_s, Kind.SUBMIT, self._submit, order)
+                case Deliver():
+                    self._delivered(order.completion.key.sample_index)
+                case StartMove():
+                    self._at(self._now_s + self._setup.order_delay_s, Kind.ORDER, self._move, order.order)
+                case Resized():
+                    self._resize(order.change)
+                case Left():
+                    self._until_s[order.instance] = self._now_s
 
-    def _start_next(self, now_s: float, k: int) -> None:
+    def _poll(self) -> None:
+        if self._progress is not None:
+            self._progress(self._num_done)
+        for name in self._scheduler.members.serving:
+            instance = self._instances[name]
+            instance.advance(self._now_s)
+            self._hear(name, {"progress": self._tokens_so_far(instance), "load": instance.load()})
+        if self._elastic is not None:
+            staying = [*self._scheduler.members.serving.keys() - self._scheduler.members.leaving.keys()]
+            starts = Starts(
+                num_starting=self._num_starting,
+                start_up_s=self._elastic.start_up_s,
+                rollouts_ahead=self._elastic.rollouts_ahead,
+                is_blocked=len(self._since_s)
+                >= self._setup.num_instances + STARTS_A_PLACE * self._elastic.most,
+            )
+            self._scheduler.expect(starts, may_leave=sorted(staying)[self._elastic.least :])
+        self._carry_out(self._scheduler.reallocate(self._now_s))
+        self._at(self._now_s + self._setup.poll_interval_s, Kind.POLL, self._poll)
+
+    def _tokens_so_far(self, instance: SimulatedInstance) -> dict[SampleKey, int]:
+        here = np.fromiter(instance.running, dtype=np.int64)
+        to_go = np.fromiter(instance.running.values(), dtype=float) - instance.progress
+        # what is not quite done has not ended
+        left = np.ceil(to_go * self._samples.speed[here] - 1e-9)
+        done = np.maximum(self._samples.response_tokens[here] - left, 0.0).astype(np.int64)
+        keys = (self._requests[sample].key for sample in here.tolist())
+        return dict(zip(keys, done.tolist(), strict=True))
+
+    # the pool's size
+
+    @property
+    def _num_starting(self) -> int:
+        return len(self._since_s) - len(self._instances)
+
+    def _new_name(self) -> str:
+        name = f"gen-{len(self._since_s):04d}"
+        self._since_s[name] = self._now_s
+        return name
+
+    def _started(self, name: str) -> None:
+        self._instances[name] = SimulatedInstance(
+            name, self._line, self._setup.moves.bystander_share, now_s=self._now_s
+        )
+        self._tell(InstanceJoined(instance=name, num_slots=self._setup.num_slots, now_s=self._now_s))
+
+    def _resize(self, change: Resize) -> None:
+        assert self._elastic is not None
+        self._resizes.append((self._now_s, change))
+        members = self._scheduler.members
+        staying = len(members.serving) - len(members.leaving)
+        for _ in range(change.target - staying - self._num_starting):
+            self._at(self._now_s + self._elastic.start_up_s, Kind.STARTED, self._started, self._new_name())
+
+    # samples
+
+    def _submit(self, order: Submit) -> None:
+        instance = self._instances[order.instance]
+        for request in order.requests:
+            self._requests[request.key.sample_index] = request
+            instance.waiting.append(request.key.sample_index)
+        self._start_next(instance)
+
+    def _start_next(self, instance: SimulatedInstance) -> None:
         """Samples in line take the slots that are free."""
-        instance, line = self._instances[k], self._lines[k]
-        if not line:
+        if not instance.waiting:
             return
-        instance.advance(now_s)
-        while line and len(instance.running) < self._setup.num_slots:
-            sample = line.popleft()
-            tokens = float(self._context[sample])
-            prompt_s = tokens * self._setup.prompt_token_s + self._setup.prompt_s
-            if prompt_s > 0 and not self._shares_prompt(sample, k):
-                instance.block(prompt_s * self._stretch)
-            self._add(sample, k, float(self._to_go[sample]), tokens)
-        self._reschedule(k)
+        instance.advance(self._now_s)
+        while instance.waiting and self._has_slot(instance):
+            sample = instance.waiting.popleft()
+            prompt_s = self._prompt_s(sample)
+            if prompt_s > 0 and not self._shares_prompt(sample, instance):
+                instance.block(prompt_s)
+            self._add(
+                instance, sample, float(self._to_go[sample]), float(self._samples.prompt_tokens[sample])
+            )
+        self._reschedule(instance)
 
-    def _shares_prompt(self, sample: int, k: int) -> bool:
+    def _has_slot(self, instance: SimulatedInstance) -> bool:
+        return len(instance.running) + instance.num_reserved < self._setup.num_slots
+
+    def _prompt_s(self, sample: int, context_tokens: float | None = None) -> float:
+        """Seconds of the sample's prompt, or of more of its tokens."""
+        tokens = float(self._samples.prompt_tokens[sample]) if context_tokens is None else context_tokens
+        return (tokens * self._setup.prompt_token_s + self._setup.prompt_s) * self._stretch
+
+    def _shares_prompt(self, sample: int, instance: SimulatedInstance) -> bool:
         """Whether another sample of the prompt runs there, whose caches are copied."""
         group = self._samples.group
         if group is None or group[sample] < 0:
             return False
-        return any(group[other] == group[sample] for other in self._instances[k].running)
+        return any(group[other] == group[sample] for other in instance.running)
 
-    def _add(self, sample: int, k: int, to_go: float, context_tokens: float) -> None:
+    def _add(self, instance: SimulatedInstance, sample: int, to_go: float, context_tokens: float) -> None:
         speed = float(self._samples.speed[sample])
-        self._instances[k].add(sample, to_go, context_tokens=context_tokens, speed=speed)
+        instance.add(sample, to_go, context_tokens=context_tokens, speed=speed)
 
-    def _end(self, now_s: float, k: int, sample: int, version: int) -> None:
-        if version != self._versions[k]:
+    def _reschedule(self, instance: SimulatedInstance) -> None:
+        """The instance has changed: what was expected of it no longer holds."""
+        instance.num_changes += 1
+        following = instance.next_end()
+        if following is not None:
+            self._at(following[0], Kind.END, self._end, instance, following[1], instance.num_changes)
+
+    def _end(self, instance: SimulatedInstance, sample: int, num_changes: int) -> None:
+        if num_changes != instance.num_changes:
             return
-        self._instances[k].advance(now_s)
-        self._instances[k].remove(sample)
-        self._reschedule(k)
-        self._start_next(now_s, k)
-        if not self._setup.report_interval_s and not self._setup.message_s:
-            self._told(now_s, k, [sample])
+        instance.advance(self._now_s)
+        instance.remove(sample)
+        self._reschedule(instance)
+        self._start_next(instance)
+        instance.untold.append(sample)
+        is_last = not instance.running and not instance.waiting
+        if is_last or not self._setup.report_interval_s:
+            self._report(instance)
+        elif len(instance.untold) == 1:
+            at_s = max(self._now_s, instance.told_s + self._setup.report_interval_s)
+            self._at(at_s, Kind.REPORT, self._report, instance)
+
+    def _report(self, instance: SimulatedInstance) -> None:
+        """An instance tells what has ended there."""
+        ended, instance.untold = instance.untold, []
+        if ended:
+            instance.told_s = self._now_s
+            lengths = self._samples.response_tokens[ended].tolist()
+            self._say(
+                instance.name,
+                completions=tuple(
+                    completion_of(self._requests[sample], length, instance.name)
+                    for sample, length in zip(ended, lengths, strict=True)
+                ),
+            )
+
+    # moves
+
+    def _move(self, order: MoveOrder) -> None:
+        """Begin a move; the source keeps a sample that has ended, or that finds no slot."""
+        here, there = self._instances[order.source], self._instances[order.destination]
+        sample, truth = order.key.sample_index, self._setup.moves
+        waits = sample in here.waiting
+        if not (waits or sample in here.running) or not self._has_slot(there):
+            self._claim(Claim.KEPT, order, order.epoch)
             return
-        self._untold[k].append(sample)
-        is_last = not self._instances[k].running and not self._lines[k]
-        if len(self._untold[k]) == 1 or is_last:
-            at_s = max(now_s, self._answered_s[k] + self._setup.report_interval_s)
-            self._push(now_s if is_last else at_s, Kind.REPORT, k)
+        self._counts["moves"] += 1
+        there.num_reserved += 1
+        here.advance(self._now_s)
+        there.advance(self._now_s)
+        if order.mode is MoveMode.MIGRATE and not waits:
+            pair = (order.source, order.destination)
+            # whole tokens; sums of times may fall just short of one
+            num_bytes = int(int(here.context_of(sample) + 1e-6) * truth.kv_bytes_per_token)
+            cold = pair not in self._warm
+            seconds = float(truth.transfer.seconds(num_bytes, cold=cold))
+            self._warm.add(pair)
+            here.num_transfers += 1
+            there.num_transfers += 1
+            figures = {
+                "stage1_bytes": num_bytes,
+                "stage2_bytes": 0,
+                "stage1_s": seconds,
+                "downtime_s": truth.downtime_s,
+                "was_cold": cold,
+            }
+            self._at(self._now_s + seconds, Kind.ARRIVE, self._arrive, order, figures)
+            self._reschedule(here)
+            self._reschedule(there)
+            return
+        self._counts["recomputed"] += 1
+        if waits:
+            here.waiting.remove(sample)
+            left = (float(self._to_go[sample]), float(self._samples.prompt_tokens[sample]))
+            seconds = self._prompt_s(sample)
+        else:
+            seconds = float(truth.prefill.seconds(int(here.context_of(sample) + 1e-6)))
+            left = here.remove(sample)
+        figures = {"computed_tokens": int(left[1] + 1e-6), "attach_s": seconds}
+        self._at(there.block(seconds), Kind.JOIN, self._join, order, left, figures)
+        self._reschedule(there)
+        self._reschedule(here)
+        self._start_next(here)
 
-    def _report(self, now_s: float, k: int) -> None:
-        """An instance answers a poll: what has ended there."""
-        if self._untold[k]:
-            self._answered_s[k] = now_s
-            self._push(now_s + self._setup.message_s, Kind.TOLD, k, self._untold[k])
-            self._untold[k] = []
+    def _arrive(self, order: MoveOrder, figures: dict[str, float]) -> None:
+        """The caches of a migration are there: hand over, if there still is anything to."""
+        here, there = self._instances[order.source], self._instances[order.destination]
+        sample = order.key.sample_index
+        for instance in (here, there):
+            instance.advance(self._now_s)
+            instance.num_transfers -= 1
+        if sample in here.running:
+            self._counts["migrated"] += 1
+            left = here.remove(sample)
+            at_s = self._now_s + self._setup.moves.downtime_s
+            self._at(at_s, Kind.JOIN, self._join, order, left, figures)
+            self._start_next(here)
+        else:
+            self._counts["void"] += 1
+            there.num_reserved -= 1
+            self._start_next(there)
+        self._reschedule(here)
+        self._reschedule(there)
 
-    def _told(self, now_s: float, k: int, ended: list[int]) -> None:
-        """The scheduler hears of samples that have ended."""
-        for sample in ended:
-            self._num_done += 1
-            self._policy.note_finished(int(self._samples.response_tokens[sample]))
-            self._size.note_finished(int(self._samples.response_tokens[sample]))
-        self._owned[k] -= len(ended)
-        if any(self._queues):
-            self._bind(now_s)
+    def _join(self, order: MoveOrder, left: tuple[float, float], figures: dict[str, float]) -> None:
+        there, sample = self._instances[order.destination], order.key.sample_index
+        there.advance(self._now_s)
+        there.num_reserved -= 1
+        self._add(there, sample, *left)
+        self._reschedule(there)
+        self._requests[sample] = replace(self._requests[sample], epoch=order.epoch + 1)
+        self._claim(Claim.COMMIT, order, order.epoch + 1, figures)
 
-    def _free(self, now_s: float, k: int) -> None:
-        self._owned[k] -= 1
-        self._reschedule(k)
-        self._start_next(now_s, k)
-        if any(self._queues):
-            self._bind(now_s)
+    def _claim(
+        self, claim: Claim, order: MoveOrder, epoch: int, figures: dict[str, float] | None = None
+    ) -> None:
+        report = MoveReport(
+            claim=claim,
+            move_id=order.move_id,
+            key=order.key,
+            epoch=epoch,
+            source=order.source,
+            destination=order.destination,
+            figures=figures,
+        )
+        self._say(order.destination if claim is Claim.COMMIT else order.source, moves=(report,))
 
-    def _share_machine(self, now_s: float) -> None:
+    # the machine and the trainer
+
+    def _share_machine(self) -> None:
         """Instances and trainer are as fast as the others let them."""
-        num_busy = sum(instance.is_busy(now_s) for instance in self._instances)
+        num_busy = sum(instance.is_busy(self._now_s) for instance in self._instances.values())
         machine, line = self._setup.machine, self._line
         if machine is not None:
             factor = machine.factor(num_busy, trainer=self._learner.is_busy)
             if factor != self._factor:
                 self._factor = factor
                 self._expect_learner()
-            line = self._paces(self._stretch)
-        for k, instance in enumerate(self._instances):
+            line = self._known_paces.setdefault(self._stretch, self._line.times(self._stretch))
+        for instance in self._instances.values():
             own = line
             if self._alone_line is not None and num_busy == 1 and instance.running:
                 own = self._alone_line
             if own is not instance.line:
-                instance.advance(now_s)
+                instance.advance(self._now_s)
                 instance.line = own
-                self._reschedule(k)
+                self._reschedule(instance)
 
     @property
     def _stretch(self) -> float:
@@ -223,30 +463,24 @@ class SimulatedPool:
         machine = self._setup.machine
         return 1.0 if machine is None else self._factor / machine.factor(self._setup.num_instances)
 
-    def _paces(self, factor: float) -> PaceLine:
-        if factor not in self._known_paces:
-            self._known_paces[factor] = self._line.times(factor)
-        return self._known_paces[factor]
-
-    def _learn(self, now_s: float, seconds: float) -> None:
+    def _learn(self, seconds: float) -> None:
         """The trainer begins an update."""
-        self._learner.begin(now_s, seconds)
+        self._learner.begin(self._now_s, seconds)
         self._expect_learner()
 
     def _expect_learner(self) -> None:
         self._learning += 1
         if self._learner.is_busy:
-            self._push(self._learner.end_s(self._factor), Kind.LEARNED, self._learning)
+            self._at(self._learner.end_s(self._factor), Kind.LEARNED, self._learned, self._learning)
 
-    def _learned(self, now_s: float, expected: int) -> None:
+    def _learned(self, expected: int) -> None:
         if expected == self._learning:
-            self._learner_done_s = now_s
-            self._learner.begin(now_s, 0.0)
+            self._learner_done_s = self._now_s
+            self._learner.begin(self._now_s, 0.0)
 
-    def _learner_end_s(self, now_s: float) -> float:
+    def _learner_end_s(self) -> float:
         if not self._learner.is_busy:
             return self._learner_done_s
-        self._learner.advance(now_s, self._factor)
-        return self._learner.end_s(
-            1.0 if self._setup.machine is None else self._setup.machine.factor(0, trainer=True)
-        )
+        self._learner.advance(self._now_s, self._factor)
+        machine = self._setup.machine
+        return self._learner.end_s(1.0 if machine is None else machine.factor(0, trainer=True))

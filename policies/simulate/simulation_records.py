@@ -8,6 +8,15 @@ from typing import Literal
 
 import numpy as np
 
+from rlhfspec.core.records import (
+    Completion,
+    FinishReason,
+    Prompt,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    Stream,
+)
 from rlhfspec.policies.reallocation.gate import Gate, GateMode
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.scaling.scaling_records import Resize
@@ -32,6 +41,11 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.response_tokens)
+
+    @property
+    def context_tokens(self) -> np.ndarray:
+        """[n] tokens of each sample at its end."""
+        return self.prompt_tokens + self.response_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,3 +143,40 @@ class SimulationResult:
     def busy_share(self) -> float:
         """Mean share of the finish time for which an instance was busy."""
         return float(self.busy_s.mean()) / max(self.finish_s, 1e-12)
+
+
+def requests_of(samples: Samples, max_new_tokens: int) -> list[SampleRequest]:
+    """What the scheduler is asked for."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    return [
+        SampleRequest(
+            key=SampleKey(run_seed=0, stream=Stream.BENCH, sample_index=number),
+            prompt=Prompt(prompt_id=number, token_ids=_unread_tokens(tokens)),
+            sampling=sampling,
+        )
+        for number, tokens in enumerate(samples.prompt_tokens.tolist())
+    ]
+
+
+def completion_of(request: SampleRequest, num_tokens: int, instance: str) -> Completion:
+    """A whole response of so many tokens."""
+    none = np.zeros(0, dtype=np.float32)
+    return Completion(
+        key=request.key,
+        prompt_id=request.prompt.prompt_id,
+        group_id=request.group_id,
+        epoch=request.epoch,
+        token_ids=_unread_tokens(num_tokens),
+        policy_logprobs=none,
+        sampling_logprobs=none,
+        finish_reason=FinishReason.STOP,
+        weight_spans=(),
+        instance=instance,
+        num_decode_steps=0,
+        num_accepted_tokens=0,
+    )
+
+
+def _unread_tokens(count: int) -> np.ndarray:
+    """So many tokens that nobody reads: they take no memory."""
+    return np.broadcast_to(np.int8(0), count)

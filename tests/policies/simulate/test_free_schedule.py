@@ -13,7 +13,7 @@ from rlhfspec.policies.reallocation.no_moves import NoMoves
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
 from rlhfspec.policies.simulate.described_cluster import describe
-from rlhfspec.policies.simulate.played_steps import FreeRun, Update, joined, phase_samples, play_free
+from rlhfspec.policies.simulate.rollout_player import FreeRun, joined, phase_samples
 from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
 from rlhfspec.policies.simulate.workloads import samples_of
 
@@ -34,10 +34,10 @@ def free(
     prompt_token_s: float = 0.0,
 ) -> FreeRun:
     lengths = np.array(list(itertools.chain(*batches)))
-    return play_free(
+    run = FreeRun(
         samples_of(lengths),
-        group_samples=group_samples,
-        admission=FreeAdmission(
+        group_samples,
+        FreeAdmission(
             max_staleness=staleness,
             over_provisioning=over_provisioning,
             groups_per_batch=len(batches[0]) // group_samples,
@@ -53,21 +53,28 @@ def free(
         ),
         policy=NoMoves("pull"),
         binding="pull",
-        update=Update(sample_s=np.full(len(lengths), training_s / len(batches[0])), pause_s=pause_s),
+        update_s=np.full(len(lengths), training_s / len(batches[0])),
+        pause_s=pause_s,
     )
+    assert run.run().num_tokens == int(lengths.sum())
+    return run
+
+
+def learned(run: FreeRun) -> tuple[int, ...]:
+    return tuple(run.learned[group] for group in range(len(run.begun)))
 
 
 def test_an_update_cuts_what_is_open_and_lets_the_next_group_begin() -> None:
     """Update 0 from 0.10 to 0.15, loaded at 0.16; 1 is cut at 15 tokens, whole at 0.21; 2 begins at 0.16."""
     made = free([[10], [20], [9]])
     assert made.loaded_s == pytest.approx((0.16, 0.27, 0.33))
-    assert (made.begun, made.learned) == ((0, 0, 1), (0, 1, 2))
+    assert (made.begun, learned(made)) == ([0, 0, 1], (0, 1, 2))
 
 
 def test_what_ends_first_is_learned_from_first() -> None:
     """The longer one began first, and is in time for the last update that may learn from it."""
     made = free([[30], [10], [5]])
-    assert made.learned == (1, 0, 2)
+    assert learned(made) == (1, 0, 2)
     # cut at 15 tokens for 0.01 s, whole at 0.31
     assert made.loaded_s[:2] == pytest.approx((0.16, 0.37))
 
@@ -94,11 +101,12 @@ def test_no_sample_is_too_stale_and_every_group_is_learned_from_once() -> None:
             staleness=staleness,
             over_provisioning=float(draw.choice([0.5, 1.0, staleness])),
         )
-        begun, learned = np.array(made.begun), np.array(made.learned)
+        begun, by_update = np.array(made.begun), np.array(learned(made))
         assert len(made.loaded_s) == len(batches) and list(made.loaded_s) == sorted(made.loaded_s)
-        assert ((learned - begun <= staleness) & (begun <= learned)).all()
-        assert (np.bincount(learned) == width // size).all() and len(learned) == len(batches) * width // size
-        assert made.result.num_tokens == sum(map(sum, batches))
+        assert ((by_update - begun <= staleness) & (begun <= by_update)).all()
+        assert (np.bincount(by_update) == width // size).all() and len(by_update) == len(
+            batches
+        ) * width // size
 
 
 def test_a_phase_goes_on_with_what_is_cut() -> None:

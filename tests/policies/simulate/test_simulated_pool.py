@@ -10,7 +10,7 @@ import pytest
 from rlhfspec.policies.reallocation.no_moves import NoMoves
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.simulate.simulated_instance import SharedMachine
-from rlhfspec.policies.simulate.simulation import simulate
+from rlhfspec.policies.simulate.simulated_pool import simulate
 from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, SimulationResult
 from rlhfspec.policies.simulate.workloads import samples_of
 

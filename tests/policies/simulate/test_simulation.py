@@ -6,8 +6,8 @@ import pytest
 from rlhfspec.policies.reallocation.no_moves import NoMoves
 from rlhfspec.policies.reallocation.pool_records import Move, MoveMode, PoolView
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.simulate.perfect import least_finish_s, perfect_finish_s
-from rlhfspec.policies.simulate.simulation import simulate
+from rlhfspec.policies.simulate.compare import least_finish_s, perfect_finish_s
+from rlhfspec.policies.simulate.simulated_pool import simulate
 from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
 from rlhfspec.policies.simulate.workloads import drawn_lengths, samples_of
 from rlhfspec.profiles.transfer import PrefillModel, TransferModel
