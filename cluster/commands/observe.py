@@ -141,7 +141,7 @@ def monitoring(*, out: Annotated[Path, Arg("DIR")]) -> int:
       prometheus --config.file monitoring/prometheus.yaml
       kubectl apply -f monitoring/kubernetes.yaml
     """
-    from rlhfspec.cluster.monitoring.monitoring_files import write_monitoring
+    from rlhfspec.cluster.observe.monitoring import write_monitoring
 
     for path in write_monitoring(out):
         print(path)

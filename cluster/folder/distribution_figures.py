@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfspec.core.metric_registry import is_of_family
+from rlhfspec.core.metrics import METRICS, find_metric
 from rlhfspec.core.records import FinishReason, Rollout
 
 
@@ -24,7 +24,7 @@ def distribution_figures(rollouts: Sequence[Rollout], advantages: Sequence[float
     figures |= {"reward/min": float(rewards.min()), "reward/max": float(rewards.max())}
     # a part that is called like a figure of all rewards does not take its place
     parts = {f"reward/{name}": value for name, value in _part_means(rollouts).items()}
-    figures |= {name: value for name, value in parts.items() if is_of_family(name)}
+    figures |= {name: value for name, value in parts.items() if name not in METRICS and find_metric(name)}
     if advantages is not None:
         of_samples = np.array(advantages)
         figures |= {

@@ -39,8 +39,8 @@ from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.core.decode_records import Budget
 from rlhfspec.core.errors import RlhfSpecError, StorageError
-from rlhfspec.core.exported_metrics import bounded_label
 from rlhfspec.core.files import write_whole
+from rlhfspec.core.metrics import bounded_label
 
 if TYPE_CHECKING:
     from rlhfspec.cluster.system.system import System

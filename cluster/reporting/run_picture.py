@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from rlhfspec.cluster.folder.run_record import RunRecord
 from rlhfspec.core.files import write_whole
-from rlhfspec.core.metric_registry import find_metric
+from rlhfspec.core.metrics import find_metric
 
 _COLUMNS = 3
 MOST_DRAWN = 30

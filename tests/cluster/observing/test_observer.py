@@ -14,7 +14,7 @@ from rlhfspec.cluster.observing.live_page import InstanceRow
 from rlhfspec.cluster.observing.observer import Observer, set_gauges
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.core.config import Config
-from rlhfspec.core.exported_metrics import Exported
+from rlhfspec.core.metrics import Exported
 
 
 class Notebook(dict[str, float]):

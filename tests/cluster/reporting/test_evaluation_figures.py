@@ -12,7 +12,7 @@ from made_rollouts import rollout
 
 from rlhfspec.cluster.reporting.evaluation_figures import evaluation_figures, pass_at_k
 from rlhfspec.cluster.run.evaluate import Evaluator
-from rlhfspec.core.metric_registry import require_declared
+from rlhfspec.core.metrics import require_declared
 from rlhfspec.core.settings.evaluation import EvaluationConfig
 
 

@@ -13,7 +13,7 @@ from rlhfspec.cluster.reporting.learning_signal import signal_line, with_signal
 from rlhfspec.cluster.reporting.summary import summarise
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.core.metric_registry import require_declared
+from rlhfspec.core.metrics import require_declared
 from rlhfspec.core.records import Rollout
 from rlhfspec.learning.trainer.learner import Learner
 

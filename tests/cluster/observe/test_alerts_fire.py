@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhfspec.cluster.monitoring.alerts import ALERTS
-from rlhfspec.cluster.monitoring.monitoring_files import write_monitoring
+from rlhfspec.cluster.observe.monitoring import alerts, write_monitoring
 
 pytestmark = pytest.mark.skipif(not shutil.which("promtool"), reason="no Prometheus here")
 
@@ -129,7 +128,7 @@ def firing(values: dict[str, str], expected: str | None) -> list[dict[str, Any]]
 
 
 def test_each_fires_alone_on_what_it_is_for_and_none_on_a_run_that_is_well(tmp_path: Path) -> None:
-    assert {name for name, _ in ILL} == {alert.name for alert in ALERTS}
+    assert {name for name, _ in ILL} == {alert["alert"] for alert in alerts()}
     write_monitoring(tmp_path)
     tests = [test for values in NO_FAULT for test in firing(WELL | values, None)]
     for name, values in ILL:

@@ -12,15 +12,13 @@ import pytest
 import yaml
 
 from rlhfspec.cluster.cli import main
-from rlhfspec.cluster.monitoring.alerts import ALERTS
-from rlhfspec.cluster.monitoring.panels import ROWS
-from rlhfspec.cluster.monitoring.queries import names_of, promql
+from rlhfspec.cluster.observe.monitoring import alerts, names_of, panel_rows, promql
 from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.exported_metrics import live_metrics
+from rlhfspec.core.metrics import LIVE
 
 TEMPLATES = [
-    *(target.query for row in ROWS for panel in row.panels for target in panel.targets),
-    *(alert.query for alert in ALERTS),
+    *(query for row in panel_rows() for panel in row["panels"] for query in panel["lines"].values()),
+    *(alert["expr"] for alert in alerts()),
 ]
 SERIES = re.compile(r"\bray_[a-z0-9_]+")
 
@@ -48,7 +46,7 @@ def test_every_live_metric_of_a_run_is_drawn_or_alerted_on() -> None:
     named = {re.sub("_bucket$", "", name) for template in TEMPLATES for name in names_of(template)}
     sums = {"iterations", "completions"}
     measured_by_the_engine = {"instance_goodput_tokens_per_second", "instance_acceptance_length_tokens"}
-    assert {metric.name for metric in live_metrics()} - named == sums | measured_by_the_engine
+    assert LIVE.keys() - named == sums | measured_by_the_engine
 
 
 def test_the_dashboard_has_each_panel_once_in_a_place_of_its_own(folder: Path) -> None:
