@@ -1,5 +1,5 @@
-"""What people and Prometheus see of a run.
+"""What people, Prometheus and Perfetto see of a run, while it lives and from its folder.
 
-Lives here: the dashboard, alerts and scrape settings.
-Must not live here: what is written into the run folder; metrics themselves (`core.metrics`).
+Lives here: metrics of an iteration, console, summary, tables, pictures, timeline, the live page, diagnosis, dashboard.
+Must not live here: anything that decides; what is written into the run folder (`rlhfspec.cluster.folder`).
 """
