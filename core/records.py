@@ -322,7 +322,7 @@ class UpdateReport:
     figures: dict[str, float]
     "policy_loss, value_loss, entropy, approx_kl, clip_fraction, grad_norm, ..."
     log_ratio_counts: tuple[int, ...] = ()
-    "tokens in each bin of new over old log-probability (`learning.trainer.update_metrics`), over all optimizer steps"
+    "tokens in each bin of new over old log-probability (`learning.objectives.policy`), over all optimizer steps"
     sample_advantages: tuple[float, ...] | None = None
     "mean advantage of each sample's tokens, in the order of the sample index"
 

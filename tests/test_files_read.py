@@ -17,7 +17,7 @@ UNPICKLERS = {
     "cloudpickle.loads",
     "joblib.load",
 }
-RESTRICTED = "learning/trainer/plain_checkpoint.py"
+RESTRICTED = "learning/trainer/learner_state.py"
 
 
 def unsafe_reads(source: str) -> list[str]:

@@ -14,9 +14,9 @@ from rlhfspec.engine.drafters.head.tapping import record_features
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.numerics import use_threads
-from rlhfspec.learning.drafts.feature_buffer import FeatureBuffer
+from rlhfspec.learning.drafts.features import FeatureBuffer
 from rlhfspec.learning.drafts.head_trainer import HeadTrainer
-from rlhfspec.learning.drafts.operations import fastest_dtype
+from rlhfspec.learning.drafts.stoppable import fastest_dtype
 
 RECORDED_SHARE = 0.5
 "Of the buffer's bytes: what samples that run may give, and as much that has finished and is not in it yet."
@@ -25,7 +25,7 @@ RECORDED_SHARE = 0.5
 def begin_training(spec: GenerationSpec, spot: SpotSpec, engine: Engine, head: HeadWeights) -> SpotTrainer:
     """Record what the engine computes from now on, and train on it in spare time.
 
-    The target is of Llama's kin: see `learning.drafts.fresh_head.require_kin`.
+    The target is of Llama's kin: see `learning.drafts.head.require_kin`.
     """
     training = spot.training
     max_bytes = int(training.buffer_mb * MB)

@@ -26,7 +26,7 @@ from rlhfspec.learning.drafts.learning_rate import LearningRate
 
 if TYPE_CHECKING:
     # they load transformers, which an instance without a head does not need
-    from rlhfspec.learning.drafts.feature_buffer import FeatureBuffer
+    from rlhfspec.learning.drafts.features import FeatureBuffer
     from rlhfspec.learning.drafts.head_trainer import HeadTrainer
 
 HELD_OUT_EVERY = 8

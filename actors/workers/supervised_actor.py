@@ -1,4 +1,4 @@
-"""Supervised trainer actor: a thin Ray shell around `learning.supervised.supervised_job`, one of several that learn as
+"""Supervised trainer actor: a thin Ray shell around `learning.trainer.supervised_job`, one of several that learn as
 one. It reads the model itself, so that its path must be one that every node sees.
 """
 
@@ -15,10 +15,9 @@ from rlhfspec.actors.waiting.actor_start import begin_actor
 from rlhfspec.actors.waiting.assigned_device import assigned_gpus, resolve_device
 from rlhfspec.actors.waiting.remote import remote
 from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.learning.supervised.supervised_job import StepReport, SupervisedJob, run_job
-from rlhfspec.learning.trainer.data_parallel import DataParallel, join_group, new_store, store_at
-from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.parallel import DataParallel, OneTrainer, join_group, new_store, store_at
 from rlhfspec.learning.trainer.sharded import Sharded
+from rlhfspec.learning.trainer.supervised_job import StepReport, SupervisedJob, run_job
 
 
 @remote(max_restarts=0)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rlhfspec.core.config import AlgorithmConfig
 from rlhfspec.learning.objectives.losses import Sequences, token_weights
-from rlhfspec.learning.objectives.objective import LossInputs, objective
-from rlhfspec.learning.trainer.update_metrics import MinibatchFigures
+from rlhfspec.learning.objectives.policy import LossInputs, MinibatchFigures, objective
 
 FROZEN_FILE = Path(__file__).resolve().parents[2] / "tests" / "learning" / "algorithms" / "trl_losses.json"
 OURS: Mapping[str, Mapping[str, object]] = {

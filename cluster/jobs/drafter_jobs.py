@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.preflight.inputs import end_tokens, read_tokenizer
 from rlhfspec.cluster.preflight.named_models import resolve_models
+from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import DataError
@@ -21,8 +21,7 @@ from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, r
 from rlhfspec.engine.weights.causal_lm import max_context_tokens
 from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
 from rlhfspec.learning.data.prompts import load_prompts, sampling_params
-from rlhfspec.learning.drafts.evaluate_head import evaluate_head
-from rlhfspec.learning.drafts.head_acceptance import Acceptance
+from rlhfspec.learning.drafts.evaluate_head import Acceptance, evaluate_head
 from rlhfspec.learning.drafts.make_head import HeadRecipe, MadeHead, make_head
 
 TREES = (4, 8, 16)

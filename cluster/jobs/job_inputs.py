@@ -10,9 +10,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.machine import num_cores
 from rlhfspec.cluster.preflight.model_files import count_params
+from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
 from rlhfspec.core.config_io import config_text
 from rlhfspec.core.errors import ConfigError, DataError
@@ -29,12 +29,15 @@ from rlhfspec.engine.weights.causal_lm import max_context_tokens
 from rlhfspec.engine.weights.loading import load_hf_config, load_tokenizer
 from rlhfspec.learning.data.chat_format import named_template
 from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.data.supervised_rows import (
+    Demonstration,
+    encode_demonstrations,
+    encode_preferences,
+    read_raw_rows,
+)
 from rlhfspec.learning.data.template_time import keep_time
 from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel
-from rlhfspec.learning.supervised.demonstrations import Demonstration, encode_demonstrations
-from rlhfspec.learning.supervised.preferences import encode_preferences
-from rlhfspec.learning.supervised.rows import read_raw_rows
-from rlhfspec.learning.supervised.supervised_job import SupervisedJob
+from rlhfspec.learning.trainer.supervised_job import SupervisedJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

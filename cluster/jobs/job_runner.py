@@ -11,7 +11,7 @@ import torch
 from rlhfspec.core.errors import ConfigError, WaitTimeout
 from rlhfspec.core.settings.cluster import ClusterConfig
 from rlhfspec.core.settings.supervised import SupervisedConfig
-from rlhfspec.learning.supervised.supervised_job import StepReport, SupervisedJob, run_job
+from rlhfspec.learning.trainer.supervised_job import StepReport, SupervisedJob, run_job
 
 _GRACE_S = 30.0
 "This process waits longer than trainers wait for each other, so that their own messages arrive."

@@ -3,7 +3,7 @@
 RUN/config.yaml, RUN/status.json    as of `rlhfspec train`
 RUN/metrics.jsonl                   one object a step: train/*, every few steps eval/*; step 0 is before the first
 RUN/checkpoints/model               the last checkpoint, what --model, models.target and reward.model take
-RUN/checkpoints/{adapter,model_0100,state_0100}     see `learning.supervised.supervised_job`
+RUN/checkpoints/{adapter,model_0100,state_0100}     see `learning.trainer.supervised_job`
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rlhfspec.cluster.folder.layout import RunDir, choose_run_path
 from rlhfspec.cluster.folder.run_time import of_folder, with_time
 from rlhfspec.cluster.jobs.job_inputs import prepare
 from rlhfspec.cluster.jobs.job_runner import run
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.summary import SILENT_ADVICE, is_silent
+from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.reporting.supervised_summary import SILENT_ADVICE, is_silent
 from rlhfspec.cluster.resume.kept_record import note_gaps, whole_lines
 from rlhfspec.cluster.resume.own_config import require_own_config
 from rlhfspec.cluster.resume.resumed_run import require_cut_off, take_over
@@ -30,7 +30,7 @@ from rlhfspec.core.errors import describe_error
 from rlhfspec.core.files import storage_errors, write_whole
 from rlhfspec.core.metrics import MetricsLog
 from rlhfspec.core.settings.supervised import SupervisedConfig
-from rlhfspec.learning.supervised.supervised_job import (
+from rlhfspec.learning.trainer.supervised_job import (
     CONFIG_FILE,
     SupervisedJob,
     last_state,

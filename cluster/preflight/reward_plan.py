@@ -13,7 +13,7 @@ from rlhfspec.core.settings.data import DataConfig
 from rlhfspec.core.settings.evaluation import EvaluationConfig
 from rlhfspec.core.settings.reward import RewardConfig
 from rlhfspec.engine.weights.loading import load_hf_config, load_tokenizer
-from rlhfspec.learning.rewards.format_note import format_notes
+from rlhfspec.learning.rewards.rendering import format_notes
 from rlhfspec.learning.rewards.reward_function import build_reward
 from rlhfspec.learning.rewards.reward_model import require_one_output
 

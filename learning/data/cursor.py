@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.outside import quote
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.learning.data.mixing import EpochOrder
-from rlhfspec.learning.data.prompts import PromptDataset
+from rlhfspec.learning.data.prompts import EpochOrder, PromptDataset
 
 
 class PromptCursor:
     """Hands out prompts epoch by epoch; gives every sample its index before anything else sees it.
 
-    The order of epoch e follows from (run_seed, e) and the sources' weights (`learning.data.mixing`), so `state()`
+    The order of epoch e follows from (run_seed, e) and the sources' weights (`learning.data.prompts`), so `state()`
     is a few numbers and `restore` replays nothing.
     """
 

@@ -5,7 +5,7 @@ constant: no gradient reaches the target, and no second forward of it is compute
 sum is minimised by an optimizer of each, and the target's steps are, to the bit, those without a draft model. For Adam
 a factor of a loss is none of the step: what lambda would say, the draft's learning rate says.
 
-A refit (`learning.drafts.draft_refit`) learns afterwards, on the same rollouts, for as long as its budget allows; here
+A refit (`learning.drafts.refit`) learns afterwards, on the same rollouts, for as long as its budget allows; here
 the draft takes one step with each of the target's, its version is published with the target's, and there is no budget.
 No slice is held out: a minibatch's divergence is measured before it is learned from.
 
@@ -31,7 +31,7 @@ from rlhfspec.engine.weights.shared_ids import foreign_of, without
 from rlhfspec.learning.drafts.draft_learner import DraftLearner, RefitReport
 from rlhfspec.learning.drafts.soft_targets import whole_kl
 from rlhfspec.learning.trainer.batching import PackedSequences
-from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.training_forward import response_logits
 
 

@@ -21,11 +21,10 @@ from torch.nn import functional as F
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.learning.drafts.head_module import HeadModule
-from rlhfspec.learning.drafts.operations import Products, Stopped
-from rlhfspec.learning.drafts.packed_features import PackedFeatures, Stretch, num_anchors, pack_stretches
+from rlhfspec.learning.drafts.features import PackedFeatures, Stretch, num_anchors, pack_stretches
+from rlhfspec.learning.drafts.head import HeadModule
 from rlhfspec.learning.drafts.soft_loss import LevelRows, SoftTargetLoss, TargetRows
-from rlhfspec.learning.drafts.stoppable_adam import StoppableAdam
+from rlhfspec.learning.drafts.stoppable import Products, StoppableAdam, Stopped
 from rlhfspec.learning.drafts.unrolled import unroll
 
 LEVEL_WEIGHT = 0.8

@@ -18,15 +18,19 @@ from rlhfspec.core.errors import ConfigError, DataError
 from rlhfspec.core.records import Prompt, SamplingParams
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.numerics import on_threads
-from rlhfspec.learning.drafts.fresh_head import DRAFT_VOCABULARY, draft_vocabulary, fresh_head
-from rlhfspec.learning.drafts.head_acceptance import Acceptance, drafted_response
-from rlhfspec.learning.drafts.head_module import HeadModule
+from rlhfspec.learning.drafts.evaluate_head import Acceptance, drafted_response
+from rlhfspec.learning.drafts.features import num_anchors, pack_sequences
+from rlhfspec.learning.drafts.head import (
+    DRAFT_VOCABULARY,
+    HeadModule,
+    TargetParts,
+    draft_vocabulary,
+    expected_counts,
+    fresh_head,
+)
 from rlhfspec.learning.drafts.head_trainer import HeadTrainer
-from rlhfspec.learning.drafts.operations import fastest_dtype
 from rlhfspec.learning.drafts.own_responses import OwnResponse, Responder
-from rlhfspec.learning.drafts.packed_features import num_anchors, pack_sequences
-from rlhfspec.learning.drafts.target_parts import TargetParts
-from rlhfspec.learning.drafts.token_shares import expected_counts
+from rlhfspec.learning.drafts.stoppable import fastest_dtype
 
 Tick = Callable[[str, float], None]
 

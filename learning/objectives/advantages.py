@@ -2,7 +2,8 @@
 
 Axis letters: `B` responses, `T` response tokens (padded on the right), `mask` True on real tokens.
 Papers: GAE (Schulman et al. 2016), GRPO (Shao et al. 2024), Dr. GRPO (Liu et al. 2025), RLOO
-(Ahmadian et al. 2024), REINFORCE++ (Hu et al. 2025).
+(Ahmadian et al. 2024), REINFORCE++ (Hu et al. 2025). The KL penalty on each token: Stiennon et al. 2020, section 3.4;
+Ziegler et al. 2019, section 2.1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from rlhfspec.core.settings.algorithm import AlgorithmConfig
+from rlhfspec.learning.objectives.losses import kl_estimate
+from rlhfspec.learning.trainer.experience import Experience
 
 
 def place_terminal_reward(rewards: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -168,3 +173,24 @@ def explained_variance(
     if float(variance) < 1e-12:
         return 0.0
     return float(1.0 - (target - predictions[mask]).var(unbiased=False) / variance)
+
+
+def kl_penalty(
+    experience: Experience, reference: Float[Tensor, "B R"] | None, algorithm: AlgorithmConfig, kl_coef: float
+) -> Float[Tensor, "B R"]:
+    """What each token's reward is lowered by; zero where the KL divergence is no part of the reward."""
+    mask = experience.mask
+    if reference is None or algorithm.kl_placement != "reward":
+        return torch.zeros(mask.shape)
+    kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
+    return kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
+
+
+def token_rewards(experience: Experience, penalty: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
+    """Every token's reward, for estimators that look at tokens."""
+    return place_terminal_reward(experience.rewards, experience.mask) - penalty
+
+
+def response_rewards(experience: Experience, penalty: Float[Tensor, "B R"]) -> Float[Tensor, " B"]:
+    """Every response's reward less its penalties, for estimators that compare responses."""
+    return experience.rewards - penalty.sum(dim=1)

@@ -12,20 +12,21 @@ from torch import Tensor
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.learning.objectives.advantages import (
     group_advantages,
+    kl_penalty,
     leave_one_out_advantages,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
+    response_rewards,
     spread,
+    token_rewards,
 )
+from rlhfspec.learning.objectives.critic import Critic, ppo_advantages
 from rlhfspec.learning.objectives.losses import kl_estimate
 from rlhfspec.learning.objectives.off_policy import importance_weights
-from rlhfspec.learning.objectives.ppo_advantages import ppo_advantages
-from rlhfspec.learning.objectives.rewards_at_tokens import kl_penalty, response_rewards, token_rewards
-from rlhfspec.learning.trainer.critic import Critic
 from rlhfspec.learning.trainer.engine_scoring import EngineValues
 from rlhfspec.learning.trainer.experience import Experience
 from rlhfspec.learning.trainer.first_forwards import FirstValues
-from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.parallel import OneTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

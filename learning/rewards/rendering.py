@@ -5,13 +5,15 @@ Source: Ouyang et al. 2022, section 3.5 (a reward model reads prompt and respons
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
+import regex
 from transformers import PreTrainedTokenizerBase
 
 from rlhfspec.learning.data.chat_format import own_template, render_chat
 from rlhfspec.learning.data.messages import Tools, Turn, as_dicts
+from rlhfspec.learning.rewards.score_request import ScoreRequest
 
 
 def render(
@@ -71,3 +73,74 @@ def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
         if left != right:
             return place
     return min(len(one), len(other))
+
+
+class ModelText:
+    """Token ids of a scored response: from the left cut to what the model holds, the response never."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, *, num_embeddings: int | None = None
+    ) -> None:
+        """`num_embeddings`: ids that the model knows; None: all that the tokenizer gives."""
+        self._tokenizer = tokenizer
+        self._num_embeddings = num_embeddings
+        self.max_tokens = max_tokens
+
+    def token_ids(self, request: ScoreRequest) -> list[int]:
+        """The ids of one request. Raises ValueError: none, unknown ones, no place, or what the template refuses."""
+        try:
+            ids = render(
+                self._tokenizer,
+                request.prompt.read_text,
+                request.turns,
+                request.whole_turn,
+                max_tokens=self.max_tokens,
+                tools=request.prompt.tools,
+                at=request.template_time,
+            )
+        except Exception as error:  # templates are programs: they raise what they like
+            raise ValueError(
+                f"the reward model's tokenizer or chat template refuses the text: {error}"
+            ) from error
+        if not ids:
+            raise ValueError("prompt and response have no token together; look at the prompt")
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            raise ValueError(
+                f"the response has {len(ids)} tokens and the reward model reads {self.max_tokens}; lower "
+                "sampling.max_new_tokens, or raise reward.max_tokens where the model allows it"
+            )
+        if self._num_embeddings is not None and max(ids) >= self._num_embeddings:
+            raise ValueError(
+                f"the tokenizer gives the token id {max(ids)} and the reward model knows {self._num_embeddings} ids; "
+                "take the tokenizer that the model was trained with"
+            )
+        return ids
+
+
+def format_notes(pattern: str, prefills: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line for every reason why a pattern can never match, as far as it can be told.
+
+    `prefills`: what prompts begin the assistant's turn with, "" for nothing. The pattern is compared with the response
+    alone, and with it behind the prefill.
+    """
+    ends = dict.fromkeys(one for one in (tokenizer.eos_token, tokenizer.pad_token) if isinstance(one, str))
+    notes = [
+        f"reward.pattern names {end}, which is cut off a response's end, so it may never match; take it out"
+        for end in ends
+        if end in pattern or regex.escape(end) in pattern
+    ]
+    for prefill in sorted({one for one in prefills if one}):
+        if _can_begin(pattern, prefill):
+            continue
+        notes.append(
+            f"prompts begin the assistant's turn with {prefill!r}, and nothing that begins so matches reward.pattern: "
+            "it matches responses alone, which are without it; let it begin with that text"
+        )
+    return notes
+
+
+def _can_begin(pattern: str, text: str) -> bool:
+    try:
+        return regex.compile(pattern, regex.DOTALL).fullmatch(text, partial=True, timeout=1.0) is not None
+    except (regex.error, TimeoutError):
+        return True  # Python's own `re` read it: nothing is known

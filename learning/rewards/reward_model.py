@@ -18,7 +18,7 @@ from rlhfspec.core.records import Reward, Unscored
 from rlhfspec.engine.weights.causal_lm import DTYPES, max_context_tokens
 from rlhfspec.engine.weights.loading import load_model, load_tokenizer
 from rlhfspec.learning.rewards.engine_scores import engine_scores
-from rlhfspec.learning.rewards.model_text import ModelText
+from rlhfspec.learning.rewards.rendering import ModelText
 from rlhfspec.learning.rewards.score_request import ScoreRequest
 
 _LEAST_FILL = 0.75

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.parallel import OneTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

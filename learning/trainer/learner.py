@@ -24,26 +24,30 @@ from rlhfspec.engine.decoding.logprobs import scaled_logits
 from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
 from rlhfspec.learning.drafts.cotraining import DraftCotrainer
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
-from rlhfspec.learning.objectives.controllers import Coefficients
+from rlhfspec.learning.objectives.critic import Critic
 from rlhfspec.learning.objectives.losses import Sequences, token_weights
-from rlhfspec.learning.objectives.objective import LossInputs, objective
 from rlhfspec.learning.objectives.off_policy import lag_figures, recomputed
+from rlhfspec.learning.objectives.policy import (
+    Coefficients,
+    LossInputs,
+    MinibatchFigures,
+    added_up,
+    describe_odd_loss,
+    objective,
+)
 from rlhfspec.learning.objectives.targets import Targets, update_targets
 from rlhfspec.learning.trainer.batching import Pack
-from rlhfspec.learning.trainer.critic import Critic
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer, EngineValues, with_values
 from rlhfspec.learning.trainer.experience import Experience, collate
 from rlhfspec.learning.trainer.first_forwards import FirstForwards, Part
 from rlhfspec.learning.trainer.learner_state import LearnerState
-from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.policy_forward import PolicyForward
-from rlhfspec.learning.trainer.schedule import Horizon, rate_factor
-from rlhfspec.learning.trainer.token_statistics import token_statistics
-from rlhfspec.learning.trainer.trained_model import TrainedModel
-from rlhfspec.learning.trainer.update_metrics import MinibatchFigures, added_up, describe_odd_loss
+from rlhfspec.learning.trainer.trainer_core import Horizon, Trainer, rate_factor
+from rlhfspec.learning.trainer.training_forward import token_statistics
 
 
-class Learner(TrainedModel):
+class Learner(Trainer):
     """Holds the target, its optimizer, for PPO a critic, and with KL control a reference.
 
     With `trainer.lora` only adapters learn, and the reference is the target with them switched off.
@@ -65,28 +69,15 @@ class Learner(TrainedModel):
         trainers: OneTrainer | None = None,
         horizon: Horizon | None = None,
     ) -> None:
-        """See `TrainedModel`; all trainers of a group get equal rollouts.
+        """See `Trainer`; all trainers of a group get equal rollouts.
 
         `soft_targets` is filled at every update, for the draft model; it changes nothing here. `scorer` values
         log-probabilities by the engine's forward instead of the model's own; `trainer.scoring` engine needs one.
         `horizon` is how far the run goes; a schedule that falls, and `loss_aggregation` constant_length, need one.
-        Raises ConfigError: settings that do not go together; and as `TrainedModel`.
+        Raises ConfigError: settings that do not go together; and as `Trainer`.
         """
-        if temperature <= 0.0:
-            raise ConfigError(
-                f"cannot train at temperature {temperature}: greedy sampling has no log-probability; use 1.0"
-            )
-        if (trainer.scoring == "engine") != (scorer is not None):
-            raise ConfigError(
-                f"trainer.scoring is {trainer.scoring}, but the learner was given "
-                f"{'no scorer' if scorer is None else 'a scorer'}; give it an EngineScorer with engine, none with model"
-            )
         self._horizon = horizon or Horizon()
-        if algorithm.loss_aggregation == "constant_length" and self._horizon.max_new_tokens is None:
-            raise ConfigError(
-                "algorithm.loss_aggregation constant_length divides by the most tokens that a response may have, and "
-                "the learner was not told; give it a Horizon with max_new_tokens"
-            )
+        _require_consistent(algorithm, trainer, temperature, self._horizon, has_scorer=scorer is not None)
         super().__init__(
             model,
             trainer,
@@ -207,7 +198,7 @@ class Learner(TrainedModel):
         )
 
     def load(self, folder: Path) -> LearnerState:
-        """See `TrainedModel`; the same algorithm is expected."""
+        """See `Trainer`; the same algorithm is expected."""
         state = super().load(folder)
         self._coefficients = state.coefficients
         if self._scorer is not None:
@@ -339,3 +330,27 @@ class Learner(TrainedModel):
             order = torch.randperm(num_samples, generator=generator)
             for rows in order.tensor_split(num_minibatches):
                 yield sorted(rows.tolist())
+
+
+def _require_consistent(
+    algorithm: AlgorithmConfig,
+    trainer: TrainerConfig,
+    temperature: float,
+    horizon: Horizon,
+    *,
+    has_scorer: bool,
+) -> None:
+    if temperature <= 0.0:
+        raise ConfigError(
+            f"cannot train at temperature {temperature}: greedy sampling has no log-probability; use 1.0"
+        )
+    if (trainer.scoring == "engine") != has_scorer:
+        raise ConfigError(
+            f"trainer.scoring is {trainer.scoring}, but the learner was given {'a' if has_scorer else 'no'} scorer; "
+            "give it an EngineScorer with engine, none with model"
+        )
+    if algorithm.loss_aggregation == "constant_length" and horizon.max_new_tokens is None:
+        raise ConfigError(
+            "algorithm.loss_aggregation constant_length divides by the most tokens that a response may have, and "
+            "the learner was not told; give it a Horizon with max_new_tokens"
+        )

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.learning.trainer.batching import pack_by_length, pad_right
-from rlhfspec.learning.trainer.precision import require_master_weights
+from rlhfspec.learning.trainer.training_forward import require_master_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

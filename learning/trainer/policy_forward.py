@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from rlhfspec.learning.trainer.batching import Pack, PackedSequences, shared_packs
 from rlhfspec.learning.trainer.experience import Experience
-from rlhfspec.learning.trainer.one_trainer import OneTrainer
-from rlhfspec.learning.trainer.token_statistics import token_statistics
-from rlhfspec.learning.trainer.training_forward import response_logits
+from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.training_forward import response_logits, token_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

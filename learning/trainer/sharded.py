@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlhfspec.engine.weights.chunks import unique_tensors
-from rlhfspec.learning.trainer.data_parallel import DataParallel
-from rlhfspec.learning.trainer.one_trainer import gradient_of
+from rlhfspec.learning.trainer.parallel import DataParallel, gradient_of
 
 
 class Sharded(DataParallel):

@@ -11,14 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
-from rlhfspec.learning.objectives.objectives import ForwardSettings, Objective
+from rlhfspec.learning.objectives.supervised_objectives import ForwardSettings, Objective
 from rlhfspec.learning.trainer.batching import shared_packs
-from rlhfspec.learning.trainer.one_trainer import OneTrainer
-from rlhfspec.learning.trainer.schedule import step_rule
-from rlhfspec.learning.trainer.trained_model import TrainedModel
+from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.trainer_core import Trainer, step_rule
 
 
-class SupervisedLearner(TrainedModel):
+class SupervisedLearner(Trainer):
     """Learns what an objective says of its items; a step is a weight version."""
 
     def __init__(
@@ -33,7 +32,7 @@ class SupervisedLearner(TrainedModel):
         compute_dtype: torch.dtype = torch.float32,
         trainers: OneTrainer | None = None,
     ) -> None:
-        """See `TrainedModel`; the schedule falls towards `total_steps`."""
+        """See `Trainer`; the schedule falls towards `total_steps`."""
         super().__init__(
             model,
             trainer,

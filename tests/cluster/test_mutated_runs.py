@@ -22,9 +22,7 @@ from rlhfspec.core.checkpoint_manifest import MANIFEST, verify_checkpoint, write
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import InputError, RlhfSpecError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
-from rlhfspec.learning.supervised.demonstrations import encode_demonstrations
-from rlhfspec.learning.supervised.preferences import encode_preferences
-from rlhfspec.learning.supervised.rows import read_raw_rows
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations, encode_preferences, read_raw_rows
 
 TALKS = (
     b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]}\n'

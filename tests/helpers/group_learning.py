@@ -16,7 +16,7 @@ from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.learning.drafts.cotraining import DraftCotrainer
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.precision import hold_linears_in
+from rlhfspec.learning.trainer.training_forward import hold_linears_in
 
 CASES = {
     "ppo": ("ppo", None),

@@ -9,11 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
 from rlhfspec.core.settings.trainer import LoraConfig
-from rlhfspec.learning.objectives.objectives import NextTokens, Preferences
-from rlhfspec.learning.supervised.demonstrations import Demonstration
-from rlhfspec.learning.supervised.preferences import PreferencePair
-from rlhfspec.learning.supervised.reward_head import HEAD
-from rlhfspec.learning.trainer.one_trainer import OneTrainer
+from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
+from rlhfspec.learning.objectives.supervised_objectives import NextTokens, Preferences
+from rlhfspec.learning.rewards.reward_head import HEAD
+from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.supervised_learner import SupervisedLearner
 
 VOCABULARY, PAD = 20, 0

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.learning.drafts.fresh_head import draft_vocabulary, fresh_head
+from rlhfspec.learning.drafts.head import draft_vocabulary, fresh_head
 from rlhfspec.learning.drafts.head_trainer import HeadTrainer
 from tests.helpers.target_features import TargetFeatures
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlhfspec.learning.trainer.data_parallel import DataParallel, join_group, new_store, store_at
+from rlhfspec.learning.trainer.parallel import DataParallel, join_group, new_store, store_at
 from rlhfspec.learning.trainer.sharded import Sharded
 
 HOST = "127.0.0.1"

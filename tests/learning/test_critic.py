@@ -6,7 +6,7 @@ import torch
 from pytest import approx, mark
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
-from rlhfspec.learning.trainer.critic import Critic, history_features
+from rlhfspec.learning.objectives.critic import Critic, history_features
 from rlhfspec.learning.trainer.policy_forward import OwnStates
 
 

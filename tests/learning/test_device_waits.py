@@ -11,11 +11,11 @@ import torch
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.objectives.losses import clipped_policy_loss
+from rlhfspec.learning.objectives.policy import MinibatchFigures
 from rlhfspec.learning.objectives.targets import Targets
 from rlhfspec.learning.trainer.batching import Pack
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.update_metrics import MinibatchFigures
 
 
 def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):

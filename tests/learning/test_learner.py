@@ -11,14 +11,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ConfigError, NumericsError, StorageError
-from rlhfspec.core.metrics import require_declared
+from rlhfspec.core.metric_registry import require_declared
 from rlhfspec.core.records import FinishReason, Reward
 from rlhfspec.core.settings.algorithm import ALGORITHMS
 from rlhfspec.engine.decoding.logprobs import token_logprobs
 from rlhfspec.learning.objectives.targets import update_targets
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.schedule import Horizon
+from rlhfspec.learning.trainer.trainer_core import Horizon
 from rlhfspec.learning.trainer.training_forward import response_logits
 
 TRAINER = TrainerConfig(learning_rate=1e-2, value_learning_rate=1e-2, minibatch_size=3, epochs=2)

@@ -16,27 +16,27 @@ from rlhfspec.engine.weights.chunks import load_into, pack_weights, unpack_weigh
 from rlhfspec.learning.trainer.learner import Learner
 from rlhfspec.learning.trainer.policy_forward import PolicyForward
 from rlhfspec.learning.trainer.published_form import PublishedForm
-from rlhfspec.learning.trainer.token_statistics import token_statistics
+from rlhfspec.learning.trainer.training_forward import token_statistics
 from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, backward, without_a_driver
 
 READS = {
     "engine/weights/chunks:not_finite": "one for all parameters, behind the last step",
-    "learning/update_metrics:describe_odd_loss": "whether losses are finite, one a minibatch",
-    "learning/trainer/one_trainer:OneTrainer.clip": "the gradient's norm, one a step",
-    "learning/update_metrics:MinibatchFigures.open_part": "figures, one a minibatch",
+    "learning/objectives/policy:describe_odd_loss": "whether losses are finite, one a minibatch",
+    "learning/trainer/parallel:OneTrainer.clip": "the gradient's norm, one a step",
+    "learning/objectives/policy:MinibatchFigures.open_part": "figures, one a minibatch",
     "learning/trainer/policy_forward:PolicyForward.values": "of the reference, one a pack",
-    "learning/critic:Critic.values": "of all tokens, one an update",
-    "learning/critic:Critic.fit": "the value loss, one a step",
+    "learning/objectives/critic:Critic.values": "of all tokens, one an update",
+    "learning/objectives/critic:Critic.fit": "the value loss, one a step",
 }
 "What an update reads on the host, by who reads it."
 UPLOADS = {
     "learning/trainer/training_forward:response_logits",
     "learning/trainer/policy_forward:PolicyForward.values",
     "learning/trainer/policy_forward:OwnStates.in_order",
-    "learning/learner:Learner._loss",
-    "learning/objectives/ppo_advantages:ppo_advantages",
-    "learning/critic:Critic.values",
-    "learning/critic:Critic.fit",
+    "learning/trainer/learner:Learner._loss",
+    "learning/objectives/critic:ppo_advantages",
+    "learning/objectives/critic:Critic.values",
+    "learning/objectives/critic:Critic.fit",
 }
 "Experience lies on the host; of each pack its rows are sent."
 

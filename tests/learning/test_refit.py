@@ -12,7 +12,7 @@ from tiny_llama import tiny_llama
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.decoding.logprobs import scaled_logits, token_logprobs
-from rlhfspec.learning.drafts.draft_refit import DraftRefitter, distillation_batches
+from rlhfspec.learning.drafts.refit import DraftRefitter, distillation_batches
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.models.hf_sampling import sample_responses
 from rlhfspec.learning.trainer.experience import collate

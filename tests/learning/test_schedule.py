@@ -4,7 +4,7 @@ import pytest
 
 from rlhfspec.core.config import TrainerConfig
 from rlhfspec.core.errors import ConfigError
-from rlhfspec.learning.trainer.schedule import Horizon, rate_factor
+from rlhfspec.learning.trainer.trainer_core import Horizon, rate_factor
 
 
 @pytest.mark.parametrize(

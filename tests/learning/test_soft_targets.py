@@ -10,7 +10,7 @@ from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.engine.decoding.logprobs import scaled_logits
 from rlhfspec.engine.weights.draft_vocabulary import fit_draft
 from rlhfspec.engine.weights.shared_ids import without
-from rlhfspec.learning.drafts.draft_refit import distillation_batches
+from rlhfspec.learning.drafts.refit import distillation_batches
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targets_without, whole_kl
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner import Learner

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhfspec.learning.drafts.draft_refit import TimeBudget, WorkCosts
+from rlhfspec.learning.drafts.refit import TimeBudget, WorkCosts
 
 
 class Clock:

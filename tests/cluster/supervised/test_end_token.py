@@ -11,8 +11,8 @@ from rlhfspec.cluster.jobs.job_inputs import open_end, set_end_token
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig
 from rlhfspec.learning.data.record import Record
-from rlhfspec.learning.supervised.demonstrations import encode_demonstrations
-from rlhfspec.learning.supervised.finished_model import _name_end
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations
+from rlhfspec.learning.trainer.finished_model import _name_end
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]
 

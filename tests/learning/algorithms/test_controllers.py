@@ -3,7 +3,7 @@
 from pytest import approx
 
 from rlhfspec.core.config import AlgorithmConfig
-from rlhfspec.learning.objectives.controllers import Coefficients
+from rlhfspec.learning.objectives.policy import Coefficients
 
 
 def test_the_kl_coefficient_grows_above_its_target_and_shrinks_below():

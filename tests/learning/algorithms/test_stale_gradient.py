@@ -14,9 +14,8 @@ from torch import Tensor
 from rlhfspec.core.config import AlgorithmConfig
 from rlhfspec.core.settings.correction import CorrectionConfig
 from rlhfspec.learning.objectives.losses import Sequences
-from rlhfspec.learning.objectives.objective import LossInputs, objective
 from rlhfspec.learning.objectives.off_policy import importance_weights
-from rlhfspec.learning.trainer.update_metrics import MinibatchFigures
+from rlhfspec.learning.objectives.policy import LossInputs, MinibatchFigures, objective
 
 VOCAB = 4
 STEP = 1.0

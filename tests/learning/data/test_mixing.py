@@ -10,8 +10,7 @@ from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.records import SamplingParams
 from rlhfspec.learning.data.cursor import PromptCursor
-from rlhfspec.learning.data.mixing import EpochOrder, repeats_of
-from rlhfspec.learning.data.prompts import load_prompts
+from rlhfspec.learning.data.prompts import EpochOrder, load_prompts, repeats_of
 from rlhfspec.learning.models.tokenization import train_bpe
 
 

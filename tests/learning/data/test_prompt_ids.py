@@ -6,14 +6,14 @@ import pytest
 from tokenizers import processors
 from word_chat import PLAIN, word_chat
 
-from rlhfspec.cluster.observe.data_text import data_lines
+from rlhfspec.cluster.reporting.data_text import data_lines
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.settings.supervised import DemonstrationsConfig
 from rlhfspec.learning.data.encoding import prompt_ids
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
 from rlhfspec.learning.data.statistics import data_report
-from rlhfspec.learning.supervised.demonstrations import encode_demonstrations
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations
 
 
 def adding(single, template=None):

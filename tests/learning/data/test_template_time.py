@@ -16,13 +16,13 @@ from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.records import Prompt
 from rlhfspec.learning.data.chat_format import render_chat
+from rlhfspec.learning.data.chat_masks import conversation_tokens
 from rlhfspec.learning.data.encoding import PromptEncoder
 from rlhfspec.learning.data.records_io import Row
 from rlhfspec.learning.data.template_time import asks_the_time, keep_time
 from rlhfspec.learning.environments.observations import ObservationRenderer
-from rlhfspec.learning.rewards.model_text import ModelText
+from rlhfspec.learning.rewards.rendering import ModelText
 from rlhfspec.learning.rewards.score_request import score_requests
-from rlhfspec.learning.supervised.chat_masks import conversation_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
 BEGAN = "2026-01-31T23:59:50+01:00"

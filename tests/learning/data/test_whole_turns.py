@@ -13,14 +13,12 @@ from rlhfspec.core.errors import DataError, ModelError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations, encode_preferences, read_raw_rows
 from rlhfspec.learning.environments.observations import ObservationRenderer
 from rlhfspec.learning.models.tokenization import train_bpe
-from rlhfspec.learning.rewards.model_text import ModelText
+from rlhfspec.learning.rewards.rendering import ModelText
 from rlhfspec.learning.rewards.score_request import ScoreRequest
 from rlhfspec.learning.rewards.user_function import _columns
-from rlhfspec.learning.supervised.demonstrations import encode_demonstrations
-from rlhfspec.learning.supervised.preferences import encode_preferences
-from rlhfspec.learning.supervised.rows import read_raw_rows
 
 TEMPLATE = (
     "{% for t in tools or [] %}T{{ t.function.name }};{% endfor %}"

@@ -11,13 +11,13 @@ from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.precision import (
+from rlhfspec.learning.trainer.published_form import PublishedForm
+from rlhfspec.learning.trainer.training_forward import (
     autocast,
     compute_dtype_on,
     hold_linears_in,
     require_master_weights,
 )
-from rlhfspec.learning.trainer.published_form import PublishedForm
 
 GRPO = AlgorithmConfig(kind="grpo", kl_coef=0.0)
 ONE_STEP = TrainerConfig(learning_rate=1e-6, minibatch_size=6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhfspec.engine.decoding.logprobs import token_logprobs
-from rlhfspec.learning.trainer.token_statistics import token_statistics
+from rlhfspec.learning.trainer.training_forward import token_statistics
 
 
 def plain_entropy(logits, temperature):

@@ -8,7 +8,7 @@ import torch
 
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
-from rlhfspec.learning.drafts.feature_buffer import FeatureBuffer
+from rlhfspec.learning.drafts.features import FeatureBuffer
 
 HIDDEN = 4
 

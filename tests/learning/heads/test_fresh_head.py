@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhfspec.core.errors import ModelError
 from rlhfspec.engine.drafters.head.head_weights import require_whole
-from rlhfspec.learning.drafts.fresh_head import draft_vocabulary, fresh_head
+from rlhfspec.learning.drafts.head import draft_vocabulary, fresh_head
 
 RESPONSES = [np.array([5, 5, 9, 9, 9, 12]), np.array([12, 12, 7])]
 PROMPTS = [np.array([3, 3, 5, 4])]

@@ -11,14 +11,14 @@ from tiny_llama import tiny_llama
 
 from rlhfspec.core.records import Prompt, SamplingParams
 from rlhfspec.engine.decoding.noise import gumbel_noise, key_words
-from rlhfspec.learning.drafts.head_acceptance import (
+from rlhfspec.learning.drafts.evaluate_head import (
     NO_RANK,
     Acceptance,
     DraftedResponse,
     _ranks,
     drafted_response,
 )
-from rlhfspec.learning.drafts.head_module import HeadModule
+from rlhfspec.learning.drafts.head import HeadModule
 from rlhfspec.learning.drafts.own_responses import Responder
 from tests.learning.heads.test_unrolled import drafted
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.drafters.head.head_weights import load_head, save_head
-from rlhfspec.learning.drafts.fresh_head import draft_vocabulary, fresh_head
+from rlhfspec.learning.drafts.head import draft_vocabulary, fresh_head
 from rlhfspec.learning.drafts.head_trainer import HeadTrainer
-from rlhfspec.learning.drafts.operations import Products
+from rlhfspec.learning.drafts.stoppable import Products
 
 SHAPES = [(3, 9), (2, 6), (4, 7)]
 
@@ -81,7 +81,7 @@ def test_a_step_that_is_stopped_anywhere_changes_nothing():
 
 def test_no_product_is_longer_than_a_piece(monkeypatch):
     most = 6000.0
-    monkeypatch.setattr("rlhfspec.learning.drafts.operations.PIECE_FLOPS", {torch.float32: most})
+    monkeypatch.setattr("rlhfspec.learning.drafts.stoppable.PIECE_FLOPS", {torch.float32: most})
     num_products = 0
     product = Products.product
 

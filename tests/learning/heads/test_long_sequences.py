@@ -6,8 +6,8 @@ from tiny_heads import random_sequences, tiny_head, trainer_of
 from tiny_llama import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhfspec.learning.drafts import anchor_attention, head_trainer
-from rlhfspec.learning.drafts.operations import Products
+from rlhfspec.learning.drafts import head_trainer, unrolled
+from rlhfspec.learning.drafts.stoppable import Products
 
 ANCHORS, SCORES, HEADS, LEVELS = 16, 2048, 4, 3
 SHAPES = [(3, 90), (1, 5), (2, 40)]
@@ -37,14 +37,14 @@ def step_of(shapes: list[tuple[int, int]], should_stop=lambda: False):
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_trainer, "PACK_ANCHORS", ANCHORS)
-    monkeypatch.setattr(anchor_attention, "PIECE_SCORES", SCORES)
+    monkeypatch.setattr(unrolled, "PIECE_SCORES", SCORES)
 
 
 def test_the_step_is_that_of_whole_sequences(small_pieces: None) -> None:
     cut, of_cut = step_of(SHAPES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_trainer, "PACK_ANCHORS", 1 << 20)
-        patch.setattr(anchor_attention, "PIECE_SCORES", 1 << 30)
+        patch.setattr(unrolled, "PIECE_SCORES", 1 << 30)
         whole, of_whole = step_of(SHAPES)
     assert of_cut is not None and of_whole is not None
     for name in ("loss", "level_losses", "level_overlaps", "needs", "grad_norm"):
@@ -94,7 +94,7 @@ def test_looks_are_taken_within_the_attention_of_one_sequence(
     step_of([(3, 90)])
     by_pieces = len(looks)
     looks.clear()
-    monkeypatch.setattr(anchor_attention, "PIECE_SCORES", 1 << 30)
+    monkeypatch.setattr(unrolled, "PIECE_SCORES", 1 << 30)
     step_of([(3, 90)])
     # each piece once forward, once backward
     assert by_pieces >= len(looks) + 2 * LEVELS * (ANCHORS // 6)

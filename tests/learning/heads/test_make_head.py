@@ -12,9 +12,9 @@ from rlhfspec.core.errors import ConfigError, DataError, ModelError
 from rlhfspec.core.records import Prompt, SamplingParams
 from rlhfspec.engine.drafters.head.head_weights import require_whole
 from rlhfspec.learning.drafts.evaluate_head import evaluate_head
+from rlhfspec.learning.drafts.head import expected_counts
 from rlhfspec.learning.drafts.make_head import HeadRecipe, learn_head, make_head
 from rlhfspec.learning.drafts.own_responses import Responder
-from rlhfspec.learning.drafts.token_shares import expected_counts
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=12, stop_token_ids=(1,))
 RECIPE = HeadRecipe(num_tokens=150, draft_vocab_size=12, max_passes=2, step_anchors=40, num_levels=3)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.learning.drafts.head_module import HeadModule
+from rlhfspec.learning.drafts.features import PackedFeatures
+from rlhfspec.learning.drafts.head import HeadModule
 from rlhfspec.learning.drafts.head_trainer import LEVEL_WEIGHT
-from rlhfspec.learning.drafts.packed_features import PackedFeatures
 from rlhfspec.learning.drafts.unrolled import unroll
 
 LEVELS = 3
@@ -107,7 +107,7 @@ def naive_loss(
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_loss_and_gradient_are_those_of_drafting_step_by_step(temperature: float, monkeypatch):
     monkeypatch.setattr("rlhfspec.learning.drafts.head_trainer.PACK_ANCHORS", 12)
-    monkeypatch.setattr("rlhfspec.learning.drafts.operations.PIECE_FLOPS", {torch.float32: 4000.0})
+    monkeypatch.setattr("rlhfspec.learning.drafts.stoppable.PIECE_FLOPS", {torch.float32: 4000.0})
     model = tiny_llama(initializer_range=0.3).eval()
     head = tiny_head(model)
     sequences = random_sequences(model, head, SHAPES)

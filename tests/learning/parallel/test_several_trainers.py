@@ -20,7 +20,7 @@ from tiny_llama import tiny_llama
 from trainer_group import run_group
 
 from rlhfspec.core.errors import PeerLost
-from rlhfspec.learning.trainer.data_parallel import join_group, new_store, store_at
+from rlhfspec.learning.trainer.parallel import join_group, new_store, store_at
 
 
 @pytest.fixture(scope="module")

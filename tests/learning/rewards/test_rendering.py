@@ -12,10 +12,9 @@ from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts
 from rlhfspec.core.settings.supervised import PreferencesConfig
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
-from rlhfspec.learning.rewards.model_text import ModelText
-from rlhfspec.learning.rewards.rendering import render
+from rlhfspec.learning.data.supervised_rows import encode_preferences
+from rlhfspec.learning.rewards.rendering import ModelText, render
 from rlhfspec.learning.rewards.score_request import ScoreRequest, score_requests
-from rlhfspec.learning.supervised.preferences import encode_preferences
 
 ASKED = (("system", "be kind"), ("user", "who are you"))
 WHOLE = "<system> be kind <end> <user> who are you <end> <assistant> me <end>"

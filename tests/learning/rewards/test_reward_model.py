@@ -14,7 +14,7 @@ from transformers import (
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.errors import ModelError, RewardError
 from rlhfspec.core.records import Prompt, Reward, Unscored
-from rlhfspec.learning.rewards.model_text import ModelText
+from rlhfspec.learning.rewards.rendering import ModelText
 from rlhfspec.learning.rewards.reward_function import build_reward
 from rlhfspec.learning.rewards.reward_model import _batches
 from rlhfspec.learning.rewards.score_request import score_requests

@@ -14,8 +14,7 @@ from rlhfspec.actors.serving.score_schema import ScoreBody, from_body, to_body
 from rlhfspec.core.config import DataConfig, RewardConfig
 from rlhfspec.core.records import Completion, FinishReason, Prompt, SampleKey
 from rlhfspec.learning.data.prompts import load_prompts
-from rlhfspec.learning.rewards.format_note import format_notes
-from rlhfspec.learning.rewards.model_text import ModelText
+from rlhfspec.learning.rewards.rendering import ModelText, format_notes
 from rlhfspec.learning.rewards.reward_function import build_reward
 from rlhfspec.learning.rewards.score_request import score_requests
 from rlhfspec.learning.rewards.written_text import response_text, text_without_special_tokens, written_text

@@ -7,7 +7,7 @@ from word_chat import MARKED, PLAIN, word_chat
 from rlhfspec.core.errors import DataError, ModelError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig
 from rlhfspec.learning.data.record import Record
-from rlhfspec.learning.supervised.demonstrations import encode_demonstrations
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations
 
 TALK = [
     {"role": "system", "content": "be kind"},

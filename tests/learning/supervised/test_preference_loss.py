@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhfspec.learning.objectives.preference_loss import bradley_terry_loss, preference_figures
+from rlhfspec.learning.objectives.supervised_objectives import bradley_terry_loss, preference_figures
 
 CHOSEN = [1.5, -0.25, 0.0, 3.0]
 REJECTED = [0.5, 0.75, 0.0, -2.0]

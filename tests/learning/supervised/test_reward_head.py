@@ -7,7 +7,7 @@ from transformers import LlamaForSequenceClassification
 from word_chat import word_chat
 
 from rlhfspec.core.errors import ModelError
-from rlhfspec.learning.supervised.reward_head import load_scorer
+from rlhfspec.learning.rewards.reward_head import load_scorer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
-from rlhfspec.learning.supervised.rows import read_raw_rows
+from rlhfspec.learning.data.supervised_rows import read_raw_rows
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(20)]
 

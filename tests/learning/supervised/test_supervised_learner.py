@@ -8,9 +8,8 @@ from transformers.optimization import get_scheduler
 
 from rlhfspec.core.errors import ConfigError, NotFiniteError
 from rlhfspec.core.settings.trainer import LoraConfig
-from rlhfspec.learning.objectives.objectives import packed_sequences
-from rlhfspec.learning.objectives.preference_loss import bradley_terry_loss
-from rlhfspec.learning.supervised.reward_head import packed_scores, scored_places
+from rlhfspec.learning.objectives.supervised_objectives import bradley_terry_loss, packed_sequences
+from rlhfspec.learning.rewards.reward_head import packed_scores, scored_places
 
 
 def dense_token_loss(model, items):

@@ -18,7 +18,7 @@ from rlhfspec.engine.drafters.head.head_weights import (
     save_head,
 )
 from rlhfspec.engine.drafters.head.layer_forward import _rotations
-from rlhfspec.learning.drafts.head_module import Rotation
+from rlhfspec.learning.drafts.head import Rotation
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
 

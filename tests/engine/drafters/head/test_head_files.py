@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhfspec.core.errors import ModelError
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, require_fit, save_head
-from rlhfspec.learning.drafts.fresh_head import fresh_head
+from rlhfspec.learning.drafts.head import fresh_head
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
 

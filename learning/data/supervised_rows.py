@@ -1,0 +1,370 @@
+"""Rows of a data set for supervised training, which of them are held out, and what is learned of each.
+
+Formats are those of TRL. Demonstrations: `messages`, or `prompt` and `completion` as text or as lists of messages.
+Preferences: `prompt`, `chosen`, `rejected` likewise; without `prompt` the two begin with it alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlhfspec.core.errors import DataError
+from rlhfspec.core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
+from rlhfspec.learning.data.chat_masks import (
+    conversation_tokens,
+    rendered,
+    require_all_written,
+    require_template,
+)
+from rlhfspec.learning.data.encoding import prompt_ids
+from rlhfspec.learning.data.messages import Tools, Turn, role_and_content, turn_list
+from rlhfspec.learning.data.raw_records import iter_records
+from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.rewards.rendering import render
+
+_HELD_OUT = 0x5EED
+"In the seed of the split, so that it is not the seed of the rows' order."
+
+
+def read_raw_rows(data: ExamplesConfig, *, seed: int) -> tuple[list[Record], list[Record]]:
+    """The rows to learn from and those that are held out, each in the order of its file.
+
+    Raises DataError: a file that is missing, malformed (naming the line) or empty, or too short to hold any row out.
+    """
+    rows = _some(data, data.path, "data.path")
+    if data.eval_path is not None:
+        return rows, _some(data, data.eval_path, "data.eval_path")
+    num_held_out = round(len(rows) * data.eval_share)
+    if data.eval_share > 0.0:
+        num_held_out = max(num_held_out, 1)
+    if num_held_out >= len(rows):
+        raise DataError(
+            f"{data.path} has {len(rows)} row(s), too few to learn from some and hold {num_held_out} out; expected "
+            "more, or name data.eval_path, or set data.eval_share to 0"
+        )
+    order = np.random.default_rng([seed, _HELD_OUT]).permutation(len(rows))
+    prompts = [_prompt_of(row, data) for row in rows]
+    if len(set(prompts)) == 1:  # of one prompt only rows can be held out
+        prompts = [row.origin for row in rows]
+    held_out = _with_equals(order.tolist(), prompts, num_held_out)
+    learned = [row for index, row in enumerate(rows) if index not in held_out]
+    return learned, [rows[index] for index in sorted(held_out)]
+
+
+def _with_equals(order: Sequence[int], prompts: Sequence[str], num_held_out: int) -> set[int]:
+    """About so many rows in the order drawn, each with all rows of its prompt; at least one prompt is left."""
+    by_prompt: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt, []).append(index)
+    held_out: set[int] = set()
+    num_left = len(by_prompt)
+    for index in order:
+        if len(held_out) >= num_held_out or num_left == 1:
+            break
+        if index not in held_out:
+            held_out.update(by_prompt[prompts[index]])
+            num_left -= 1
+    return held_out
+
+
+def _prompt_of(row: Record, data: ExamplesConfig) -> str:
+    """What rows of one prompt have alike: the field, or the turns up to where the assistant first answers."""
+    given = row.values.get(data.prompt_field)
+    if given is None:
+        name = messages_name(row, data) if isinstance(data, DemonstrationsConfig) else None
+        name = data.chosen_field if isinstance(data, PreferencesConfig) else name
+        given = turn_list(row.values.get(name)) if name is not None else None
+        other = row.values.get(data.rejected_field) if isinstance(data, PreferencesConfig) else None
+        if isinstance(given, str) and isinstance(other, str):
+            given = _shared(given, other)
+        elif isinstance(given, list):
+            answers = (isinstance(turn, dict) and role_and_content(turn)[0] == "assistant" for turn in given)
+            given = given[: next((place for place, answer in enumerate(answers) if answer), len(given))]
+    return given.strip() if isinstance(given, str) else repr(given if given is not None else row.origin)
+
+
+def messages_name(row: Record, data: DemonstrationsConfig) -> str | None:
+    """The field that holds the row's conversation: `data.messages_field`, or ShareGPT's; None for a row without."""
+    names = (
+        (data.messages_field, "conversations")
+        if data.messages_field == "messages"
+        else (data.messages_field,)
+    )
+    return next((name for name in names if row.values.get(name) is not None), None)
+
+
+def _some(data: ExamplesConfig, path: str, key: str) -> list[Record]:
+    rows: list[Record] = []
+    for record in iter_records(path, data.split, key=key):
+        if record.fault is not None:
+            raise record.fault
+        rows.append(record)
+        if data.limit is not None and len(rows) >= data.limit:
+            break
+    if not rows:
+        raise DataError(f"{path} is empty: expected at least one record, got none; check {key}")
+    return rows
+
+
+def _shared(one: str, other: str) -> str:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(letter for letter, _ in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """One sequence; the loss is taken on the tokens that the mask marks, each predicted from those before it."""
+
+    token_ids: np.ndarray
+    "[T] int64"
+    is_learned: np.ndarray
+    "[T] bool; never the first token, which nothing precedes"
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole sequence: what it takes of a forward."""
+        return len(self.token_ids)
+
+    @property
+    def identity(self) -> bytes:
+        """Equal for equal examples alone."""
+        return b"%d " % len(self.token_ids) + self.token_ids.tobytes() + self.is_learned.tobytes()
+
+    @property
+    def num_learned(self) -> int:
+        """Tokens that the loss is taken on."""
+        return int(self.is_learned.sum())
+
+
+def encode_demonstrations(
+    rows: Sequence[Record], data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Demonstration], int]:
+    """Every row as an example, and how many were left out as too long or, cut, without a token to learn.
+
+    Raises DataError naming the row: a missing field, a malformed message, one that is too long with on_long fail.
+    """
+    examples: list[Demonstration] = []
+    for row in rows:
+        ids, mask = _tokens(row, data, tokenizer)
+        if len(ids) > data.token_limit and data.on_long == "fail":
+            raise DataError(
+                f"{row.origin} has {len(ids)} tokens, data.max_tokens is {data.token_limit}; raise it, or set "
+                "data.on_long to truncate or skip"
+            )
+        if len(ids) > data.token_limit and data.on_long == "skip":
+            continue
+        ids, mask = ids[: data.token_limit], mask[: data.token_limit].copy()
+        mask[:1] = False
+        if mask.any():
+            examples.append(Demonstration(token_ids=ids, is_learned=mask))
+    if not examples:
+        raise DataError(
+            f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.token_limit}, or have no "
+            "token to learn; raise data.max_tokens, or mend the rows"
+        )
+    return examples, len(rows) - len(examples)
+
+
+def _tokens(
+    row: Record, data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[np.ndarray, np.ndarray]:
+    name = messages_name(row, data)
+    if name is not None:
+        turns = row.turns(name, "data.messages_field", roles=None)
+        return conversation_tokens(tokenizer, turns, origin=row.origin, tools=row.tools(data.tools_field))
+    if row.holds_list(data.prompt_field):
+        before = row.turns(data.prompt_field, "data.prompt_field", roles=None)
+        after = row.turns(data.reference_field, "data.reference_field", roles=None)
+        return _answered(row, data, before, after, tokenizer)
+    given = row.text(data.prompt_field, f"data.messages_field or data.prompt_field of {_FORMATS}")
+    text = data.prompt_template.replace("{prompt}", given)
+    answer = row.text(data.reference_field, "data.reference_field")
+    if data.chat:
+        before = [{"role": "user", "content": text}]
+        after = [{"role": "assistant", "content": answer}]
+        return _answered(row, data, before, after, tokenizer)
+    return _plain(text, answer, tokenizer)
+
+
+_FORMATS = "a row with `messages`, or with `prompt` and `completion`"
+
+
+def _answered(
+    row: Record,
+    data: DemonstrationsConfig,
+    before: Sequence[Turn],
+    after: Sequence[Turn],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A prompt of messages with its completion: only what the assistant writes in the completion is learned."""
+    tools = row.tools(data.tools_field)
+    require_template(tokenizer, tools)
+    turns = [*before, *after]
+    return conversation_tokens(tokenizer, turns, origin=row.origin, first_turn=len(before), tools=tools)
+
+
+def _plain(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and completion one after another as they are sampled: tokenised apart, the end token behind."""
+    (prompt,) = prompt_ids(tokenizer, [text])
+    end = tokenizer.eos_token_id
+    response = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    if isinstance(end, int) and (not response or response[-1] != end):
+        response.append(end)
+    ids = np.asarray([*prompt, *response], dtype=np.int64)
+    return ids, np.arange(len(ids)) >= len(prompt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferencePair:
+    """Two sequences, of which the first is to score higher."""
+
+    chosen_ids: np.ndarray
+    "[T] int64"
+    rejected_ids: np.ndarray
+    "[U] int64"
+    margin: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of both: what the pair takes of a forward."""
+        return len(self.chosen_ids) + len(self.rejected_ids)
+
+    @property
+    def identity(self) -> bytes:
+        """Equal for equal pairs alone."""
+        lengths = b"%d %d %r " % (len(self.chosen_ids), len(self.rejected_ids), self.margin)
+        return lengths + self.chosen_ids.tobytes() + self.rejected_ids.tobytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Texts:
+    prompt: str
+    turns: tuple[Turn, ...]
+    chosen: str | Turn
+    "of messages the turn whole"
+    rejected: str | Turn
+    tools: Tools = ()
+
+
+def encode_preferences(
+    rows: Sequence[Record], data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[PreferencePair], int]:
+    """Every row as a pair, and how many were left out as too long.
+
+    Raises DataError naming the row: a missing field, a malformed message, two equal responses (as text or as tokens), a
+    margin that is no number, a sequence that is too long with on_long fail, or a response that alone is too long.
+    """
+    pairs: list[PreferencePair] = []
+    for row in rows:
+        texts = _texts(row, data, tokenizer)
+        if texts.chosen == texts.rejected:
+            raise DataError(
+                f"{row.origin}: chosen and rejected are the same response; expected two, take it out"
+            )
+        limit = data.token_limit if data.on_long == "truncate" else None
+        both = [
+            render(tokenizer, texts.prompt, texts.turns, response, max_tokens=limit, tools=texts.tools)
+            for response in (texts.chosen, texts.rejected)
+        ]
+        longest = max(len(ids) for ids in both)
+        if longest > data.token_limit:
+            if data.on_long == "skip":
+                continue
+            raise DataError(
+                f"{row.origin} has {'a response' if limit else 'a sequence'} of {longest} tokens, data.max_tokens is "
+                f"{data.token_limit}; raise it, or set data.on_long to skip"
+            )
+        chosen, rejected = (np.asarray(ids, dtype=np.int64) for ids in both)
+        margin = _margin(row, data)
+        if np.array_equal(chosen, rejected):
+            raise DataError(
+                f"{row.origin}: chosen and rejected differ as text and are the same {len(chosen)} tokens, of which "
+                "nothing can be learned; expected two responses, take it out"
+            )
+        pairs.append(PreferencePair(chosen_ids=chosen, rejected_ids=rejected, margin=margin))
+    if not pairs:
+        raise DataError(
+            f"no pair left of {len(rows)} rows: all are longer than data.max_tokens {data.token_limit}; raise it"
+        )
+    return pairs, len(rows) - len(pairs)
+
+
+def _margin(row: Record, data: PreferencesConfig) -> float:
+    name = data.margin_field or "margin"
+    if data.margin_field is None and row.values.get(name) is None:
+        return 0.0
+    value = row.find(name, "data.margin_field")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{row.origin}: field '{name}' must be a finite number, got {value!r}")
+    return float(value)
+
+
+def _texts(row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> _Texts:
+    if row.holds_list(data.chosen_field) or row.holds_list(data.rejected_field):
+        require_template(tokenizer, row.tools(data.tools_field))
+        return _of_messages(row, data, tokenizer)
+    chosen = row.text(data.chosen_field, "data.chosen_field")
+    rejected = row.text(data.rejected_field, "data.rejected_field")
+    if row.values.get(data.prompt_field) is None:
+        prompt = _shared_text(chosen, rejected)
+        return _Texts(prompt=prompt, turns=(), chosen=chosen[len(prompt) :], rejected=rejected[len(prompt) :])
+    text = data.prompt_template.replace("{prompt}", row.text(data.prompt_field, "data.prompt_field"))
+    if not data.chat:
+        return _Texts(prompt=text, turns=(), chosen=chosen, rejected=rejected)
+    tools = row.tools(data.tools_field)
+    require_template(tokenizer, tools)
+    turns = ({"role": "user", "content": text},)
+    if tools:
+        answered = (*turns, {"role": "assistant", "content": chosen})
+        require_all_written(tokenizer, answered, tools, origin=row.origin)
+    return _Texts(prompt=text, turns=turns, chosen=chosen, rejected=rejected, tools=tools)
+
+
+def _of_messages(row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> _Texts:
+    ends = [
+        row.turns(data.chosen_field, "data.chosen_field", roles=None),
+        row.turns(data.rejected_field, "data.rejected_field", roles=None),
+    ]
+    given = row.values.get(data.prompt_field)
+    if isinstance(given, str) and not row.holds_list(data.prompt_field):
+        before = [{"role": "user", "content": data.prompt_template.replace("{prompt}", given)}]
+    elif given is None:
+        before = []
+    else:
+        before = row.turns(data.prompt_field, "data.prompt_field", roles=None)
+    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False))]
+    before = [*before, *shared]
+    responses = [turns[len(shared) :] for turns in ends]
+    for turns, name in zip(responses, (data.chosen_field, data.rejected_field), strict=True):
+        if len(turns) != 1 or turns[0]["role"] != "assistant":
+            got = ", ".join(turn["role"] for turn in turns) or "none"
+            raise DataError(
+                f"{row.origin}: '{name}' must end in one message of role assistant that the other has not, got "
+                f"messages of roles: {got}; mend the row"
+            )
+    # the template's own words for a conversation that it refuses
+    tools = row.tools(data.tools_field)
+    rendered(tokenizer, [*before, *responses[0]], ask=False, origin=row.origin, tools=tools)
+    for said in responses:
+        require_all_written(tokenizer, [*before, *said], tools, origin=row.origin)
+    return _Texts(
+        prompt="".join(turn["content"] for turn in before),
+        turns=tuple(before),
+        chosen=responses[0][0],
+        rejected=responses[1][0],
+        tools=tools,
+    )
+
+
+def _shared_text(one: str, other: str) -> str:
+    """What both begin with, up to a blank: the response begins with a word."""
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    shared = one[:length]
+    # TRL cuts before the blank, so that the response's first token has it
+    return shared[: shared.rfind(" ")] if " " in shared else shared

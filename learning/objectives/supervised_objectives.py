@@ -1,0 +1,145 @@
+"""What a supervised learner minimises: the surprise of given tokens, or the mistake about which response is better.
+
+Each objective says what its items weigh, and computes sums over a pack of them: parts of a batch add up to its mean,
+however they are packed and whoever computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
+from rlhfspec.learning.rewards.reward_head import packed_scores
+from rlhfspec.learning.trainer.batching import PackedSequences
+from rlhfspec.learning.trainer.training_forward import response_logits, token_statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardSettings:
+    """How all objectives compute."""
+
+    compute_dtype: torch.dtype = torch.float32
+    keeps_casts: bool = True
+    "see `learning.trainer.training_forward.autocast`"
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss over items of one kind, each with its `num_tokens`."""
+
+    def weight(self, item: Any) -> float:
+        """What the item counts in the mean over a batch."""
+        ...
+
+    def sums(
+        self, model: PreTrainedModel, items: Sequence[Any], forward: ForwardSettings
+    ) -> dict[str, Tensor]:
+        """Sums over the items, `loss` among them, of what is a mean once it is divided by their weights."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextTokens:
+    """Cross-entropy of the learned tokens in nats, mean over tokens (Ouyang et al. 2022, section 3.5)."""
+
+    vocab_size: int
+    "token ids that take part, as in the learner of RL"
+
+    def weight(self, item: Demonstration) -> float:
+        """Its learned tokens."""
+        return float(item.num_learned)
+
+    def sums(
+        self, model: PreTrainedModel, items: Sequence[Demonstration], forward: ForwardSettings
+    ) -> dict[str, Tensor]:
+        """See `Objective`."""
+        packed = packed_sequences(
+            [item.token_ids for item in items], learned=[item.is_learned for item in items]
+        )
+        logits, _ = response_logits(
+            model,
+            packed,
+            self.vocab_size,
+            compute_dtype=forward.compute_dtype,
+            keeps_casts=forward.keeps_casts,
+        )
+        logprobs, _ = token_statistics(logits, packed.targets.to(logits.device), 1.0, entropy=False)
+        return {"loss": -logprobs.sum()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preferences:
+    """Bradley-Terry loss in nats, mean over pairs."""
+
+    center_coefficient: float = 0.0
+
+    def weight(self, item: PreferencePair) -> float:
+        """One: a long pair says no more than a short one."""
+        return 1.0
+
+    def sums(
+        self, model: PreTrainedModel, items: Sequence[PreferencePair], forward: ForwardSettings
+    ) -> dict[str, Tensor]:
+        """See `Objective`; accuracy, margin and mean score too."""
+        packed = packed_sequences([ids for item in items for ids in (item.chosen_ids, item.rejected_ids)])
+        scores = packed_scores(
+            model, packed, compute_dtype=forward.compute_dtype, keeps_casts=forward.keeps_casts
+        )
+        chosen, rejected = scores[0::2], scores[1::2]
+        margins = torch.tensor([item.margin for item in items], device=scores.device)
+        loss = bradley_terry_loss(chosen, rejected, margins, center_coefficient=self.center_coefficient)
+        figures = preference_figures(chosen, rejected)
+        return {"loss": loss.sum()} | {name: values.sum() for name, values in figures.items()}
+
+
+def packed_sequences(
+    sequences: Sequence[np.ndarray], *, learned: Sequence[np.ndarray] | None = None
+) -> PackedSequences:
+    """Sequences one after another; `learned` marks tokens that are to be predicted, never a sequence's first."""
+    lengths = tuple(len(sequence) for sequence in sequences)
+    marks = np.zeros(sum(lengths), dtype=bool) if learned is None else np.concatenate(list(learned))
+    return PackedSequences(
+        ids=torch.from_numpy(np.concatenate(list(sequences))),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        lengths=lengths,
+        before_targets=torch.from_numpy(np.flatnonzero(marks) - 1),
+    )
+
+
+def bradley_terry_loss(
+    chosen: Float[Tensor, " N"],
+    rejected: Float[Tensor, " N"],
+    margins: Float[Tensor, " N"],
+    *,
+    center_coefficient: float = 0.0,
+) -> Float[Tensor, " N"]:
+    """-log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2 of each pair, in nats.
+
+    Sources: Ouyang et al. 2022, equation 1 (Bradley and Terry 1952); Touvron et al. 2023, 'Llama 2', equation 2 (the
+    margin); Eisenstein et al. 2023, 'Helping or herding?', equation 2 (scores kept around zero).
+    """
+    loss = -F.logsigmoid(chosen - rejected - margins)
+    if center_coefficient > 0.0:
+        loss = loss + center_coefficient * (chosen + rejected) ** 2
+    return loss
+
+
+def preference_figures(
+    chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"]
+) -> dict[str, Float[Tensor, " N"]]:
+    """For each pair: whether the chosen response scores higher, by how much, and the mean score of the two."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "accuracy": (chosen > rejected).float(),
+        "margin": chosen - rejected,
+        "mean_reward": (chosen + rejected) / 2.0,
+    }

@@ -1,0 +1,203 @@
+"""One model that learns, from whatever: its optimizer, schedule, adapters and state; alone, or as one of several.
+
+Equal items give equal parameters on the CPU, by any number of trainers up to the order of additions.
+Source of the schedules: Loshchilov and Hutter 2017, 'SGDR' (cosine), as transformers.get_scheduler has them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, get_scheduler
+
+from rlhfspec.core.config import TrainerConfig
+from rlhfspec.core.errors import ConfigError, NotFiniteError, RlhfSpecError
+from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
+from rlhfspec.learning.trainer.adapter import Adapter
+from rlhfspec.learning.trainer.learner_state import LearnerState
+from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.training_forward import (
+    hold_linears_in,
+    prepare_for_training,
+    require_master_weights,
+)
+
+
+class Trainer:
+    """Holds a model, its optimizer and, where one is asked for, a frozen copy of what it was (the reference).
+
+    With `lora` only adapters learn, and the reference is the model with them switched off.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainerConfig | SupervisedTrainerConfig,
+        *,
+        seed: int,
+        rate_factor: Callable[[int], float],
+        compute_dtype: torch.dtype = torch.float32,
+        trainers: OneTrainer | None = None,
+        head: str | None = None,
+        has_reference: bool = False,
+    ) -> None:
+        """Prepare a model of float32 weights, on the device it is to learn on; with shards on the CPU.
+
+        `rate_factor` says what the learning rate is multiplied by at the n-th step, from 1. `compute_dtype` is what
+        matrix products are computed in. `trainers` is the group that learns together, each with an equal model and
+        equal items. `head` names a module that learns whole beside adapters.
+        Raises ConfigError: weights that the optimizer cannot step; and as `learning.adapter.Adapter`.
+        """
+        self.model, self.seed = model, seed
+        self.trainers = trainers or OneTrainer()
+        self.compute_dtype = compute_dtype
+        self.weight_version = 0
+        self.num_steps = 0
+        "of the optimizer"
+        self._settings, self._rate_factor = settings, rate_factor
+        prepare_for_training(model, gradient_checkpointing=settings.gradient_checkpointing)
+        self.adapter: Adapter | None = None
+        if settings.lora is not None:
+            hold_linears_in(model, compute_dtype)
+            if head is not None:
+                model.get_submodule(head).float()
+            self.adapter = Adapter(model, settings.lora, seed=seed, head=head)
+        require_master_weights(model)
+        self.reference: PreTrainedModel | None = None
+        if has_reference and self.adapter is None:
+            self.reference = copy.deepcopy(model).eval().requires_grad_(False)
+            hold_linears_in(self.reference, compute_dtype)
+        self.trainers.shard(model, self.reference)
+        self.optimizer = adam(self._learned(), settings)
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        """The model's weights to be published, in name order; adapters merged into them.
+
+        Each is valid until the next is asked for. Collective: the other trainers `accompany_weights`; who stops early
+        closes it, since they walk on.
+        """
+        with closing(self.trainers.tensors(self.model)) as tensors:
+            yield from tensors if self.adapter is None else self.adapter.merged_tensors(tensors)
+
+    def accompany_weights(self) -> None:
+        """Take part while the first of several trainers walks through `weights`, or `adapter_files`. Collective."""
+        if self.trainers.is_sharded:
+            for _ in self.trainers.tensors(self.model):
+                pass
+
+    def adapter_files(self, *, base_model: str) -> dict[str, bytes]:
+        """The LoRA adapter as a folder that peft loads: name and content of each file. Collective, as `weights`."""
+        if self.adapter is None:
+            raise RlhfSpecError("the trainer was asked for an adapter but trainer.lora is null")
+        return self.adapter.files(self.trainers.tensors(self.model), base_model=base_model)
+
+    def save(self, folder: Path) -> None:
+        """Write everything an interrupted run needs to go on (`LearnerState`). Collective."""
+        self._state().save(folder)
+
+    def load(self, folder: Path) -> LearnerState:
+        """Go on where `save` was called, with any number of trainers. Raises ConfigError when it does not fit."""
+        state = self._state()
+        state.load(folder)
+        self.weight_version, self.seed = state.weight_version, state.seed
+        self.num_steps = state.num_optimizer_steps
+        return state
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of the n-th step, from 1."""
+        return self._settings.learning_rate * self._rate_factor(step)
+
+    def _state(self) -> LearnerState:
+        return LearnerState(
+            model=self.model,
+            optimizer=self.optimizer,
+            reference=self.reference,
+            critic=None,
+            weight_version=self.weight_version,
+            num_optimizer_steps=self.num_steps,
+            seed=self.seed,
+            trainers=self.trainers,
+        )
+
+    def _learned(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _take_step(self, when: str) -> float:
+        """Clip the gradient and step by it; its norm before. Collective.
+
+        Not by one that is 0, where momentum and decay alone would move the weights. Raises NotFiniteError, with
+        `when`, and takes no step.
+        """
+        norm = self.trainers.clip(self._learned(), self._settings.max_grad_norm)
+        if not math.isfinite(norm):
+            raise NotFiniteError(
+                f"the gradient norm {when} is {norm}; expected a finite number; lower trainer.learning_rate"
+            )
+        if norm > 0.0:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate_at(self.num_steps + 1)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """How far a run goes; None: not known."""
+
+    num_optimizer_steps: int | None = None
+    max_new_tokens: int | None = None
+    "in one response"
+
+
+def rate_factor(trainer: TrainerConfig, horizon: Horizon) -> Callable[[int], float]:
+    """What the learning rate is multiplied by at the n-th optimizer step, from 1: a pure function of n.
+
+    Raises ConfigError for a schedule that falls towards an end that is not known.
+    """
+    if trainer.schedule != "constant" and horizon.num_optimizer_steps is None:
+        raise ConfigError(
+            f"trainer.schedule {trainer.schedule} falls towards the run's last step, and the learner was not told "
+            "which that is; give it a Horizon with num_optimizer_steps, or take constant"
+        )
+    return step_rule(trainer.schedule, trainer.warmup_steps, horizon.num_optimizer_steps)
+
+
+def step_rule(
+    schedule: Literal["constant", "linear", "cosine"], warmup_steps: int, num_steps: int | None
+) -> Callable[[int], float]:
+    """What a rate is multiplied by at the n-th step, from 1: as transformers, with a warm-up of as many steps.
+
+    transformers counts from 0, where a warm-up has no rate yet and would waste the step.
+    Source: Loshchilov and Hutter 2017, 'SGDR' (cosine).
+    """
+    scheduler: Any = get_scheduler(
+        "constant_with_warmup" if schedule == "constant" else schedule,
+        # asked for its rule alone: a rate is a function of the step, so nothing of it is to be saved
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=warmup_steps,
+        num_training_steps=num_steps,
+    )
+    rule = scheduler.lr_lambdas[0]
+    return lambda step: step / warmup_steps if step <= warmup_steps else float(rule(step - 1))
+
+
+def adam(
+    parameters: Sequence[torch.nn.Parameter], trainer: TrainerConfig | SupervisedTrainerConfig
+) -> torch.optim.AdamW:
+    """The optimizer of a model's weights. Source: Loshchilov and Hutter 2019, 'Decoupled weight decay'."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=trainer.learning_rate,
+        weight_decay=trainer.weight_decay,
+        betas=trainer.adam_betas,
+        eps=trainer.adam_epsilon,
+    )
