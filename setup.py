@@ -8,5 +8,9 @@ setup(
     package_dir={"rlhfspec": "."},
     packages=["rlhfspec.configs"]
     + [f"rlhfspec.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])],
-    package_data={"rlhfspec.configs": ["*.yaml"], "rlhfspec.cluster.kuberay": ["**/*"], "": ["*.toml"]},
+    package_data={
+        "rlhfspec.configs": ["*.yaml"],
+        "rlhfspec.cluster.kuberay": ["**/*"],
+        "": ["*.toml", "*.yaml"],
+    },
 )

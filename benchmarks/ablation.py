@@ -26,7 +26,7 @@ from benchmarks.support.workload import (
     model_p_folder,
     model_p_requests,
 )
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.engine.attention.backends import ordered_attention
 from rlhfspec.engine.build import build_engine

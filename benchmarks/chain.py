@@ -14,7 +14,7 @@ from benchmarks.rlhf_chain.task_files import NUM_HELD_OUT, write_chain, write_re
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import REAL_MODEL, default_cache_dir, job
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.learning.models.get import get_model

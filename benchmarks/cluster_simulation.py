@@ -15,7 +15,7 @@ from rich.table import Table
 from benchmarks.published.papers import Row, nemo_8b_rows, nemo_235b_rows, rlhfspec_rows, tlt_rows
 from benchmarks.simulated_runs.compared_runs import own_runs
 from benchmarks.support.result import write_result
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.policies.simulate.cluster_simulation import simulate_rollout
 from rlhfspec.policies.simulate.described_cluster import describe

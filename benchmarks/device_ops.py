@@ -14,7 +14,7 @@ import torch
 from benchmarks.device.counted_steps import PLANS, counted, layer_launches
 from benchmarks.support.result import write_result
 from benchmarks.support.workload import demo_workload
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.config import EngineConfig
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine

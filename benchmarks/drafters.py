@@ -29,7 +29,7 @@ from benchmarks.contestants.two_instances import head_rollouts
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, interleaved, ratios
 from benchmarks.support.workload import Workload, real_workload
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.records import SampleRequest
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 

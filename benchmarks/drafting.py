@@ -25,7 +25,7 @@ from benchmarks.real.speed import run_drafting
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, ratios
 from benchmarks.support.workload import Workload
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.profiles.profile import Profile
 from rlhfspec.profiles.recording import DraftRecording

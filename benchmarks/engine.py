@@ -26,7 +26,7 @@ from benchmarks.speed.speculation import speculation
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import default_cache_dir, demo_workload
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 
 ROLLOUT_PROMPTS = 32
 ROUNDS = {"quick": 1, "default": 2, "full": 5}

@@ -18,7 +18,7 @@ from benchmarks.multiturn.calculator_task import calculator_config, calculator_w
 from benchmarks.multiturn.over_instances import play_over
 from benchmarks.support.actor_pool import ActorPool, bench_ray
 from benchmarks.support.result import write_result
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from rlhfspec.core.records import Completion, SampleKey
 from rlhfspec.engine.build import build_engine

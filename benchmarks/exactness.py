@@ -29,8 +29,8 @@ from benchmarks.support.actor_pool import generate_on_two_actors
 from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.result import write_result
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.placement.ray_session import ray_session
-from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.config import (
     ClusterConfig,
     EngineConfig,

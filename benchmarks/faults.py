@@ -25,7 +25,7 @@ from benchmarks.faulty.kept import kept
 from benchmarks.support.processes import run_command, setting_words, start_command
 from benchmarks.support.result import ROOT, machine_provenance, write_result
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.metrics import read_metrics
 

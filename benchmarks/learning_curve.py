@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload, real_workload
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.learning.drafts.head import TargetParts
 from rlhfspec.learning.drafts.make_head import HeadRecipe, learn_head
 from rlhfspec.learning.drafts.own_responses import OwnResponse, Responder

@@ -23,7 +23,7 @@ from benchmarks.support.actor_pool import bench_ray
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import demo_workload, gsm8k_workload
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 
 MIGRATIONS = {"quick": 60, "default": 1000, "full": 4000}
 OVER_OBJECT_STORE = {"quick": 0, "default": 100, "full": 1000}

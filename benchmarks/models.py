@@ -18,7 +18,7 @@ from benchmarks.families.trial import TOLERANCE, Finding
 from benchmarks.families.variants import all_families, quick_families
 from benchmarks.families.workers import try_families
 from benchmarks.support.result import write_result
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:

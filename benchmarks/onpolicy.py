@@ -25,7 +25,7 @@ from benchmarks.support.workload import (
     grouped_requests,
     real_workload,
 )
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.weights.publish import PublishedWeights, publish
 from rlhfspec.core.config import (
     AlgorithmConfig,

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.adaptive.pairs import pair_workload, profile_of, with_other_draft
 from benchmarks.support.result import write_result
-from rlhfspec.cluster.reporting.console import PipeConsole
-from rlhfspec.cluster.reporting.profile_picture import draw_profile
+from rlhfspec.cluster.observe.console import PipeConsole
+from rlhfspec.cluster.observe.pictures import draw_profile
 from rlhfspec.profiles.profile import save_profile
 
 BUDGET_S = {"quick": 15.0, "default": 90.0, "full": 240.0}

@@ -17,9 +17,9 @@ from benchmarks.real.starting import seconds
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import REAL_MODEL, default_cache_dir, job
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.ray_session import ray_session
-from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.config import (
     ClusterConfig,
 )

@@ -16,8 +16,8 @@ from benchmarks.oracles.trl_comparison import OURS, differences, frozen
 from benchmarks.support.processes import run_command, setting_words
 from benchmarks.support.result import ROOT, write_result
 from benchmarks.support.workload import demo_workload
-from rlhfspec.cluster.reporting.console import PipeConsole
-from rlhfspec.cluster.reporting.summary import summarise
+from rlhfspec.cluster.observe.console import PipeConsole
+from rlhfspec.cluster.observe.summary import summarise
 from rlhfspec.core.metrics import read_metrics
 
 CONFIGS: Mapping[str, Path] = {"ppo": ROOT / "configs" / "demo.yaml"} | {

@@ -36,7 +36,7 @@ from benchmarks.support.actor_pool import ActorPool, RolloutOutcome, bench_ray
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from rlhfspec.engine.cache.kv_pool import KVShape
 from rlhfspec.engine.weights.loading import load_causal_lm

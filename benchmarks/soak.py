@@ -21,8 +21,8 @@ from benchmarks.support.growth import JUDGED_FROM_MINUTES, Sample, grown, growth
 from benchmarks.support.processes import descendants, setting_words, start_command
 from benchmarks.support.result import ROOT, write_result
 from rlhfspec.cluster.folder.layout import of_run
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.placement.ray_session import TERMINATED
-from rlhfspec.cluster.reporting.console import PipeConsole
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.proc_files import PROC, sizes

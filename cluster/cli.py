@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
         return 1
     from rlhfspec.actors.serving.loopback import spare_loopback
-    from rlhfspec.cluster.reporting.visible_stream import show_escape_sequences
+    from rlhfspec.cluster.observe.visible_stream import show_escape_sequences
     from rlhfspec.core.errors import RlhfSpecError
 
     show_escape_sequences()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.exported_metrics import PREFIX, Exported, bounded_label, exported_figure, find_live
+from rlhfspec.core.metrics import LIVE, PREFIX, Exported, bounded_label, exported
 
 
 class Sink(Protocol):
@@ -87,7 +87,7 @@ def observe(name: str, value: float, **labels: str) -> None:
 def set_figures(figures: Mapping[str, float]) -> None:
     """Set the gauges of an iteration's figures."""
     for figure, value in figures.items():
-        metric = exported_figure(figure)
+        metric = exported(figure)
         if metric is None:
             raise _not_declared(figure)
         if _sink is not None:
@@ -95,7 +95,7 @@ def set_figures(figures: Mapping[str, float]) -> None:
 
 
 def _record(name: str, kind: str, value: float, labels: dict[str, str]) -> None:
-    metric = find_live(name)
+    metric = LIVE.get(name)
     if metric is None or metric.kind != kind or set(metric.labels) != set(labels):
         raise _not_declared(f"{name} ({kind}, labels {', '.join(sorted(labels)) or 'none'})")
     if _sink is not None:
@@ -104,6 +104,6 @@ def _record(name: str, kind: str, value: float, labels: dict[str, str]) -> None:
 
 def _not_declared(what: str) -> RlhfSpecError:
     return RlhfSpecError(
-        f"exported metric {what} is not declared; expected one of core/exported_metrics.py, kind and labels as there: "
+        f"exported metric {what} is not declared; expected one of core/metrics.toml, kind and labels as there: "
         "declare it before anything sets it"
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.origin import ROOT
 from rlhfspec.cluster.preflight.inputs import read_inputs
 from rlhfspec.cluster.preflight.named_models import resolve_models
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.run.loop import run_training
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.metrics import read_metrics

@@ -10,7 +10,7 @@ import torch
 from benchmarks.selftest.run import device_tests, run_parts, write_report
 from benchmarks.selftest.subject import Subject
 from benchmarks.support.workload import demo_workload, real_workload
-from rlhfspec.cluster.reporting.console import PipeConsole
+from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.errors import ConfigError
 
 NUM_PROMPTS = 16

@@ -13,7 +13,7 @@ from rlhfspec.cluster.commands.arguments import set_flag
 from rlhfspec.cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
     from rlhfspec.core.config import Config
 
 ABOUT = """What a data set holds, and what is wrong with it (data check).
@@ -50,14 +50,14 @@ def check_data(
     FILE is what data.path may be: a file, a pattern, a folder, or the name of a `datasets` data set.
     Exit code 2 where a run would stop: a malformed row, a missing field, an empty or too long prompt.
     """
-    from rlhfspec.cluster.reporting.console import PipeConsole, Reporter
+    from rlhfspec.cluster.observe.console import PipeConsole, Reporter
     from rlhfspec.core.errors import DataError
 
     # the report alone goes to standard output
     with Reporter(PipeConsole(highlight=False, soft_wrap=True, stderr=True)) as report:
         read = _config(file, config, overrides)
         loaded = _tokenizer(tokenizer, read, report)
-        from rlhfspec.cluster.reporting.data_text import data_lines
+        from rlhfspec.cluster.observe.data_text import data_lines
         from rlhfspec.learning.data.statistics import data_report
 
         report.stop()

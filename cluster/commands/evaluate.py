@@ -12,7 +12,7 @@ from rlhfspec.cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
     from rlhfspec.cluster.jobs.evaluate_models import ModelResult
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
 
 
 def evaluate(
@@ -45,7 +45,7 @@ def evaluate(
       rlhfspec eval --model base runs/a/checkpoints/target --config configs/gsm8k_ppo.yaml --data test.jsonl \
           --samples-per-prompt 8 --temperature 0.7 --out results
     """
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
     from rlhfspec.core.config_io import read_tree
 
     tree = read_tree(config) if config is not None else {}
@@ -113,11 +113,11 @@ def profile(
 
     Without this, `speculation.profile: auto` measures one at the start of a run and keeps it in the cache.
     """
+    from rlhfspec.cluster.observe.console import Reporter
+    from rlhfspec.cluster.observe.pictures import draw_profile
     from rlhfspec.cluster.preflight.inputs import read_inputs
     from rlhfspec.cluster.preflight.named_models import resolve_models
     from rlhfspec.cluster.preflight.run_profile import describe, measure
-    from rlhfspec.cluster.reporting.console import Reporter
-    from rlhfspec.cluster.reporting.profile_picture import draw_profile
     from rlhfspec.core.config_io import load_config
     from rlhfspec.profiles.profile import save_profile
 

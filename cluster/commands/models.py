@@ -13,7 +13,7 @@ from rlhfspec.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhfspec.cluster.jobs.drafter_jobs import DrafterInputs
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
 
 MODELS = """Make a model pair of your own, or get a real model (models make, models get).
 
@@ -57,7 +57,7 @@ def make_pair(
       rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \
           --set models.target=pair/target --set models.draft=pair/draft
     """
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
     from rlhfspec.learning.models.make import make_pair_from_text
 
     report = Reporter()
@@ -97,7 +97,7 @@ def get_known_model(
 
     known_model(name)
     # what takes seconds to load comes after what may be mistyped
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
     from rlhfspec.learning.models.get import get_model
 
     report = Reporter()
@@ -204,7 +204,7 @@ def _inputs(
     category_field: str | None = None,
 ) -> tuple[Reporter, DrafterInputs]:
     from rlhfspec.cluster.jobs.drafter_jobs import read_inputs
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
 
     with Reporter() as report:
         inputs = read_inputs(

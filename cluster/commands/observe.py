@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from rlhfspec.cluster.folder.layout import RunDir
-    from rlhfspec.cluster.observing.live_page import LivePage
+    from rlhfspec.cluster.observe.live_page import LivePage
 
 _PIPE_WIDTH = 160
 "Columns of a table that goes into a file."
@@ -52,7 +52,7 @@ def status(
     """
     from rich.live import Live
 
-    from rlhfspec.cluster.reporting.console import PipeConsole
+    from rlhfspec.cluster.observe.console import PipeConsole
 
     console = PipeConsole(highlight=False, soft_wrap=True)
     with _joined(address):
@@ -88,10 +88,9 @@ def diagnose(
       rlhfspec diagnose --address auto         every run of a Ray cluster, processes on all of its nodes
       rlhfspec diagnose runs/demo-20260101-120000 --stacks
     """
-    from rlhfspec.cluster.observing.attach import cluster_runs
-    from rlhfspec.cluster.observing.diagnosis import diagnose_cluster, diagnose_here
-    from rlhfspec.cluster.observing.diagnosis_text import diagnosis_view
-    from rlhfspec.cluster.reporting.console import PipeConsole
+    from rlhfspec.cluster.observe.console import PipeConsole
+    from rlhfspec.cluster.observe.diagnosis import cluster_runs, diagnose_cluster, diagnose_here
+    from rlhfspec.cluster.observe.status_text import diagnosis_view
 
     with _joined(address):
         if address is None:
@@ -124,7 +123,7 @@ def trace(
       rlhfspec trace                           the last iteration of the newest run under ./runs
       rlhfspec trace runs/demo-20260101-120000 --iteration 3 --out third.json
     """
-    from rlhfspec.cluster.observing.kept_traces import write_kept_trace
+    from rlhfspec.cluster.observe.timeline import write_kept_trace
 
     path = write_kept_trace(_open(run), iteration, out)
     print(f"{path}: open it in https://ui.perfetto.dev")
@@ -141,7 +140,7 @@ def monitoring(*, out: Annotated[Path, Arg("DIR")]) -> int:
       prometheus --config.file monitoring/prometheus.yaml
       kubectl apply -f monitoring/kubernetes.yaml
     """
-    from rlhfspec.cluster.monitoring.monitoring_files import write_monitoring
+    from rlhfspec.cluster.observe.monitoring import write_monitoring
 
     for path in write_monitoring(out):
         print(path)
@@ -157,7 +156,7 @@ def _joined(address: str | None) -> AbstractContextManager[object]:
 
 
 def _open(run: str | None) -> RunDir:
-    from rlhfspec.cluster.observing.attach import open_run
+    from rlhfspec.cluster.observe.diagnosis import open_run
 
     return open_run(None if run is None else user_path(run))
 
@@ -166,8 +165,8 @@ def _view(run: str | None, address: str | None) -> RenderableType:
     from rich.console import Group
 
     from rlhfspec.cluster.folder.run_status import describe_status
-    from rlhfspec.cluster.observing.attach import cluster_runs
-    from rlhfspec.cluster.observing.status_text import status_view
+    from rlhfspec.cluster.observe.diagnosis import cluster_runs
+    from rlhfspec.cluster.observe.status_text import status_view
 
     if address is None:
         run_dir = _open(run)
@@ -183,7 +182,7 @@ def _view(run: str | None, address: str | None) -> RenderableType:
 
 def _page(run_dir: RunDir) -> LivePage | None:
     from rlhfspec.cluster.folder.run_status import LIVING
-    from rlhfspec.cluster.observing.live_page import LivePage
+    from rlhfspec.cluster.observe.live_page import LivePage
 
     page = LivePage.read(run_dir.live_file)
     if page is not None and run_dir.status()["state"] not in (*LIVING, "unknown"):
@@ -193,7 +192,7 @@ def _page(run_dir: RunDir) -> LivePage | None:
 
 
 def _pages_as_json(run: str | None, address: str | None) -> str:
-    from rlhfspec.cluster.observing.attach import cluster_runs
+    from rlhfspec.cluster.observe.diagnosis import cluster_runs
 
     if address is None:
         page = _page(_open(run))

@@ -46,7 +46,7 @@ def serve(
     reward.app=NAME instead of an address.
     """
     from rlhfspec.cluster.jobs.reward_server import ServerPlace, caller_dir, serve_reward
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
 
     low, high = _replicas(replicas)
     arguments: dict[str, Any] = {

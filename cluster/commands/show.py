@@ -11,8 +11,8 @@ from rlhfspec.cluster.commands.declare import Arg
 from rlhfspec.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.folder.run_record import RunRecord
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
+    from rlhfspec.cluster.observe.run_tables import RunRecord
 
 
 def show(
@@ -38,9 +38,8 @@ def show(
       rlhfspec show runs/a runs/b --metric 'reward/*' --out compared.png
       rlhfspec show runs/a --samples --iteration 12
     """
-    from rlhfspec.cluster.folder.run_record import RunRecord
-    from rlhfspec.cluster.reporting.console import Reporter
-    from rlhfspec.cluster.reporting.run_tables import run_tree, shown_names
+    from rlhfspec.cluster.observe.console import Reporter
+    from rlhfspec.cluster.observe.run_tables import RunRecord, run_tree, shown_names
 
     report = Reporter()
     notes: list[str] = []
@@ -71,9 +70,8 @@ def show(
 def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     from rlhfspec.cluster.folder.histograms import read_histograms
     from rlhfspec.cluster.folder.run_status import describe_status
-    from rlhfspec.cluster.reporting.run_tables import curves_table, histogram_table
-    from rlhfspec.cluster.reporting.summary import summarise
-    from rlhfspec.cluster.reporting.supervised_summary import summarise_supervised
+    from rlhfspec.cluster.observe.run_tables import curves_table, histogram_table
+    from rlhfspec.cluster.observe.summary import summarise, summarise_supervised
 
     for line in describe_status(one.run_dir.status()):
         report.note(line)
@@ -87,7 +85,7 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
 
 def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
     from rlhfspec.cluster.folder.run_status import describe_status
-    from rlhfspec.cluster.reporting.run_tables import comparison_table
+    from rlhfspec.cluster.observe.run_tables import comparison_table
 
     for one in runs:
         report.note(f"{one.name}: {describe_status(one.run_dir.status())[0]}")
@@ -95,7 +93,7 @@ def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
 
 
 def _draw(runs: list[RunRecord], names: list[str], path: Path, report: Reporter | None) -> None:
-    from rlhfspec.cluster.reporting.run_picture import write_run_picture
+    from rlhfspec.cluster.observe.pictures import write_run_picture
 
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise ConfigError(f"--out {path}: expected a .png file in a folder that exists")

@@ -88,7 +88,7 @@ def simulate(
 def run(args: argparse.Namespace) -> int:
     """Simulate, print a table, write JSON. Raises InputError for bad input."""
     from rlhfspec.cluster.commands.simulating.simulation_bar import simulation_bar
-    from rlhfspec.cluster.reporting.console import PipeConsole
+    from rlhfspec.cluster.observe.console import PipeConsole
     from rlhfspec.policies.simulate.compare import COMPARED, compare
 
     _check(args)

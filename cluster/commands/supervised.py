@@ -98,7 +98,7 @@ def _train(
     loaded = with_absolute_paths(loaded, Path.cwd())
     # what takes seconds to load comes after what may be mistyped
     from rlhfspec.cluster.jobs.supervised_run import resume_supervised, train_supervised
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
 
     with Reporter() as report:
         if resume is not None:

@@ -14,9 +14,9 @@ from rlhfspec.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhfspec.cluster.folder.layout import RunDir
+    from rlhfspec.cluster.observe.console import Reporter
     from rlhfspec.cluster.preflight.inputs import Inputs
     from rlhfspec.cluster.preflight.prepared_run import PreparedRun
-    from rlhfspec.cluster.reporting.console import Reporter
     from rlhfspec.cluster.resume.run_state import RunState
     from rlhfspec.core.config import Config
 
@@ -51,8 +51,8 @@ def train(
       rlhfspec train --resume RUN                             go on with a run that was cut off, to the same result
       rlhfspec train --config configs/demo.yaml --dry-run     print the resolved config and the plan, run nothing
     """
+    from rlhfspec.cluster.observe.console import Reporter
     from rlhfspec.cluster.preflight.prepared_run import prepare_run
-    from rlhfspec.cluster.reporting.console import Reporter
 
     with Reporter() as report:
         prepared = prepare_run(config, overrides, report, out=out, resume=resume, dry_run=dry_run)
@@ -103,7 +103,7 @@ def check(
     With --manifest FILE the plan is compared with a RayJob or RayCluster for Kubernetes instead of this machine: groups
     too small for their actors, missing GPUs, memory below the plan are named. Data and weights are not read then.
     """
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
 
     with Reporter() as report:
         if manifest is not None:
@@ -220,7 +220,7 @@ def _set_ending(run_dir: RunDir, error: BaseException) -> None:
 
 def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_picture: bool = True) -> None:
     """Print the closing table, write it and its picture; what goes wrong is a note."""
-    from rlhfspec.cluster.reporting.summary import summarise
+    from rlhfspec.cluster.observe.summary import summarise
     from rlhfspec.core.errors import describe_error
     from rlhfspec.core.files import write_whole
     from rlhfspec.core.metrics import read_metrics
@@ -235,7 +235,7 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_p
             write_whole(run_dir.summary_file, summary.text())
             if with_picture:
                 # matplotlib takes a while to load
-                from rlhfspec.cluster.reporting.progress_picture import write_picture
+                from rlhfspec.cluster.observe.pictures import write_picture
 
                 write_picture(metrics, run_dir.picture_file)
     except Exception as error:

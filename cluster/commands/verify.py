@@ -56,7 +56,7 @@ def verify(
     Samples can be generated again where their weights are kept: run.checkpoint_every=1 keeps every version.
     Exit codes: 0 nothing differs, 1 something differs, or nothing at all could be verified, 2 no run folder.
     """
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
 
     with Reporter() as report:
         report.stage("loading torch and transformers")
@@ -143,7 +143,7 @@ def replay(
 
 
 def _replay_sample(run_dir: Path, index: int) -> int:
-    from rlhfspec.cluster.reporting.console import Reporter
+    from rlhfspec.cluster.observe.console import Reporter
 
     with Reporter() as report:
         report.stage("loading torch and transformers")

@@ -234,7 +234,7 @@ class RunDir:
 
     @property
     def live_file(self) -> Path:
-        """What the run is doing, as one JSON object (`cluster.observing.live_page`)."""
+        """What the run is doing, as one JSON object (`cluster.observe.live_page`)."""
         return self.path / "live.json"
 
     @property

@@ -15,10 +15,9 @@ from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.waiting.waiting import get
 from rlhfspec.cluster.folder.layout import KEPT_TRACES, RunDir
 from rlhfspec.cluster.folder.move_log import append_moves, odd_moves
-from rlhfspec.cluster.reporting.console import Reporter
-from rlhfspec.cluster.reporting.move_metrics import move_figures
-from rlhfspec.cluster.reporting.timeline import Timeline, build_timeline
-from rlhfspec.cluster.reporting.timeline_trace import trace_text, write_trace
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.iteration_metrics import move_figures
+from rlhfspec.cluster.observe.timeline import Timeline, build_timeline, trace_text, write_trace
 from rlhfspec.cluster.run.collect import Collected
 from rlhfspec.cluster.system.departures import LastWords
 from rlhfspec.core.errors import RlhfSpecError, StorageError, describe_error
@@ -125,7 +124,7 @@ class Recorder:
 
     def _write(self, iteration: int, timeline: Timeline) -> None:
         # matplotlib takes a while to load, and only the end of a run needs it
-        from rlhfspec.cluster.reporting.timeline_picture import write_timeline_picture
+        from rlhfspec.cluster.observe.pictures import write_timeline_picture
 
         title = _title(iteration, timeline)
         write_trace(timeline, self._run_dir.timeline_file, title=title)

@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.preflight.inputs import end_tokens, read_tokenizer
 from rlhfspec.cluster.preflight.named_models import resolve_models
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import DataError

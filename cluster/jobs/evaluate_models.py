@@ -12,12 +12,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.rollout_files import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import ray_session
 from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
 from rlhfspec.cluster.preflight.inputs import Inputs, require_cores
 from rlhfspec.cluster.preflight.model_check import check_models, require_served
 from rlhfspec.cluster.preflight.reward_plan import check_reward, reward_columns
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.system.system import running_generation
 from rlhfspec.core.config import Config

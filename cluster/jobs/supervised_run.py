@@ -18,8 +18,8 @@ from rlhfspec.cluster.folder.layout import RunDir, choose_run_path
 from rlhfspec.cluster.folder.run_time import of_folder, with_time
 from rlhfspec.cluster.jobs.job_inputs import prepare
 from rlhfspec.cluster.jobs.job_runner import run
-from rlhfspec.cluster.reporting.console import Reporter
-from rlhfspec.cluster.reporting.supervised_summary import SILENT_ADVICE, is_silent
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.summary import SILENT_ADVICE, is_silent
 from rlhfspec.cluster.resume.kept_record import note_gaps, whole_lines
 from rlhfspec.cluster.resume.own_config import require_own_config
 from rlhfspec.cluster.resume.resumed_run import require_cut_off, take_over

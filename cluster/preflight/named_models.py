@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel

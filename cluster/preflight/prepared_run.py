@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
+    from rlhfspec.cluster.observe.console import Reporter
     from rlhfspec.cluster.preflight.run_check import CheckReport
-    from rlhfspec.cluster.reporting.console import Reporter
     from rlhfspec.cluster.resume.resumed_run import ResumedRun
     from rlhfspec.core.config import Config
 

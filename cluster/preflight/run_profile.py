@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.preflight.inputs import Inputs
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.weights.first_weights import load_draft_model, read_head, read_mtp
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError, ProfileError

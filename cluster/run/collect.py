@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.actors.waiting.watch import OpenWait
-from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.run.dynamic_sampling import UsefulGroups
 from rlhfspec.cluster.run.pipeline import Pipeline
 from rlhfspec.cluster.run.rollout_buffer import RolloutBuffer

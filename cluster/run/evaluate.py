@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.recorder import Recorder
 from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.iteration_metrics import evaluation_figures
 from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts
-from rlhfspec.cluster.reporting.console import Reporter
-from rlhfspec.cluster.reporting.evaluation_figures import evaluation_figures
 from rlhfspec.cluster.resume.run_checkpoints import save_best
 from rlhfspec.cluster.resume.run_state import EvaluationMarks
 from rlhfspec.cluster.run.collect import Collected, collect

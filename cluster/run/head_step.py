@@ -22,7 +22,7 @@ from rlhfspec.actors.actor_messages import HeadComparison, HeadProgress
 from rlhfspec.actors.waiting.deaths import last_line
 from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.waiting.waiting import awake_s, get
-from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.run.head_average import HeadAverage
 from rlhfspec.cluster.system.system import System
 from rlhfspec.cluster.weights.first_weights import put_head

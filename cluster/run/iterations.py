@@ -16,8 +16,8 @@ import ray
 from rlhfspec.actors.waiting.watch import LOOK_S
 from rlhfspec.cluster.folder.recorder import Recorder
 from rlhfspec.cluster.folder.run_log import RunLog
-from rlhfspec.cluster.reporting.console import Reporter
-from rlhfspec.cluster.reporting.iteration_metrics import iteration_figures
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
 from rlhfspec.cluster.run.collect import Collected, collect, receive_late
 from rlhfspec.cluster.run.pipeline import Pipeline
 from rlhfspec.cluster.run.refit_step import refit_draft

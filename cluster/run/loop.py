@@ -12,12 +12,12 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.recorder import Recorder
 from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.folder.run_status import STOPPING
-from rlhfspec.cluster.observing.observer import Observer, observing
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.iteration_metrics import with_evaluation
+from rlhfspec.cluster.observe.observer import Observer, observing
+from rlhfspec.cluster.observe.summary import signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from rlhfspec.cluster.preflight.inputs import Inputs
-from rlhfspec.cluster.reporting.console import Reporter
-from rlhfspec.cluster.reporting.iteration_metrics import with_evaluation
-from rlhfspec.cluster.reporting.learning_signal import signal_line, with_signal
 from rlhfspec.cluster.resume.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
 from rlhfspec.cluster.resume.run_checkpoints import kept_models, save_checkpoints
 from rlhfspec.cluster.resume.run_state import RunState

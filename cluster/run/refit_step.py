@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.run.head_step import train_head
 from rlhfspec.cluster.system.system import System
 from rlhfspec.learning.drafts.draft_learner import RefitReport

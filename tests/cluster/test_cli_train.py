@@ -21,7 +21,7 @@ import rlhfspec.cluster.preflight.run_profile
 import rlhfspec.cluster.run.loop
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.observing.live_page import LivePage
+from rlhfspec.cluster.observe.live_page import LivePage
 from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.learning.data.encoding import PromptEncoder, Rendered

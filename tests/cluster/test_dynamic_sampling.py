@@ -8,7 +8,7 @@ import pytest
 
 from rlhfspec.cluster.run.dynamic_sampling import UsefulGroups
 from rlhfspec.core.errors import ConfigError, NumericsError
-from rlhfspec.core.metric_registry import require_declared
+from rlhfspec.core.metrics import require_declared
 from rlhfspec.core.records import (
     Completion,
     FinishReason,

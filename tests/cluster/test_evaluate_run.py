@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.preflight.inputs import read_inputs
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import running_system

@@ -20,11 +20,11 @@ from unhurried_refits import give_refits_time
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.summary import STEP_PARTS
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.preflight.inputs import read_inputs
 from rlhfspec.cluster.proof.verify_run import verify_run
-from rlhfspec.cluster.reporting.console import Reporter
-from rlhfspec.cluster.reporting.summary import STEP_PARTS
 from rlhfspec.cluster.run.collect import collect
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system

@@ -13,10 +13,10 @@ import torch
 from unhurried_refits import give_refits_time
 
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.preflight.inputs import read_inputs
 from rlhfspec.cluster.preflight.run_check import check_run
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.run.collect import collect
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system

@@ -9,11 +9,11 @@ import pytest
 from sample_environments import Parrot
 
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.preflight.inputs import read_inputs
 from rlhfspec.cluster.preflight.run_check import check_run
 from rlhfspec.cluster.proof.verify_run import verify_run
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import running_system
 from rlhfspec.core.config import Config

@@ -15,8 +15,8 @@ from made_moves import move, three_moves, two_instances
 from rlhfspec.cluster.folder import recorder as recorder_module
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.recorder import Recorder
-from rlhfspec.cluster.observing.kept_traces import write_kept_trace
-from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.timeline import write_kept_trace
 from rlhfspec.cluster.run.collect import Collected
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.errors import ConfigError

@@ -13,9 +13,9 @@ import pytest
 import ray
 
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.preflight.inputs import read_inputs
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.run import iterations
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import rlhfspec.cluster.reporting.progress_picture
+import rlhfspec.cluster.observe.pictures
 import rlhfspec.cluster.run.loop
 from rlhfspec.cluster.commands import train
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.reporting.console import Reporter
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, InstanceLost, StorageError
@@ -61,7 +61,7 @@ def break_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no font")
 
-    monkeypatch.setattr(rlhfspec.cluster.reporting.progress_picture, "write_picture", fail)
+    monkeypatch.setattr(rlhfspec.cluster.observe.pictures, "write_picture", fail)
 
 
 def test_a_finished_run_without_its_picture_is_finished_and_says_what_is_missing(run_dir, monkeypatch):

@@ -26,8 +26,8 @@ from rlhfspec.cluster.folder.histograms import write_histograms
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollout_files import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown
-from rlhfspec.cluster.reporting.console import PipeConsole, Reporter
-from rlhfspec.cluster.reporting.visible_stream import VisibleStream
+from rlhfspec.cluster.observe.console import PipeConsole, Reporter
+from rlhfspec.cluster.observe.visible_stream import VisibleStream
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.outside import visible
 from tests.conftest import TinyPair
@@ -230,7 +230,7 @@ def test_what_python_prints_of_an_unexpected_error_is_visible(capsys, monkeypatc
     def fail(*_: object) -> None:
         raise RuntimeError(EVIL)
 
-    monkeypatch.setattr("rlhfspec.cluster.folder.run_record.RunRecord.read", fail)
+    monkeypatch.setattr("rlhfspec.cluster.observe.run_tables.RunRecord.read", fail)
     with pytest.raises(RuntimeError) as raised:
         main(["show", "x"])
     sys.excepthook(raised.type, raised.value, raised.tb)

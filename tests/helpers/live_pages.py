@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhfspec.cluster.observing.live_page import EventRow, InstanceRow, LivePage, WaitRow
+from rlhfspec.cluster.observe.live_page import EventRow, InstanceRow, LivePage, WaitRow
 
 NOW = 1_700_000_000.0
 PAGE = LivePage(

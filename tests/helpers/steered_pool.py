@@ -10,9 +10,9 @@ from typing import Any
 from ray.util.placement_group import placement_group_table
 
 from rlhfspec.actors.actor_messages import Taken
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.preflight.inputs import read_inputs
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.cluster.run.collect import attend, collect
 from rlhfspec.cluster.system.system import GeneratingSystem, running_generation
 from rlhfspec.core.config import Config

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ConfigError, NumericsError, StorageError
-from rlhfspec.core.metric_registry import require_declared
+from rlhfspec.core.metrics import require_declared
 from rlhfspec.core.records import FinishReason, Reward
 from rlhfspec.core.settings.algorithm import ALGORITHMS
 from rlhfspec.engine.decoding.logprobs import token_logprobs

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate, print tables, write JSON and picture. Raises InputError for bad input."""
     from rlhfspec.cluster.commands.simulating.simulation_bar import simulation_bar
     from rlhfspec.cluster.folder.recorded_lengths import read_lengths
-    from rlhfspec.cluster.reporting.console import PipeConsole
+    from rlhfspec.cluster.observe.console import PipeConsole
     from rlhfspec.core.config_io import load_config_of
     from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
     from rlhfspec.policies.simulate.assumptions import assumptions
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         tree["sweep"] = [_tried_tree(row) for row in tried]
         tree["best"] = None if chosen is None else chosen.values
         if args.picture is not None:
-            from rlhfspec.cluster.reporting.sweep_picture import draw_sweep
+            from rlhfspec.cluster.observe.pictures import draw_sweep
 
             draw_sweep(tried, args.picture)
             console.print(f"written {args.picture}", soft_wrap=True)

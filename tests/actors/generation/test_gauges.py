@@ -11,7 +11,7 @@ from rlhfspec.actors.generation.gauges import REFRESH_S, REPEAT_S, InstanceGauge
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
 from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.exported_metrics import Exported
+from rlhfspec.core.metrics import Exported
 
 
 class Notebook:

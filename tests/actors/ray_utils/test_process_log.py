@@ -13,9 +13,9 @@ import pytest
 
 from rlhfspec.actors.waiting import process_log, run_metrics
 from rlhfspec.actors.waiting.process_log import begin_process_log
-from rlhfspec.core.exported_metrics import Exported
+from rlhfspec.core.metrics import Exported
 
-LOGGER = logging.getLogger("actors.some")
+LOGGER = logging.getLogger("rlhfspec.actors.some")
 
 
 class Drops:

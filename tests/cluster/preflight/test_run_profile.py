@@ -8,9 +8,9 @@ import pytest
 
 import rlhfspec.cluster.preflight.run_profile
 from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.preflight.inputs import Inputs, read_inputs
 from rlhfspec.cluster.preflight.run_profile import resolve_profile
-from rlhfspec.cluster.reporting.console import Reporter
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.errors import ProfileError

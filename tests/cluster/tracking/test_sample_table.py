@@ -6,9 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 from made_rollouts import rollout
 
-from rlhfspec.cluster.folder.distribution_figures import distribution_figures
 from rlhfspec.cluster.folder.rollout_files import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
+from rlhfspec.cluster.observe.iteration_metrics import distribution_figures
 
 ROLLOUTS = [rollout(index, reward=float(index % 7), parts={"length": 2.0}) for index in range(20)]
 ROWS = [SampleRow.of(one, advantage=0.5) for one in ROLLOUTS]

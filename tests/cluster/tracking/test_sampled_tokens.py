@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 from made_rollouts import rollout
 
-from rlhfspec.cluster.folder.distribution_figures import distribution_figures
 from rlhfspec.cluster.folder.sample_table import SampleRow
-from rlhfspec.cluster.reporting.evaluation_figures import evaluation_figures
+from rlhfspec.cluster.observe.iteration_metrics import distribution_figures, evaluation_figures
 from rlhfspec.core.records import ResponseFacts, Rollout
 
 

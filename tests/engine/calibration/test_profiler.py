@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hand_profile import hand_provenance
 
-from rlhfspec.cluster.reporting.profile_picture import draw_profile
+from rlhfspec.cluster.observe.pictures import draw_profile
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import Completion, SampleRequest, SamplingParams
 from rlhfspec.engine.build import build_engine

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import processors
 from word_chat import PLAIN, word_chat
 
-from rlhfspec.cluster.reporting.data_text import data_lines
+from rlhfspec.cluster.observe.data_text import data_lines
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.settings.supervised import DemonstrationsConfig
 from rlhfspec.learning.data.encoding import prompt_ids

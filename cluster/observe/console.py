@@ -1,0 +1,253 @@
+"""Shows a run while it goes: progress bars on a terminal, plain lines elsewhere, a table at the end.
+
+The loop calls `start`, `progress`, `iteration` and `note`; the command line calls `finish`. Nothing
+here decides anything: a run with a silent reporter is the same run.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.status import Status
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.summary import Summary, SupervisedSummary
+from rlhfspec.core.outside import visible
+
+_PLAIN_LINE_EVERY_S = 10.0
+"Without a terminal, a long job says something this often, and at every new stage."
+
+
+class PipeConsole(Console):
+    """A console that shows text as it stands and draws only what is its own: no markup, no escape sequences of others.
+
+    It raises when its reader is gone; rich's own would end the program without a word.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, markup=False, emoji=False)
+
+    @property
+    def file(self) -> IO[str]:
+        """Where it writes: below every stream that stands in for another, while bars are shown too."""
+        file = super().file
+        while (below := getattr(file, "rich_proxied_file", None)) is not None:
+            file = below
+        return file
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    def render_str(self, text: str, *args: Any, **settings: Any) -> Text:
+        """Escape before the width is measured."""
+        return super().render_str(visible(text), *args, **settings)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        # the last gate, for texts that are made elsewhere
+        return super()._render_buffer(
+            segment if segment.control else Segment(visible(segment.text), _without_link(segment.style))
+            for segment in buffer
+        )
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more, and let the command line say why the program stops."""
+        self.quiet = True
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def _without_link(style: Style | None) -> Style | None:
+    return style.update_link(None) if style is not None and style.link else style
+
+
+class Listener(Protocol):
+    """Hears what a reporter is told; iterations count from 0."""
+
+    def progress(self, iteration: int, phase: str, done: int, total: int) -> None:
+        """How far a phase of the iteration is."""
+        ...
+
+    def iteration(self, iteration: int, figures: Mapping[str, float]) -> None:
+        """An iteration ended."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A line for people."""
+        ...
+
+
+class Reporter:
+    """Progress of one run on a console; plain lines when the console is not a terminal."""
+
+    def __init__(
+        self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.console = console or PipeConsole(highlight=False, soft_wrap=True)
+        self.clock = clock
+        self._bars: Progress | None = None
+        self._iterations: TaskID | None = None
+        self._phase: TaskID | None = None
+        self._total = 0
+        self._stage: Status | None = None
+        self._done = 0
+        self.on_progress: Callable[[int, str], None] | None = None
+        "called with the iteration in progress, counted from 0, and its phase"
+        self.listener: Listener | None = None
+        "is told the same as the console"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stage(self, text: str) -> None:
+        """Say what the start-up is doing; on a terminal it turns until the next stage or `start`."""
+        self._end_stage()
+        if self.console.is_terminal:
+            self._stage = self.console.status(Text(visible(text)))
+            self._stage.start()
+        else:
+            self.note(text)
+
+    def start(self, total_iterations: int, *, done: int = 0) -> None:
+        """Begin: `total_iterations` is what the bar counts to, `done` of them are finished."""
+        self._end_stage()
+        self._total = total_iterations
+        self._done = done
+        self._tell("")
+        if not self.console.is_terminal:
+            return
+        self._bars = Progress(
+            TextColumn("{task.description:<10}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+        )
+        self._iterations = self._bars.add_task(
+            "iteration", total=total_iterations, completed=done, figures=""
+        )
+        self._phase = self._bars.add_task("starting", total=None, figures="")
+        self._bars.start()
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Say how far the current phase of the iteration is (generate 12 of 64 samples)."""
+        self._tell(phase)
+        if self.listener is not None:
+            self.listener.progress(self._done, phase, done, total)
+        if self._bars is not None and self._phase is not None:
+            self._bars.update(self._phase, description=phase, completed=done, total=total)
+
+    def iteration(self, iteration: int, figures: Mapping[str, float]) -> None:
+        """Show the figures of a finished iteration (counted from 0)."""
+        self._tell("save")
+        self._done = iteration + 1
+        if self.listener is not None:
+            self.listener.iteration(iteration, figures)
+        line = describe_figures(figures)
+        if self._bars is not None and self._iterations is not None:
+            self._bars.update(self._iterations, completed=iteration + 1, figures=line)
+            return
+        left_s = figures.get("time/iteration_s", 0.0) * (self._total - iteration - 1)
+        self.console.print(f"iteration {iteration + 1}/{self._total}  {line}  about {left_s:.0f} s left")
+
+    def note(self, text: str) -> None:
+        """Print one line above the bars."""
+        if self.listener is not None:
+            self.listener.note(text)
+        self.console.print(text, markup=False)
+
+    def stop(self) -> None:
+        """Take the bars down; called however the run ended."""
+        self._end_stage()
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def finish(self, summary: Summary | SupervisedSummary | None, run_dir: RunDir) -> None:
+        """Take the bars down and print the closing table."""
+        self.stop()
+        if not run_dir.path.is_dir():
+            self.note(
+                f"the run folder {run_dir.path} is gone, and with it what the run had written; run.copy_to keeps "
+                "a copy elsewhere"
+            )
+            return
+        if summary is None:
+            self.console.print("no iteration finished")
+        else:
+            table = Table(show_header=False, title="summary", title_justify="left")
+            for label, value in summary.rows():
+                table.add_row(label, value)
+            self.console.print(table)
+        self.console.print(f"run folder {run_dir.path}", markup=False)
+
+    def _tell(self, phase: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(self._done, phase)
+
+    def _end_stage(self) -> None:
+        if self._stage is not None:
+            self._stage.stop()
+            self._stage = None
+
+    @contextmanager
+    def job(self, title: str) -> Iterator[Callable[[str, float], None]]:
+        """Bar of a job before the run: yields `tick(stage, fraction)`, fraction from 0 to 1."""
+        self._end_stage()
+        if not self.console.is_terminal:
+            yield _PlainTicker(self, title)
+            return
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TimeRemainingColumn(compact=True),
+        )
+        with Progress(*columns, console=self.console) as bars:
+            task = bars.add_task(title, total=1.0)
+            yield lambda stage, fraction: bars.update(
+                task, description=f"{title}: {stage}", completed=fraction
+            )
+
+
+class _PlainTicker:
+    """Turns frequent ticks into a handful of lines."""
+
+    def __init__(self, report: Reporter, title: str) -> None:
+        self._report = report
+        self._title = title
+        self._stage = ""
+        self._said_s = 0.0
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        now_s = self._report.clock()
+        if stage == self._stage and now_s - self._said_s < _PLAIN_LINE_EVERY_S:
+            return
+        self._stage, self._said_s = stage, now_s
+        self._report.note(f"{self._title}: {stage} ({fraction:.0%})")
+
+
+def describe_figures(figures: Mapping[str, float]) -> str:
+    """The figures a person watches, in one line; what a run does not have is left out."""
+    shown = [
+        ("reward/mean", "reward {:.3f}"),
+        ("rollout/mean_acceptance_length", "accepts {:.2f}"),
+        ("rollout/goodput_tokens_per_s", "{:,.0f} tokens/s"),
+        ("time/iteration_s", "{:.1f} s"),
+    ]
+    if figures.get("moves/num_moved"):
+        shown.insert(-1, ("moves/num_moved", "{:.0f} moves"))
+    return "  ".join(form.format(figures[name]) for name, form in shown if name in figures)

@@ -1,0 +1,277 @@
+"""The metrics of one iteration: rewards and lengths, decoding and the update, its evaluation, its moves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from rlhfspec.cluster.observe.summary import amdahl_bound
+from rlhfspec.cluster.observe.timeline import Timeline, overlap_s
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.metrics import METRICS, find_metric
+from rlhfspec.core.records import FinishReason, Reward, Rollout, UpdateReport
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.reallocation.pool_records import MoveMode
+from rlhfspec.policies.scheduling.events import MoveRecord
+
+_CORRECT = "correct"
+
+
+def reward_figures(rewards: Sequence[Reward]) -> dict[str, float]:
+    """`reward/mean`, `reward/std`, and `reward/PART` for every part that a sample has.
+
+    A part's mean is over the samples that have it. `reward/accuracy` is that of the first part called `correct`. A
+    part that is called as one of these figures gives way to it.
+    """
+    values = np.array([reward.value for reward in rewards])
+    by_part: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            by_part.setdefault(name, []).append(value)
+    figures = {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
+    correct = next((part for name, part in by_part.items() if name.split("/")[-1] == _CORRECT), None)
+    if correct is not None:
+        figures["reward/accuracy"] = float(np.mean(correct))
+    return {f"reward/{name}": float(np.mean(part)) for name, part in by_part.items()} | figures
+
+
+def distribution_figures(rollouts: Sequence[Rollout], advantages: Sequence[float] | None) -> dict[str, float]:
+    """Name every figure; `advantages` are the samples' means, None where the update reports none."""
+    rewards = np.array([rollout.reward.value for rollout in rollouts])
+    lengths = np.array([rollout.completion.num_sampled_tokens for rollout in rollouts])
+    cut = [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in rollouts]
+    figures = {"rollout/length_cut_share": float(np.mean(cut))}
+    for percent in (10, 50, 90, 99):
+        figures[f"rollout/response_tokens_p{percent}"] = float(np.percentile(lengths, percent))
+    for percent in (10, 50, 90):
+        figures[f"reward/p{percent}"] = float(np.percentile(rewards, percent))
+    figures |= {"reward/min": float(rewards.min()), "reward/max": float(rewards.max())}
+    # a part that is called like a figure of all rewards does not take its place
+    parts = {f"reward/{name}": value for name, value in _part_means(rollouts).items()}
+    figures |= {name: value for name, value in parts.items() if name not in METRICS and find_metric(name)}
+    if advantages is not None:
+        of_samples = np.array(advantages)
+        figures |= {
+            "learner/advantage_mean": float(of_samples.mean()),
+            "learner/advantage_std": float(of_samples.std()),
+            "learner/advantage_min": float(of_samples.min()),
+            "learner/advantage_max": float(of_samples.max()),
+        }
+    return figures
+
+
+def _part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.reward.parts.items():
+            values[name].append(value)
+    return {name: float(np.mean(those)) for name, those in sorted(values.items())}
+
+
+def iteration_figures(
+    rollouts: Sequence[Rollout],
+    stats: GenerationStats,
+    update: UpdateReport,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """Name every figure of the iteration.
+
+    Args:
+        rollouts: all samples of the iteration.
+        stats: what the instances' decode steps did in it.
+        update: the learner's report.
+        seconds: `generate`, `score`, `update`, `publish`, `refit`, `evaluate`, `iteration`; score counts only what
+            follows the last completion, because the rest is hidden behind generation.
+    """
+    lengths = np.array([int(rollout.completion.is_sampled.sum()) for rollout in rollouts])
+    figures = reward_figures([rollout.reward for rollout in rollouts])
+    figures |= {
+        "rollout/mean_acceptance_length": stats.mean_acceptance_length,
+        "rollout/acceptance_rate": stats.acceptance_rate,
+        "rollout/goodput_tokens_per_s": float(lengths.sum()) / max(seconds["generate"], 1e-9),
+        "rollout/response_tokens_mean": float(lengths.mean()),
+        "rollout/response_tokens_max": float(lengths.max()),
+        "rollout/num_samples": float(len(rollouts)),
+        "rollout/num_recomputed": float(sum(rollout.completion.epoch > 0 for rollout in rollouts)),
+        "rollout/num_preemptions": float(stats.num_preemptions),
+    }
+    figures |= {f"time/{name}_s": value for name, value in seconds.items()}
+    # a figure with an area of its own keeps it
+    return figures | {
+        name if "/" in name else f"learner/{name}": value for name, value in update.figures.items()
+    }
+
+
+def with_evaluation(figures: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
+    """The figures of an iteration with those of the evaluation after it, whose seconds belong to it; none: as it is."""
+    spent_s = evaluated.get("time/evaluate_s", 0.0)
+    total_s = figures["time/iteration_s"] + spent_s
+    # generation that hid an update would leave it to be waited for
+    hidden_s = figures.get("time/update_hidden_s", 0.0)
+    bound = amdahl_bound(total_s, figures["time/generate_s"] - hidden_s)
+    return {**figures, **evaluated, "time/iteration_s": total_s, "time/amdahl_bound": bound}
+
+
+CORRECT = "correct"
+"The part of a reward that says whether a response is right; from 0.5 on it counts as passed."
+
+
+def correctness(parts: Mapping[str, float]) -> float | None:
+    """The first part called `correct`, or NAME/correct in a mixture; None where a reward has none."""
+    return next((value for name, value in parts.items() if name.split("/")[-1] == CORRECT), None)
+
+
+def evaluation_figures(rollouts: Sequence[Rollout], skipped: Sequence[int] = ()) -> dict[str, float]:
+    """Name every figure of one evaluation.
+
+    `eval/accuracy` is the share of right samples, and so is `eval/mean_at_k`, its name where each prompt has k
+    samples; `eval/pass_at_k` the share of prompts with a right one among k, `eval/pass_at_1`, `_2`, `_4`, ... the
+    estimate for fewer. Without the part `correct` (of a mixture: NAME/correct) in every reward these are left out; a
+    sample without a reward counts in them as wrong. `eval/best_at_k` is the mean over prompts of the best reward.
+
+    Args:
+        rollouts: the samples with a reward; those of one prompt share a group.
+        skipped: the group of each sample without one (`reward.on_error: skip`).
+    """
+    rewards = np.array([rollout.reward.value for rollout in rollouts])
+    lengths = np.array([rollout.completion.num_sampled_tokens for rollout in rollouts])
+    cut = [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in rollouts]
+    figures = {
+        "eval/reward_mean": float(rewards.mean()),
+        "eval/reward_std": float(rewards.std()),
+        "eval/best_at_k": float(np.mean([values.max() for values in _by_group(rollouts, rewards)])),
+        "eval/response_tokens_mean": float(lengths.mean()),
+        "eval/length_cut_share": float(np.mean(cut)),
+        "eval/num_prompts": float(len({*skipped, *(rollout.completion.group_id for rollout in rollouts)})),
+        "eval/num_samples": float(len(rollouts) + len(skipped)),
+        "eval/num_skipped": float(len(skipped)),
+    }
+    found = [correctness(rollout.reward.parts) for rollout in rollouts]
+    passed = [value for value in found if value is not None]
+    if len(passed) < len(rollouts):
+        return figures
+    groups = _by_group(rollouts, np.array(passed), skipped)
+    figures["eval/accuracy"] = sum(passed) / (len(rollouts) + len(skipped))
+    figures["eval/mean_at_k"] = float(np.mean([values.mean() for values in groups]))
+    num_samples = min(len(values) for values in groups)
+    for name, k in [("k", num_samples), *((str(k), k) for k in _powers_of_two(num_samples))]:
+        estimates = [
+            pass_at_k(num_samples=len(values), num_passed=int((values >= 0.5).sum()), k=k)
+            for values in groups
+        ]
+        figures[f"eval/pass_at_{name}"] = float(np.mean(estimates))
+    return figures
+
+
+def pass_at_k(*, num_samples: int, num_passed: int, k: int) -> float:
+    """Chance that one of k samples of a prompt passes, without bias from `num_samples` of them.
+
+    1 - C(n - c, k) / C(n, k). Source: Chen et al. 2021, 'Evaluating large language models trained on code', eq. 1.
+    Raises ValueError unless 0 <= num_passed <= num_samples and 1 <= k <= num_samples.
+    """
+    if not (0 <= num_passed <= num_samples and 1 <= k <= num_samples):
+        raise ValueError(
+            f"pass@{k} of {num_samples} samples with {num_passed} passed: expected k of at least 1 and at most the "
+            "number of samples, and no more passed than that"
+        )
+    num_failed = num_samples - num_passed
+    if num_failed < k:
+        return 1.0
+    return 1.0 - float(np.prod(1.0 - k / np.arange(num_failed + 1, num_samples + 1)))
+
+
+def _powers_of_two(below: int) -> list[int]:
+    return [1 << power for power in range(below.bit_length()) if 1 << power < below]
+
+
+def _by_group(
+    rollouts: Sequence[Rollout], values: np.ndarray, skipped: Sequence[int] = ()
+) -> list[np.ndarray]:
+    groups: dict[int, list[float]] = defaultdict(list)
+    for rollout, value in zip(rollouts, values, strict=True):
+        groups[rollout.completion.group_id].append(float(value))
+    for group_id in skipped:
+        groups[group_id].append(0.0)
+    return [np.array(group) for group in groups.values()]
+
+
+OUTCOMES = tuple(MoveOutcome)
+
+
+def move_figures(
+    moves: Sequence[MoveRecord], *, stats: GenerationStats, planning_s: float, timeline: Timeline
+) -> dict[str, float]:
+    """Name every figure; what needs a move that there was not is left out.
+
+    Args:
+        moves: those that ended in the iteration.
+        stats: sums over the instances in it.
+        planning_s: seconds the scheduler spent on deciding moves.
+        timeline: of the generation, for what transfers were hidden behind.
+    """
+    done = [record for record in moves if record.outcome == MoveOutcome.MOVED]
+    figures = {
+        f"moves/num_{outcome.replace(' ', '_')}": float(sum(record.outcome == outcome for record in moves))
+        for outcome in OUTCOMES
+    }
+    for mode in MoveMode:
+        figures[f"moves/num_{mode}"] = float(sum(record.order.mode is mode for record in done))
+    return (
+        figures
+        | _bytes(done)
+        | _times(done)
+        | _hidden(timeline)
+        | {
+            "moves/decode_thread_s": stats.move_s,
+            "moves/planning_s": planning_s,
+            "moves/overhead_share": overhead_share(stats, planning_s=planning_s),
+        }
+    )
+
+
+def overhead_share(stats: GenerationStats, *, planning_s: float) -> float:
+    """Seconds spent on deciding and making moves over those of generation, summed over the decode threads."""
+    return (planning_s + stats.move_s) / max(stats.busy_s + stats.move_s, 1e-9)
+
+
+def _bytes(done: Sequence[MoveRecord]) -> dict[str, float]:
+    """Bytes by stage: before the hand-over, while the source decodes, and with it."""
+    first, second = (sum(_values(done, f"stage{number}_bytes")) for number in (1, 2))
+    figures = {"moves/stage1_bytes": float(first), "moves/stage2_bytes": float(second)}
+    if first + second:
+        figures["moves/stage1_bytes_share"] = first / (first + second)
+    return figures
+
+
+def _times(done: Sequence[MoveRecord]) -> dict[str, float]:
+    figures = {}
+    for name in ("stage1_s", "attach_s", "downtime_s"):
+        values = _values(done, name)
+        if values:
+            figures[f"moves/{name}_median"] = median(values)
+    downtimes = _values(done, "downtime_s")
+    if downtimes:
+        figures["moves/downtime_s_max"] = max(downtimes)
+    return figures
+
+
+def _hidden(timeline: Timeline) -> dict[str, float]:
+    """Share of the transfer seconds in which the pool, or the same instance, was in a decode step."""
+    total_s = sum(one.seconds for lane in timeline.lanes for one in lane.transfers)
+    if total_s <= 0.0:
+        return {}
+    steps = [step for lane in timeline.lanes for step in lane.steps]
+    pool_s = sum(overlap_s(lane.transfers, steps) for lane in timeline.lanes)
+    own_s = sum(overlap_s(lane.transfers, lane.steps) for lane in timeline.lanes)
+    return {
+        "moves/transfer_s": total_s,
+        "moves/transfer_hidden_share": pool_s / total_s,
+        "moves/transfer_hidden_own_share": own_s / total_s,
+    }
+
+
+def _values(moves: Sequence[MoveRecord], name: str) -> list[float]:
+    return [record.figures[name] for record in moves if name in record.figures]

@@ -1,0 +1,229 @@
+"""A run's state, and why it stands still, as text for a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhfspec.cluster.observe.console import describe_figures
+from rlhfspec.cluster.observe.diagnosis import Diagnosis
+from rlhfspec.cluster.observe.live_page import STALE_AFTER_S, STARTING, LivePage
+from rlhfspec.cluster.observe.processes import Frame, SeenProcess, ThreadStack
+
+SHOWN_EVENTS = 8
+
+
+def status_view(
+    page: LivePage | None, *, state: Sequence[str], now: float, actors: Iterable[str] = ()
+) -> RenderableType:
+    """Everything that `rlhfspec status` prints.
+
+    Args:
+        page: what the run told last; None: it never told anything.
+        state: lines of `describe_status`, or who answered.
+        now: seconds since the epoch.
+        actors: names of living actors, where a cluster was asked.
+    """
+    parts: list[RenderableType] = [Text(line) for line in state]
+    if page is None:
+        parts.append(
+            Text("no live.json: it was started by an earlier version, or ended before its first page")
+        )
+        return Group(*parts)
+    parts += [Text(line) for line in page_lines(page, now)]
+    if page.instances:
+        parts.append(_instances(page))
+    names = sorted(actors)
+    if names:
+        parts.append(Text(f"actors    {', '.join(names)}"))
+    if page.events:
+        parts.append(Text("last events"))
+        parts += [Text(f"  {clock_time(event.at)}  {event.text}") for event in page.events[-SHOWN_EVENTS:]]
+    return Group(*parts)
+
+
+def told_lines(page: LivePage, now: float) -> list[str]:
+    """Whether the page is of now; what to do when it is not."""
+    age_s = max(0.0, now - page.told_at)
+    if page.ended or age_s <= STALE_AFTER_S:
+        return []
+    return [
+        f"stale: the run told nothing for {span(age_s)} (process {page.pid} on {page.host}); what follows is what it "
+        "told last"
+    ]
+
+
+def span(seconds: float) -> str:
+    """A length of time in two figures or so."""
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def page_lines(page: LivePage, now: float) -> list[str]:
+    """What it does, for whom it waits and since when, a line each."""
+    told = told_lines(page, now)
+    # of an old page, ages are those of when it was told
+    now = now if now - page.told_at <= STALE_AFTER_S and not page.ended else page.told_at
+    lines = [f"run       {page.run}  {page.folder} on {page.host}", *told]
+    lines.append(f"iteration {_where(page, now)}")
+    if page.figures:
+        lines.append(f"last      {describe_figures(page.figures)}")
+    rate = sum(row.tokens_per_s for row in page.instances)
+    lines.append(f"weights   version {page.weight_version}; {rate:,.0f} tokens/s now")
+    lines += [
+        f"waits     {wait.waiter} for {wait.waited_for} to '{wait.order}' since {span(now - wait.since)}, "
+        f"gives up after {wait.timeout_s:.0f} s"
+        for wait in page.waits[:3]
+    ]
+    if page.scheduler_silent_s > STALE_AFTER_S / 2:
+        lines.append(f"scheduler has not answered for {span(page.scheduler_silent_s)}")
+    return lines
+
+
+def _where(page: LivePage, now: float) -> str:
+    """How far the run is, or where it ended."""
+    for_s = span(now - page.phase_since)
+    if page.iteration >= page.num_iterations:
+        return f"all {page.num_iterations} ended"
+    if page.ended and page.phase == STARTING:
+        return f"none begun: it ended while it was starting, after {for_s}"
+    done = f" {page.done} of {page.total}" if page.total > 1 else ""
+    at, phase = f"{page.iteration + 1} of {page.num_iterations}", f"{page.phase or 'between phases'}{done}"
+    if page.ended:
+        return f"{at}: ended in {phase}, after {for_s}"
+    return f"{at}: {phase} for {for_s}, last progress {span(now - page.progress_at)} ago"
+
+
+def _instances(page: LivePage) -> Table:
+    table = Table(title="instances", title_justify="left", box=None, pad_edge=False)
+    table.add_column("name")
+    table.add_column("state", no_wrap=True)
+    for title in ("running", "waiting", "slots", "tokens/s", "accepts", "version", "heard"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for row in page.instances:
+        is_gone = row.state == "gone"
+        table.add_row(
+            row.name,
+            f"{row.activity} {span(row.activity_s)}"
+            if row.state == "serving" and row.activity
+            else row.state,
+            *("-" if is_gone else str(n) for n in (row.num_running, row.num_waiting, row.num_slots)),
+            "-" if is_gone else f"{row.tokens_per_s:,.0f}",
+            f"{row.acceptance_length:.2f}",
+            "-" if is_gone else str(row.weight_version),
+            "-" if is_gone else f"{row.silent_s:.0f} s ago",
+            "drafter alarm" if row.drafter_alarm else "",
+        )
+    return table
+
+
+def clock_time(at: float) -> str:
+    """As a wall clock shows it."""
+    return f"{datetime.fromtimestamp(at):%H:%M:%S}"
+
+
+_OURS = re.compile(r"(?:^|/)((?:core|profiles|policies|engine|learning|actors|cluster)/[\w/]+\.py)$")
+_LIBRARIES = ("site-packages", "dist-packages")
+_HELPERS = ("actors/waiting/", "cluster/observe/", "cluster/folder/run_status.py")
+"Whoever waits does so there: what counts is who called them. Threads that run nothing else only look on."
+_SHOWN_THREADS = 2
+_MOVES = 3
+_EVENTS = 3
+_MB = 1 << 20
+
+
+def diagnosis_view(diagnosis: Diagnosis, *, now: float, with_stacks: bool = False) -> RenderableType:
+    """Everything that `rlhfspec diagnose` prints; `now` in seconds since the epoch."""
+    page, processes = diagnosis.page, diagnosis.processes
+    parts: list[RenderableType] = []
+    if page is not None:
+        parts += [Text(line) for line in page_lines(page, now)]
+        if not page.waits:
+            parts.append(Text("waits     none that the loop told of"))
+    if processes:
+        parts.append(_table(processes))
+    else:
+        parts.append(
+            Text(f"no process of {diagnosis.run} was found: it has ended, or runs on another machine")
+        )
+    for node in diagnosis.nodes:
+        if node.memory_bytes:
+            used = node.memory_bytes - node.memory_free_bytes
+            store = (
+                f"; object store {node.store_bytes // _MB:,} of {node.store_limit_bytes // _MB:,} MB"
+                if node.store_limit_bytes
+                else ""
+            )
+            parts.append(
+                Text(f"memory    {node.host}: {used // _MB:,} of {node.memory_bytes // _MB:,} MB used{store}")
+            )
+    if diagnosis.silent:
+        parts.append(Text("did not answer"))
+        parts += [Text(f"  {line}") for line in diagnosis.silent]
+    if page is not None:
+        parts.append(Text("last decisions"))
+        parts += [Text(f"  {row.name} drafts {row.draft}") for row in page.instances if row.draft]
+        parts += [Text(f"  {clock_time(move.at)}  {move.text}") for move in page.moves[-_MOVES:]]
+        parts += [Text(f"  {clock_time(event.at)}  {event.text}") for event in page.events[-_EVENTS:]]
+    if with_stacks:
+        parts += [Text(line) for one in processes for line in _stacks(one)]
+    return Group(*parts)
+
+
+def where(stack: ThreadStack) -> str | None:
+    """Where a thread is in our code, and in what it calls there; None for one that does not run ours, or looks on."""
+    ours = next(
+        ((number, path) for number, frame in enumerate(stack.frames) if (path := _own_path(frame))), None
+    )
+    if ours is None:
+        return None
+    number, path = ours
+    frame, innermost = stack.frames[number], stack.frames[0]
+    calls = f" calls {innermost.function}" if number else ""
+    return f"{path}:{frame.line} {frame.function}{calls}"
+
+
+def _own_path(frame: Frame) -> str | None:
+    match = _OURS.search(frame.file)
+    if match is None or any(name in frame.file for name in _LIBRARIES):
+        return None
+    return None if match[1].startswith(_HELPERS) else match[1]
+
+
+def _table(processes: list[SeenProcess]) -> Table:
+    table = Table(title="processes", title_justify="left", box=None, pad_edge=False)
+    for title in ("name", "host", "pid", "state"):
+        table.add_column(title, no_wrap=True)
+    for title in ("own MB", "store MB", "cpu"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("where", overflow="fold")
+    for one in processes:
+        places = [place for stack in one.stacks if (place := where(stack))]
+        more = f" (and {len(places) - _SHOWN_THREADS} more threads)" if len(places) > _SHOWN_THREADS else ""
+        table.add_row(
+            one.actor,
+            one.host,
+            str(one.pid),
+            "stopped" if one.is_stopped else "lives",
+            f"{one.own_bytes // _MB:,}",
+            f"{one.shared_bytes // _MB:,}",
+            span(one.cpu_s),
+            "; ".join(places[:_SHOWN_THREADS]) + more or ("idle" if one.stacks else ""),
+        )
+    return table
+
+
+def _stacks(one: SeenProcess) -> list[str]:
+    lines = [f"stacks of {one.actor} ({one.pid} on {one.host})"]
+    for stack in one.stacks:
+        lines.append(f"  thread {stack.name}")
+        lines += [f"    {frame.file}:{frame.line} {frame.function}" for frame in stack.frames]
+    return lines

@@ -1,0 +1,315 @@
+"""What a run achieved, and when its rewards taught nothing: from its metrics alone, so a folder tells the same."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Figures = Mapping[str, float]
+NO_SIGNAL = "learner/no_signal"
+MANY_CUT = 0.5
+"Of an iteration's responses: more than this share is told."
+_CUT_ADVICE = "raise it, or see in samples/ whether responses end as the model's chat template ends a turn"
+
+
+class _Cause(NamedTuple):
+    """One way in which nothing can be learned; the first that holds is what to mend first."""
+
+    holds: Callable[[Figures], bool]
+    what: str
+    advice: str
+
+
+_CAUSES = (
+    _Cause(
+        lambda figures: (
+            _are_equal(figures, "reward/min", "reward/max") and figures.get("rollout/num_samples", 0.0) > 1
+        ),
+        "all rewards are equal",
+        "see in samples/ whether the reward can tell responses apart, and whether any prompt is neither too hard nor "
+        "too easy",
+    ),
+    _Cause(
+        lambda figures: _are_equal(figures, "learner/num_zero_advantage_groups", "learner/num_groups"),
+        "the rewards of no prompt's responses differ",
+        "raise rollout.samples_per_prompt or sampling.temperature, or take prompts that are solved at times",
+    ),
+    _Cause(
+        lambda figures: figures.get("mismatch/masked_share") == 1.0,
+        "algorithm.correction masks every token",
+        "see mismatch/ratio_mean, and widen the mask or lower rollout.max_staleness",
+    ),
+    _Cause(
+        lambda figures: figures.get("learner/lr") == 0.0,
+        "the learning rate is 0",
+        "see trainer.learning_rate and trainer.schedule",
+    ),
+    _Cause(
+        lambda figures: figures.get("learner/grad_norm") == 0.0,
+        "the gradient is 0",
+        "see algorithm.truncated, algorithm.clip_ratio and the advantages in metrics.jsonl",
+    ),
+)
+
+
+def with_signal(figures: Figures) -> dict[str, float]:
+    """The figures of an iteration, and whether its rewards could teach nothing."""
+    return {**figures, NO_SIGNAL: float(bool(_causes(figures)))}
+
+
+def signal_line(iteration: int, figures: Figures) -> str | None:
+    """What a person is told of an iteration (counted from 0) that could teach nothing, or was mostly cut."""
+    causes, cut = _causes(figures), figures.get("rollout/length_cut_share", 0.0)
+    of_cut = f"{cut:.0%} of the responses were cut at sampling.max_new_tokens" if cut > MANY_CUT else ""
+    if not causes:
+        return f"iteration {iteration + 1}: {of_cut}; {_CUT_ADVICE}" if of_cut else None
+    # a response that is cut seldom earns anything: that is what to mend first
+    what, advice = (
+        (f"{causes[0].what}, {of_cut}", _CUT_ADVICE) if of_cut else (causes[0].what, causes[0].advice)
+    )
+    return f"iteration {iteration + 1}: its rewards taught nothing: {what}; {advice}"
+
+
+def signal_rows(metrics: Iterable[Figures]) -> list[tuple[str, str]]:
+    """Rows of the closing table: iterations that could teach nothing, and those that were mostly cut."""
+    firsts: Counter[str] = Counter()
+    num_rows = num_cut = 0
+    for figures in metrics:
+        num_rows += 1
+        num_cut += figures.get("rollout/length_cut_share", 0.0) > MANY_CUT
+        firsts.update(cause.what for cause in _causes(figures)[:1])
+    rows = []
+    if firsts:
+        why = ", ".join(f"{what} ({count})" for what, count in firsts.most_common())
+        rows.append(("rewards taught nothing", f"{firsts.total()} of {num_rows} iterations: {why}"))
+    if num_cut:
+        rows.append(("most responses cut", f"{num_cut} of {num_rows} iterations, at sampling.max_new_tokens"))
+    return rows
+
+
+def _causes(figures: Figures) -> list[_Cause]:
+    return [cause for cause in _CAUSES if cause.holds(figures)]
+
+
+def _are_equal(figures: Figures, one: str, other: str) -> bool:
+    """Whether both are known and the same."""
+    return one in figures and figures[one] == figures.get(other)
+
+
+STEP_PARTS = ("generate", "score", "update", "publish", "refit", "evaluate")
+"Parts of an iteration that the loop times as `time/<part>_s`."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Totals and means over a run; `first` and `last` are means over a fifth of the iterations."""
+
+    num_iterations: int
+    num_samples: int
+    num_response_tokens: int
+    reward_first: float
+    reward_last: float
+    accuracy_first: float | None
+    accuracy_last: float | None
+    mean_acceptance_length: float
+    acceptance_rate: float
+    acceptance_first: float
+    acceptance_last: float
+    goodput_tokens_per_s: float
+    "response tokens over the seconds of generation"
+    num_moved: int
+    "samples moved between instances while they ran"
+    is_invariant: bool | None
+    "bits were promised in every iteration; None: the metrics do not say"
+    total_s: float
+    part_s: Mapping[str, float]
+    "seconds by part of the iteration; `other` is what no part claims"
+    update_hidden_s: float = 0.0
+    "of updates, behind the sampling of later batches"
+    signal: Sequence[tuple[str, str]] = ()
+    "rows about iterations that could teach nothing (`cluster.observe.summary`)"
+
+    @property
+    def amdahl_bound(self) -> float:
+        """How many times faster the iterations were if generation took no time."""
+        return amdahl_bound(self.total_s, self.part_s["generate"] - self.update_hidden_s)
+
+    @property
+    def reward_gain(self) -> float:
+        """Mean reward of the last fifth less that of the first."""
+        return self.reward_last - self.reward_first
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The closing table: label and value."""
+        rows = [
+            ("iterations", str(self.num_iterations)),
+            ("samples", f"{self.num_samples:,}"),
+            ("response tokens", f"{self.num_response_tokens:,}"),
+            (
+                "mean reward, first to last fifth",
+                f"{self.reward_first:.3f} to {self.reward_last:.3f} ({self.reward_gain:+.3f})",
+            ),
+        ]
+        if self.accuracy_first is not None and self.accuracy_last is not None:
+            rows.append(
+                ("accuracy, first to last fifth", f"{self.accuracy_first:.3f} to {self.accuracy_last:.3f}")
+            )
+        rows += self.signal
+        if self.num_moved:
+            rows.append(("samples moved", f"{self.num_moved:,}"))
+        if self.is_invariant is not None:
+            promise = (
+                "every bit"
+                if self.is_invariant
+                else "the distribution, not every bit (see the run's first lines)"
+            )
+            rows.append(("tokens reproduce", promise))
+        rows += [
+            ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens a decode step"),
+            ("acceptance rate", f"{self.acceptance_rate:.3f} of the draft tokens"),
+            ("  first to last fifth", f"{self.acceptance_first:.3f} to {self.acceptance_last:.3f}"),
+            ("goodput", f"{self.goodput_tokens_per_s:,.0f} tokens/s"),
+            ("time", f"{self.total_s:.1f} s"),
+        ]
+        rows += [
+            (f"  {name}", f"{seconds:.1f} s ({seconds / max(self.total_s, 1e-9):.0%})")
+            for name, seconds in self.part_s.items()
+            if seconds or name != "evaluate"
+        ]
+        twice = amdahl_bound(self.total_s, self.part_s["generate"] - self.update_hidden_s, times=2.0)
+        rows.append(
+            (
+                "faster generation (Amdahl)",
+                f"{twice:.2f} x if 2 x as fast, {self.amdahl_bound:.2f} x if free",
+            )
+        )
+        return rows
+
+    def text(self) -> str:
+        """The table as plain text, one row a line."""
+        rows = self.rows()
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows) + "\n"
+
+
+def amdahl_bound(total_s: float, generate_s: float, *, times: float = math.inf) -> float:
+    """How many times faster the whole were if generation were `times` as fast, by default infinitely.
+
+    Source: Amdahl 1967, 'Validity of the single processor approach to achieving large scale computing capabilities'.
+    """
+    generate_s = min(max(generate_s, 0.0), total_s)
+    left_s = total_s - generate_s + generate_s / times
+    return total_s / max(left_s, 1e-9 * total_s, 1e-9)
+
+
+def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
+    """Sum up the lines of `metrics.jsonl`; None when no iteration finished, or for supervised training's."""
+    if not metrics or any("train/loss" in row for row in metrics):
+        return None
+    fifth = max(1, len(metrics) // 5)
+    samples = [row.get("rollout/num_samples", 0.0) for row in metrics]
+    tokens = [
+        n * row.get("rollout/response_tokens_mean", 0.0) for n, row in zip(samples, metrics, strict=True)
+    ]
+    # the last update of a run ahead has nothing beside it
+    decoded = [row for row in metrics if "rollout/acceptance_rate" in row]
+    promised = [row["rollout/invariant"] == 1.0 for row in metrics if "rollout/invariant" in row]
+    part_s = {part: _total(metrics, f"time/{part}_s") for part in STEP_PARTS}
+    total_s = _total(metrics, "time/iteration_s")
+    part_s["other"] = max(0.0, total_s - sum(part_s.values()))
+    return Summary(
+        num_iterations=len(metrics),
+        num_samples=round(sum(samples)),
+        num_response_tokens=round(sum(tokens)),
+        reward_first=_mean(metrics[:fifth], "reward/mean") or 0.0,
+        reward_last=_mean(metrics[-fifth:], "reward/mean") or 0.0,
+        accuracy_first=_mean(metrics[:fifth], "reward/accuracy"),
+        accuracy_last=_mean(metrics[-fifth:], "reward/accuracy"),
+        mean_acceptance_length=_mean(metrics, "rollout/mean_acceptance_length") or 1.0,
+        acceptance_rate=_mean(metrics, "rollout/acceptance_rate") or 0.0,
+        acceptance_first=_mean(decoded[:fifth], "rollout/acceptance_rate") or 0.0,
+        acceptance_last=_mean(decoded[-fifth:], "rollout/acceptance_rate") or 0.0,
+        goodput_tokens_per_s=sum(tokens) / max(part_s["generate"], 1e-9),
+        num_moved=round(_total(metrics, "moves/num_moved")),
+        is_invariant=all(promised) if promised else None,
+        total_s=total_s,
+        part_s=part_s,
+        update_hidden_s=_total(metrics, "time/update_hidden_s"),
+        signal=signal_rows(metrics),
+    )
+
+
+def _total(metrics: Iterable[Mapping[str, float]], name: str) -> float:
+    return sum(row.get(name, 0.0) for row in metrics)
+
+
+def _mean(metrics: Iterable[Mapping[str, float]], name: str) -> float | None:
+    values = [row[name] for row in metrics if name in row]
+    return sum(values) / len(values) if values else None
+
+
+SILENT_ADVICE = (
+    "see whether the rows differ in what is to be learned, and whether their margins or the steps so far leave "
+    "anything"
+)
+
+
+def is_silent(figures: Mapping[str, float]) -> bool:
+    """Whether a step had no gradient, and so learned nothing."""
+    return figures.get("train/grad_norm") == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedSummary:
+    """Steps, losses on rows held out and learned from, speed."""
+
+    num_steps: int
+    held_out: Mapping[str, tuple[float, float]]
+    "figure: at the first and at the last evaluation"
+    train_loss: tuple[float, float]
+    "means of the first and of the last fifth of the steps"
+    tokens_per_s: float
+    "mean over the steps"
+    total_s: float
+    num_silent: int = 0
+    "steps with a gradient of 0"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The closing table: label and value."""
+        rows = [("steps", f"{self.num_steps:,}")]
+        for name, (first, last) in self.held_out.items():
+            rows.append((f"held-out {name}, first to last", f"{first:.4f} to {last:.4f}"))
+        rows.append(
+            ("training loss, first to last fifth", f"{self.train_loss[0]:.4f} to {self.train_loss[1]:.4f}")
+        )
+        if self.num_silent:
+            rows.append(("steps that learned nothing", f"{self.num_silent:,}, with a gradient of 0"))
+        rows.append(("speed", f"{self.tokens_per_s:,.0f} tokens/s"))
+        rows.append(("time of the steps", f"{self.total_s:.1f} s"))
+        return rows
+
+
+def summarise_supervised(metrics: Sequence[Mapping[str, float]]) -> SupervisedSummary | None:
+    """Sum up the lines of `metrics.jsonl`; None where no supervised step stands in them."""
+    steps = [row for row in metrics if "train/loss" in row]
+    if not steps:
+        return None
+    evaluations = [row for row in metrics if "eval/loss" in row]
+    names = [
+        name for name in ("loss", "accuracy", "margin") if evaluations and f"eval/{name}" in evaluations[0]
+    ]
+    fifth = max(1, len(steps) // 5)
+    return SupervisedSummary(
+        num_steps=int(steps[-1]["iteration"]),
+        held_out={name: (evaluations[0][f"eval/{name}"], evaluations[-1][f"eval/{name}"]) for name in names},
+        train_loss=(
+            _total(steps[:fifth], "train/loss") / fifth,
+            _total(steps[-fifth:], "train/loss") / fifth,
+        ),
+        tokens_per_s=_total(steps, "train/tokens_per_s") / len(steps),
+        total_s=_total(steps, "time/step_s"),
+        num_silent=sum(is_silent(row) for row in steps),
+    )

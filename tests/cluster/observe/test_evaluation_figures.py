@@ -1,0 +1,88 @@
+"""pass@k equals its definition, and figures that a reward says nothing of are left out."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from made_rollouts import rollout
+
+from rlhfspec.cluster.observe.iteration_metrics import evaluation_figures, pass_at_k
+from rlhfspec.cluster.run.evaluate import Evaluator
+from rlhfspec.core.metrics import require_declared
+from rlhfspec.core.settings.evaluation import EvaluationConfig
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_one_that_passes(num_samples):
+    for num_passed in range(num_samples + 1):
+        passed = [True] * num_passed + [False] * (num_samples - num_passed)
+        for k in range(1, num_samples + 1):
+            choices = [any(chosen) for chosen in combinations(passed, k)]
+            estimate = pass_at_k(num_samples=num_samples, num_passed=num_passed, k=k)
+            assert estimate == pytest.approx(np.mean(choices), abs=1e-12)
+
+
+def test_pass_at_k_stays_finite_where_the_binomials_would_not():
+    assert 0.0 < pass_at_k(num_samples=1024, num_passed=1, k=512) < 1.0
+
+
+@pytest.mark.parametrize(("num_passed", "k"), [(3, 1), (0, 3), (0, 0), (-1, 1)])
+def test_more_than_there_are_is_refused(num_passed, k):
+    with pytest.raises(ValueError, match="expected k"):
+        pass_at_k(num_samples=2, num_passed=num_passed, k=k)
+
+
+def test_figures_are_means_over_prompts():
+    rollouts = [
+        rollout(index, group=index // 4, reward=float(right), parts={"correct": float(right)}, num_tokens=3)
+        for index, right in enumerate([1, 0, 0, 0, 0, 0, 0, 0])
+    ]
+    figures = evaluation_figures(rollouts)
+    assert figures["eval/accuracy"] == figures["eval/mean_at_k"] == figures["eval/pass_at_1"] == 0.125
+    assert figures["eval/pass_at_2"] == 0.25 and figures["eval/pass_at_k"] == 0.5
+    assert figures["eval/best_at_k"] == 0.5 and figures["eval/response_tokens_mean"] == 3.0
+    assert (figures["eval/num_prompts"], figures["eval/num_samples"]) == (2, 8)
+
+
+def test_without_a_part_that_says_what_is_right_in_every_reward_there_is_no_accuracy():
+    rollouts = [rollout(0, parts={"correct": 1.0}), rollout(1, group=1, parts={})]
+    figures = evaluation_figures(rollouts)
+    assert not {"eval/accuracy", "eval/mean_at_k", "eval/pass_at_k", "eval/pass_at_1"} & figures.keys()
+
+
+def test_samples_without_a_reward_count_as_wrong_and_are_counted():
+    rollouts = [rollout(0, parts={"correct": 1.0}), rollout(2, group=1, parts={"correct": 1.0})]
+    figures = evaluation_figures(rollouts, skipped=[0, 1, 2, 2])
+    assert (
+        figures["eval/accuracy"]
+        == figures["eval/mean_at_k"]
+        == figures["eval/pass_at_1"]
+        == pytest.approx(1 / 3)
+    )
+    assert figures["eval/pass_at_k"] == pytest.approx(2 / 3)
+    assert [figures[f"eval/num_{name}"] for name in ("prompts", "samples", "skipped")] == [3, 6, 4]
+    require_declared(figures)
+
+
+def test_a_mixture_s_part_says_what_is_right_too():
+    figures = evaluation_figures([rollout(0, parts={"form": 1.0, "maths": 0.2, "maths/correct": 0.0})])
+    assert figures["eval/accuracy"] == 0.0
+
+
+def test_a_metric_that_the_rewards_do_not_have_gives_way_and_is_told():
+    notes: list[str] = []
+    settings = EvaluationConfig(every=1, metric="eval/accuracy")
+    parts: Any = (
+        SimpleNamespace(config=SimpleNamespace(evaluation=settings)),
+        None,
+        SimpleNamespace(note=notes.append),
+        None,
+    )
+    evaluator = Evaluator(*parts)
+    better = [evaluator._take_mark({"eval/reward_mean": value}) for value in (0.5, 0.4, 0.6)]
+    assert better == [True, False, True]
+    assert len(notes) == 1 and "chosen by eval/reward_mean" in notes[0]

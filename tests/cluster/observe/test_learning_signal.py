@@ -1,0 +1,114 @@
+"""An iteration that can teach nothing is told with its reason: figures of real updates of a tiny model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from made_rollouts import rollout
+from tiny_llama import tiny_llama
+
+from rlhfspec.cluster.observe.iteration_metrics import distribution_figures, iteration_figures
+from rlhfspec.cluster.observe.summary import signal_line, summarise, with_signal
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.metrics import require_declared
+from rlhfspec.core.records import Rollout
+from rlhfspec.learning.trainer.learner import Learner
+
+SECONDS = dict.fromkeys(("generate", "score", "update", "publish", "refit", "evaluate", "iteration"), 1.0)
+
+
+def figures_of(rollouts: list[Rollout], **algorithm: object) -> dict[str, float]:
+    """What a run writes of an iteration that learned from these."""
+    learner = Learner(
+        tiny_llama(0),
+        algorithm=AlgorithmConfig.model_validate({"kl_coef": 0.0, **algorithm}),
+        trainer=TrainerConfig(minibatch_size=4),
+        temperature=1.0,
+        seed=0,
+        pad_token_id=0,
+    )
+    update = learner.update(rollouts)
+    figures = iteration_figures(rollouts, GenerationStats(), update, SECONDS)
+    figures |= distribution_figures(rollouts, update.sample_advantages)
+    figures["learner/num_optimizer_steps"] = float(update.num_optimizer_steps)
+    return with_signal(figures)
+
+
+def batch(rewards: list[float], num_cut: int = 0) -> list[Rollout]:
+    """Two samples of each prompt; the first ones are cut."""
+    return [
+        rollout(2 + index, group=index // 2, reward=reward, is_cut=index < num_cut)
+        for index, reward in enumerate(rewards)
+    ]
+
+
+MIXED, EQUAL, IN_GROUPS = [0.0, 1.0, 1.0, 0.0], [0.5] * 4, [0.0, 0.0, 1.0, 1.0]
+SILENT = [
+    ({"kind": "grpo"}, batch(EQUAL), "all rewards are equal; see in samples/"),
+    ({"kind": "ppo"}, batch(EQUAL), "all rewards are equal; see in samples/"),
+    ({"kind": "grpo", "kl_coef": 0.1}, batch(EQUAL), "all rewards are equal; see in samples/"),
+    (
+        {"kind": "grpo"},
+        batch(IN_GROUPS),
+        "the rewards of no prompt's responses differ; raise rollout.samples",
+    ),
+    (
+        {"kind": "dapo", "truncated": "mask"},
+        batch(MIXED, 4),
+        "the gradient is 0, 100% of the responses were cut",
+    ),
+    ({"kind": "grpo", "truncated": "mask"}, batch(EQUAL, 4), "all rewards are equal, 100% of the responses"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "rollouts", "reason"), SILENT)
+def test_an_iteration_that_teaches_nothing_says_why(algorithm, rollouts, reason) -> None:
+    figures = figures_of(rollouts, **algorithm)
+    require_declared(figures)
+    assert figures["learner/no_signal"] == 1.0
+    line = signal_line(4, figures)
+    assert line is not None and line.startswith(f"iteration 5: its rewards taught nothing: {reason}")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "reinforce_pp"])
+def test_an_iteration_that_teaches_says_nothing(kind) -> None:
+    figures = figures_of(batch(MIXED, 2), kind=kind)
+    assert figures["learner/no_signal"] == 0.0 and signal_line(0, figures) is None
+
+
+def test_mostly_cut_responses_are_told_even_where_they_teach() -> None:
+    figures = figures_of(batch(MIXED, 3), kind="grpo")
+    assert figures["learner/no_signal"] == 0.0
+    line = signal_line(0, figures)
+    assert line is not None and "75% of the responses were cut at sampling.max_new_tokens; raise it" in line
+
+
+def test_one_sample_alone_is_no_equal_reward() -> None:
+    assert figures_of(batch([1.0]), kind="ppo")["learner/no_signal"] == 0.0
+
+
+def test_the_summary_counts_reasons_from_the_metrics_alone() -> None:
+    rows = [figures_of(batch(EQUAL), kind="grpo") for _ in range(2)]
+    rows += [figures_of(batch(IN_GROUPS, 4), kind="grpo"), figures_of(batch(MIXED), kind="grpo")]
+    for row in rows:
+        # a folder of an earlier version does not say it
+        del row["learner/no_signal"]
+    summary = summarise(rows)
+    assert summary is not None
+    told = dict(summary.rows())
+    assert told["rewards taught nothing"] == (
+        "3 of 4 iterations: all rewards are equal (2), the rewards of no prompt's responses differ (1)"
+    )
+    assert told["most responses cut"].startswith("1 of 4 iterations")
+    well = summarise(rows[3:])
+    assert well is not None and not well.signal
+
+
+def test_a_rate_of_zero_and_a_mask_of_everything_are_named() -> None:
+    figures = figures_of(batch(MIXED), kind="grpo")
+    assert "the learning rate is 0" in str(signal_line(0, figures | {"learner/lr": 0.0}))
+    masked = figures | {"mismatch/masked_share": 1.0, "learner/grad_norm": 0.0}
+    assert "algorithm.correction masks every token" in str(signal_line(0, masked))
+    assert np.isclose(figures["learner/lr"], 1e-5)
