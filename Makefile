@@ -43,7 +43,7 @@ demo-real: setup
 	$(BIN)/rlhfspec train --config configs/smollm2_grpo.yaml
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder --durations=20
+	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=20
 
 # Proofs that take minutes each: drivers killed and resumed, an autoscaler, a node that ends.
 test-long: setup

@@ -78,6 +78,8 @@ def test_it_is_removed_when_the_process_is_killed(tmp_path: Path, number: signal
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            # tests that run in a shell's background inherit that Ctrl-C is ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert child.stdout is not None and child.stdout.readline() == "in\n"
         child.send_signal(number)
