@@ -1,16 +1,27 @@
 """What `pyproject.toml` cannot say: each folder at the top is a package inside `rlhfspec`."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 FOLDERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
+
+
+class BuildPackage(build_py):
+    """A wheel has `rlhfspec/__init__.py` where a checkout has `rlhfspec.py`."""
+
+    def run(self) -> None:
+        """Build, and add that file."""
+        super().run()
+        if not self.editable_mode:
+            Path(self.build_lib, "rlhfspec", "__init__.py").write_text('"""RLHF on Ray."""\n')
+
 
 setup(
     package_dir={"rlhfspec": "."},
     packages=["rlhfspec.configs"]
     + [f"rlhfspec.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])],
-    package_data={
-        "rlhfspec.configs": ["*.yaml"],
-        "rlhfspec.cluster.kuberay": ["**/*"],
-        "": ["*.toml", "*.yaml"],
-    },
+    package_data={"rlhfspec.cluster.kuberay": ["**/*"], "": ["*.toml", "*.yaml"]},
+    cmdclass={"build_py": BuildPackage},
 )

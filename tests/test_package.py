@@ -1,0 +1,70 @@
+"""The package `rlhfspec` is the same from a checkout, from a job's working directory and from an installed wheel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import LAYERS, ROOT
+
+WHERE = (
+    "import rlhfspec.core.records as records, rlhfspec.cluster.placement.origin as origin; "
+    "print(records.__file__, origin.shadowed_packages())"
+)
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """What `--working-dir .` sends: the checkout without what stands in `.gitignore`."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in (*LAYERS, "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("rlhfspec.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def run(argv: list[str], *, cwd: Path, path: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *argv],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", [["--version"], ["check", "--config", "configs/demo.yaml"]])
+def test_a_job_runs_what_its_working_directory_holds(tmp_path: Path, command: list[str]) -> None:
+    tree = copy_of_the_tree(tmp_path)
+    # as Ray starts an entry point: in the folder, which is on the path
+    assert run(["-c", WHERE], cwd=tree, path=str(tree)).split() == [str(tree / "core" / "records.py"), "[]"]
+    assert run(["-m", "rlhfspec.cluster.cli", *command], cwd=tree, path=str(tree))
+
+
+def test_a_wheel_puts_one_name_into_site_packages_and_runs(tmp_path: Path) -> None:
+    tree, wheels, site, elsewhere = (tmp_path / name for name in ("tree", "wheels", "site", "elsewhere"))
+    for folder in (tree, elsewhere):
+        folder.mkdir()
+    name = run(["-c", BUILD, str(wheels)], cwd=copy_of_the_tree(tree), path="").split()[-1]
+    with zipfile.ZipFile(wheels / name) as wheel:
+        names = wheel.namelist()
+        wheel.extractall(site)
+    assert {each.split("/")[0] for each in names if ".dist-info/" not in each} == {"rlhfspec"}
+    data = ["configs/demo.yaml", "cluster/kuberay/Dockerfile", "cluster/kuberay/base/job/rayjob.yaml"]
+    assert {f"rlhfspec/{each}" for each in data} <= set(names)
+    files = {str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
+    assert {f"rlhfspec/{each}" for each in files} <= set(names)
+    got = run(["-c", WHERE], cwd=elsewhere, path=str(site)).split()
+    assert got == [str(site / "rlhfspec" / "core" / "records.py"), "[]"]
+    assert "rlhfspec" in run(["-m", "rlhfspec.cluster.cli", "--version"], cwd=elsewhere, path=str(site))
+    config = str(site / "rlhfspec" / "configs" / "demo.yaml")
+    assert run(["-m", "rlhfspec.cluster.cli", "check", "--config", config], cwd=elsewhere, path=str(site))
