@@ -68,6 +68,11 @@ class Config(Section):
     tracking: TrackingConfig = TrackingConfig()
     cluster: ClusterConfig = ClusterConfig()
 
+    def ending_at(self, end_token_ids: tuple[int, ...] | None) -> Config:
+        """The same with the end tokens that were found for its prompts."""
+        sampling = self.sampling.model_copy(update={"end_token_ids": end_token_ids})
+        return self.model_copy(update={"sampling": sampling})
+
     @property
     def decodes_on_gpu(self) -> bool:
         """Whether instances take the GPUs that are asked for (`actors.waiting.assigned_device`)."""

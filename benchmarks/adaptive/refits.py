@@ -7,8 +7,8 @@ from pathlib import Path
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.origin import ROOT
-from rlhfspec.cluster.preflight.inputs import read_inputs
 from rlhfspec.cluster.preflight.named_models import resolve_models
+from rlhfspec.cluster.preflight.run_check import check_run
 from rlhfspec.cluster.run.loop import run_training
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.metrics import read_metrics
@@ -27,7 +27,7 @@ def acceptance_by_iteration(out: Path, *, refit: bool, iterations: int) -> tuple
     report = Reporter()
     config = resolve_models(load_config(ROOT / "configs" / "demo.yaml", changes), report)
     run_dir = RunDir.create(config)
-    result = run_training(config, read_inputs(config), run_dir, report)
+    result = run_training(check_run(config, output_dir=out), run_dir, report)
     metrics = read_metrics(run_dir.metrics_file)
     shares = [row.get("time/refit_s", 0.0) / row["time/iteration_s"] for row in metrics]
     rates = [row[ACCEPTANCE] for row in metrics]

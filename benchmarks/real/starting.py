@@ -58,10 +58,11 @@ def _run(target: str, cache: str) -> None:
 
     overrides = [f"models.target={target}", f"run.cache_dir={cache}", "cluster.dashboard=false"]
     config = load_config(ROOT / "configs" / "smollm2_grpo.yaml", overrides)
-    inputs = check_run(config, output_dir=Path(cache) / "runs").inputs
+    plan = check_run(config, output_dir=Path(cache) / "runs")
+    assert plan.memory is not None
     with (
-        ray_session(config.cluster, "bench-start", store_bytes=inputs.object_store_bytes) as session,
-        running_system(config, session, inputs) as system,
+        ray_session(config.cluster, "bench-start", store_bytes=plan.memory.object_store_bytes) as session,
+        running_system(plan, session) as system,
     ):
         requests: list[SampleRequest] = system.cursor.next_requests(1, 1, system.sampling)
         system.scheduler.enqueue(tuple(requests))

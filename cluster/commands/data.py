@@ -14,7 +14,7 @@ from rlhfspec.cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
     from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.core.config import Config
+    from rlhfspec.core.config import Config, ModelsConfig
 
 ABOUT = """What a data set holds, and what is wrong with it (data check).
 
@@ -56,8 +56,9 @@ def check_data(
     # the report alone goes to standard output
     with Reporter(PipeConsole(highlight=False, soft_wrap=True, stderr=True)) as report:
         read = _config(file, config, overrides)
-        loaded = _tokenizer(tokenizer, read, report)
         from rlhfspec.cluster.observe.data_text import data_lines
+
+        loaded = _tokenizer(tokenizer, read.models, read.run.template_time, report)
         from rlhfspec.learning.data.statistics import data_report
 
         report.stop()
@@ -90,18 +91,14 @@ def _config(file: str | None, config: Path | None, overrides: list[str]) -> Conf
     return config_from_dict(tree, overrides=overrides, origin=str(config or "--set"))
 
 
-def _tokenizer(name: str | None, config: Config, report: Reporter) -> Any:
-    name = name or config.models.tokenizer
-    if name is None and config.models.target != _NO_MODEL:
-        name = config.models.target
-    if name is None:
+def _tokenizer(name: str | None, models: ModelsConfig, template_time: str | None, report: Reporter) -> Any:
+    name = name or models.tokenizer
+    if name is None and models.target == _NO_MODEL:
         return None
     report.stage("loading the tokenizer")
-    from rlhfspec.engine.weights.loading import load_tokenizer
-    from rlhfspec.learning.data.template_time import keep_time
+    from rlhfspec.cluster.preflight.inputs import read_tokenizer
 
-    tokenizer = load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
-    return keep_time(tokenizer, config.run.template_time)
+    return read_tokenizer(models.model_copy(update={"tokenizer": name}), template_time)
 
 
 @contextmanager

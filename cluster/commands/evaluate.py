@@ -61,7 +61,12 @@ def evaluate(
     with Reporter() as report:
         report.stage("loading torch and transformers")
         from rlhfspec.cluster.folder.run_time import with_time
-        from rlhfspec.cluster.jobs.evaluate_models import evaluate_model, evaluation_config, write_results
+        from rlhfspec.cluster.jobs.evaluate_models import (
+            evaluate_model,
+            evaluation_config,
+            plan_evaluation,
+            write_results,
+        )
         from rlhfspec.cluster.preflight.named_models import resolve_models
 
         now = datetime.now()
@@ -73,11 +78,11 @@ def evaluate(
         results = []
         for name, one in zip(model, configs, strict=True):
             report.stage(f"evaluating {name}")
-            results.append(evaluate_model(one, report))
+            results.append(evaluate_model(plan_evaluation(one), report))
         report.stop()
         _print(model, results, report)
         if out is not None:
-            write_results(out, results, configs[0])
+            write_results(out, results, configs[0].model_dump(mode="json"))
             report.note(f"results in {out}")
     return 0
 
@@ -117,7 +122,7 @@ def profile(
     from rlhfspec.cluster.observe.pictures import draw_profile
     from rlhfspec.cluster.preflight.inputs import read_inputs
     from rlhfspec.cluster.preflight.named_models import resolve_models
-    from rlhfspec.cluster.preflight.run_profile import describe, measure
+    from rlhfspec.cluster.preflight.run_profile import RunProfile
     from rlhfspec.core.config_io import load_config
     from rlhfspec.profiles.profile import save_profile
 
@@ -125,10 +130,10 @@ def profile(
         report.stage("loading torch and transformers")
         loaded = resolve_models(load_config(config, overrides), report)
         inputs = read_inputs(loaded)
-        loaded = inputs.ending(loaded)
-        described = describe(loaded, inputs)
+        run_profile = RunProfile(loaded.ending_at(inputs.end_token_ids), inputs)
+        described = run_profile.described()
         report.stop()
-        made = measure(loaded, inputs, described, report, budget_s=budget)
+        made = run_profile.measure(described, report, budget_s=budget)
     save_profile(made.profile, out, made.costs, made.drafts)
     pictures = draw_profile(made, out)
     for name, value in made.profile.quality.items():

@@ -12,7 +12,6 @@ from rlhfspec.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhfspec.cluster.kuberay.pool_pods import RunPods
-    from rlhfspec.core.config import Config
 
 ABOUT = """Write the Kubernetes manifests of a run (kube render).
 
@@ -58,7 +57,10 @@ def render(
     named = manifests.kubernetes_name(name or loaded.run.name)
     if name is not None and name != named:
         raise ConfigError(f"--name {name} is no name for Kubernetes; expected one such as {named}")
-    pods = pods_of(loaded, like=like)
+    from rlhfspec.cluster.kuberay.planned_memory import plan_remote
+    from rlhfspec.cluster.kuberay.pool_pods import plan_pods
+
+    pods = plan_pods(plan_remote(loaded, like))
     make = manifests.ray_job if kind == "rayjob" else manifests.ray_cluster
     documents = [manifests.config_map(named, tree), make(named, pods, image=image, queue=queue)]
     flags = [f"--config {config}", *(f"--set {each}" for each in overrides)]
@@ -72,21 +74,6 @@ def render(
         write_whole(out, text)
         print(f"{out}: {_describe(pods)}")
     return 0
-
-
-def pods_of(config: Config, *, like: list[str]) -> RunPods:
-    """The pods that a config needs. Raises ConfigError, ModelError."""
-    # torch and transformers
-    from rlhfspec.cluster.kuberay.planned_memory import ROLES, plan_remote_memory
-    from rlhfspec.cluster.kuberay.pool_pods import plan_pods
-
-    found = {}
-    for text in like:
-        role, _, place = text.partition("=")
-        if role not in ROLES or not place:
-            raise ConfigError(f"--like expects ROLE=DIR with a role of {', '.join(ROLES)}, got '{text}'")
-        found[role] = place
-    return plan_pods(config, plan_remote_memory(config, found))
 
 
 def _describe(pods: RunPods) -> str:

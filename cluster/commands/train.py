@@ -15,10 +15,9 @@ from rlhfspec.core.errors import ConfigError
 if TYPE_CHECKING:
     from rlhfspec.cluster.folder.layout import RunDir
     from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.preflight.inputs import Inputs
     from rlhfspec.cluster.preflight.prepared_run import PreparedRun
+    from rlhfspec.cluster.preflight.run_plan import RunPlan
     from rlhfspec.cluster.resume.run_state import RunState
-    from rlhfspec.core.config import Config
 
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 
@@ -59,8 +58,8 @@ def train(
         if dry_run:
             import yaml
 
-            report.note(yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False))
-            report.note("\n".join(prepared.checked.lines()))
+            report.note(yaml.safe_dump(prepared.plan.config.model_dump(mode="json"), sort_keys=False))
+            report.note("\n".join(prepared.plan.report))
         else:
             _run(prepared, report)
     return 0
@@ -113,16 +112,15 @@ def check(
             raise ConfigError("--like is for --manifest: without it the models are those of the config")
         from rlhfspec.cluster.preflight.prepared_run import prepare_run
 
-        prepared = prepare_run(config, overrides, report, resume=resume, dry_run=True)
+        plan = prepare_run(config, overrides, report, resume=resume, dry_run=True).plan
         from rlhfspec.cluster.preflight.model_files import require_finite_weights
         from rlhfspec.cluster.preflight.run_check import require_place_in_cluster
 
         report.stage("reading the weights")
-        checked = prepared.config
-        require_finite_weights(checked.models, has_draft_model=checked.speculation.drafter == "model")
-        require_place_in_cluster(checked)
+        require_finite_weights(plan.models.configs, plan.config.models.dtype)
+        require_place_in_cluster(plan)
         report.stop()
-        for line in (*prepared.checked.lines(), "check passed: the config can run here"):
+        for line in (*plan.report, "check passed: the config can run here"):
             report.note(line)
     return 0
 
@@ -136,11 +134,11 @@ def _check_manifest(
         raise ConfigError("--manifest is compared with a config: expected --config FILE, got none")
     loaded = load_config(config, overrides)
     report.stage("reckoning the plan")
-    from rlhfspec.cluster.commands.kube import pods_of
-
-    pods = pods_of(loaded, like=like)
     from rlhfspec.cluster.kuberay.manifest_check import require_manifest
+    from rlhfspec.cluster.kuberay.planned_memory import plan_remote
+    from rlhfspec.cluster.kuberay.pool_pods import plan_pods
 
+    pods = plan_pods(plan_remote(loaded, like))
     require_manifest(manifest, pods)
     report.stop()
     report.note(f"check passed: {manifest} can hold the run")
@@ -150,14 +148,13 @@ def _run(prepared: PreparedRun, report: Reporter) -> None:
     from rlhfspec.cluster.folder.layout import RunDir
     from rlhfspec.cluster.folder.leftovers import sweep_run_folders
     from rlhfspec.cluster.folder.remote_copy import copying
-    from rlhfspec.cluster.preflight.run_profile import resolve_profile
+    from rlhfspec.cluster.preflight.run_profile import RunProfile
 
-    config, path, checked, resumed = prepared.config, prepared.path, prepared.checked, prepared.resumed
-    inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
-    for line in (checked.adapter, checked.correction, *checked.functions):
-        if line is not None:
-            report.note(line)
-    for line in (inputs if resumed is None else inputs.dataset).notes():
+    plan, path, resumed = prepared.plan, prepared.path, prepared.resumed
+    config, inputs = plan.config, plan.inputs
+    if plan.profile is None:
+        plan = replace(plan, profile=RunProfile(config, inputs).resolve(report))
+    for line in (*plan.notes, *(inputs if resumed is None else inputs.dataset).notes()):
         report.note(line)
     run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config, report.note)
     if run_dir.path != path:
@@ -165,12 +162,10 @@ def _run(prepared: PreparedRun, report: Reporter) -> None:
     for line in sweep_run_folders(path.parent):
         report.note(line)
     with copying(run_dir, config.run.copy_to, report.note):
-        _train(config, inputs, run_dir, report, None if resumed is None else resumed.state)
+        _train(plan, run_dir, report, None if resumed is None else resumed.state)
 
 
-def _train(
-    config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter, state: RunState | None = None
-) -> None:
+def _train(plan: RunPlan, run_dir: RunDir, report: Reporter, state: RunState | None = None) -> None:
     """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
     report.stage("starting Ray")
     from rlhfspec.cluster.run.loop import run_training
@@ -180,7 +175,7 @@ def _train(
     try:
         # beside the run's files, the log may be on the full disk
         with storage_errors(run_dir.path, only_known=True):
-            run_training(config, inputs, run_dir, report, state)
+            run_training(plan, run_dir, report, state)
     except BaseException as error:
         # nothing from here on may hide what ended the run
         is_stop = isinstance(error, SystemExit)

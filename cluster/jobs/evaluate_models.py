@@ -14,10 +14,12 @@ from rlhfspec.cluster.folder.rollout_files import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import ray_session
+from rlhfspec.cluster.placement.topology import plan as plan_topology
 from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
-from rlhfspec.cluster.preflight.inputs import Inputs, require_cores
-from rlhfspec.cluster.preflight.model_check import check_models, require_served
+from rlhfspec.cluster.preflight.inputs import Inputs, longest_sample, require_cores
+from rlhfspec.cluster.preflight.model_check import check_models
 from rlhfspec.cluster.preflight.reward_plan import check_reward, reward_columns
+from rlhfspec.cluster.preflight.run_plan import RunPlan
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.system.system import running_generation
 from rlhfspec.core.config import Config
@@ -84,11 +86,32 @@ def evaluation_config(
     return config_from_dict(apply_overrides(made, overrides), origin="the evaluation")
 
 
-def evaluate_model(config: Config, report: Reporter) -> ModelResult:
-    """Evaluate `models.target` on Ray: on what the run held out of `data`, where it evaluates, else on all of it.
+def evaluate_model(plan: RunPlan, report: Reporter) -> ModelResult:
+    """Evaluate the target of a plan on Ray. Raises what `collect` raises."""
+    evaluation = plan.inputs.evaluation
+    assert evaluation is not None
+    for line in evaluation.lines:
+        report.note(line)
+    with (
+        ray_session(plan.config.cluster, "evaluation") as session,
+        running_generation(plan, session, note=report.note) as system,
+    ):
+        report.start(1)
+        done = evaluate(system, evaluation_requests(evaluation, asking=0), report)
+        report.stop()
+    return ModelResult(
+        model=plan.config.models.target,
+        figures=done.figures,
+        seconds=done.seconds,
+        rollouts=done.collected.rollouts,
+    )
 
-    Of these at most the first `evaluation.limit`.
-    Raises InputError for model, data or reward that cannot be used; what `collect` raises.
+
+def plan_evaluation(config: Config) -> RunPlan:
+    """The plan of a run that evaluates its target once and trains nothing.
+
+    On what the run held out of `data`, where it evaluates, else on all of it; of these at most `evaluation.limit`.
+    Raises InputError for model, data or reward that cannot be used.
     """
     require_cores(config.cluster, engine=config.engine.num_threads, trainer=config.trainer.num_threads)
     # nothing learns
@@ -97,7 +120,7 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
     tokenizer = models.tokenizer
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
     config, evaluation = prompts_of(config, dataset, tokenizer)
-    evaluation.require_context(models.configs)
+    evaluation.require_context(models.context_tokens)
     # nothing longer than an evaluation's samples is generated
     config = config.model_copy(
         update={
@@ -106,26 +129,18 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
             )
         }
     )
-    require_served(
-        config, models, max_total_tokens=evaluation.max_total_tokens + config.max_first_words_tokens
+    longest = longest_sample(dataset, evaluation, max_new_tokens=evaluation.sampling.max_new_tokens)
+    models.require_served(
+        config.speculation, max_total_tokens=evaluation.max_total_tokens + config.max_first_words_tokens
     )
     check_reward(config.reward, reward_columns(config.data, config.evaluation))
-    for line in evaluation.lines:
-        report.note(line)
-    inputs = Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation)
-    with (
-        ray_session(config.cluster, "evaluation") as session,
-        running_generation(config, session, inputs, note=report.note) as system,
-    ):
-        report.start(1)
-        done = evaluate(system, evaluation_requests(evaluation, asking=0), report)
-        report.stop()
-    return ModelResult(
-        model=config.models.target,
-        figures=done.figures,
-        seconds=done.seconds,
-        rollouts=done.collected.rollouts,
+    inputs = Inputs(
+        tokenizer=tokenizer,
+        dataset=dataset,
+        evaluation=evaluation,
+        max_total_tokens=longest + config.max_first_words_tokens,
     )
+    return RunPlan(config=config, topology=plan_topology(config), models=models, inputs=inputs)
 
 
 def prompts_of(
@@ -144,7 +159,7 @@ def prompts_of(
     return once, evaluation_of(once, held_out.prompts, tokenizer, lines=lines)
 
 
-def write_results(folder: Path, results: Sequence[ModelResult], config: Config) -> None:
+def write_results(folder: Path, results: Sequence[ModelResult], config: dict[str, Any]) -> None:
     """Write `results.json`, and of each model `samples-N.parquet` with all samples and `samples-N.md` with a few.
 
     Raises StorageError.
@@ -161,7 +176,7 @@ def write_results(folder: Path, results: Sequence[ModelResult], config: Config) 
             }
             for number, one in enumerate(results)
         ],
-        "config": config.model_dump(mode="json"),
+        "config": config,
     }
     write_whole(folder / "results.json", json.dumps(tree, indent=2) + "\n")
     for number, one in enumerate(results):

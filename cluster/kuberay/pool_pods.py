@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlhfspec.cluster.kuberay.planned_memory import RemotePlan
 from rlhfspec.cluster.placement.memory_plan import (
     MIB,
     PLAIN_PROCESS_BYTES,
-    MemoryPlan,
 )
-from rlhfspec.cluster.placement.topology import Place, Topology, plan
-from rlhfspec.cluster.preflight.run_profile import needs_profile
-from rlhfspec.core.config import Config
+from rlhfspec.cluster.placement.topology import Place, Topology
 from rlhfspec.core.errors import ConfigError
 
 WORKER_RAY_BYTES = 400 * MIB
@@ -80,20 +78,19 @@ class RunPods:
     pools: tuple[PoolPods, ...]
 
 
-def plan_pods(config: Config, memory: MemoryPlan) -> RunPods:
-    """Size the pods of a config. Raises ConfigError: the pools are to share one node."""
-    topology = plan(config)
+def plan_pods(plan: RemotePlan) -> RunPods:
+    """Size the pods of a run. Raises ConfigError: the pools are to share one node."""
+    topology, memory = plan.topology, plan.memory
     if topology.strategy == "STRICT_PACK":
         raise ConfigError(
             "cluster.placement STRICT_PACK wants all actors on one node, and on Kubernetes each pool has nodes of its "
             "own; take PACK"
         )
     head_bytes = memory.ray_bytes + memory.object_store_bytes
-    head_cores = 2
-    if needs_profile(config):
+    head_cores = max(2, plan.profile_threads)
+    if plan.profile_threads:
         # the process that starts the run, on the head, loads the pair and measures it as an instance would
         head_bytes += memory.generation_bytes
-        head_cores = max(head_cores, config.engine.num_threads)
     actor_bytes = {
         "generation": memory.generation_bytes,
         "reward": memory.reward_bytes,

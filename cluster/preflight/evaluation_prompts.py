@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.config import Config, SamplingConfig
+from rlhfspec.core.config import Config
 from rlhfspec.core.errors import DataError, InputError
 from rlhfspec.core.records import Prompt, SamplingParams
-from rlhfspec.engine.weights.causal_lm import max_context_tokens
 from rlhfspec.learning.data.end_tokens import find_end_tokens
 from rlhfspec.learning.data.prompts import PromptDataset, load_prompts, sampling_params
 
@@ -35,24 +33,27 @@ class EvaluationPrompts:
         """Longest prompt and longest response together."""
         return max(len(prompt.token_ids) for prompt in self.prompts) + self.sampling.max_new_tokens
 
-    def require_context(self, models: Sequence[PretrainedConfig | None]) -> None:
-        """Raise DataError where a sample might not fit the context of one of the models."""
-        limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
-        if limits and self.max_total_tokens > min(limits):
+    def require_context(self, context_tokens: int | None) -> None:
+        """Raise DataError where a sample might not fit the context of one of the models, `context_tokens` long."""
+        if context_tokens is not None and self.max_total_tokens > context_tokens:
             raise DataError(
                 f"the longest evaluation prompt and evaluation.max_new_tokens {self.sampling.max_new_tokens} are "
-                f"{self.max_total_tokens} tokens together, but the models' context holds {min(limits)}; lower "
+                f"{self.max_total_tokens} tokens together, but the models' context holds {context_tokens}; lower "
                 "evaluation.max_new_tokens, or evaluation.data.max_prompt_tokens (with on_long_prompt=skip)"
             )
 
 
 def split_evaluation(
-    config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    dataset: PromptDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    end_token_ids: tuple[int, ...] | None = None,
 ) -> tuple[PromptDataset, EvaluationPrompts | None]:
     """Return the prompts to train on and those to evaluate on, None where `evaluation.every` is 0.
 
     Of held-out prompts no equal one is left in the training data. Data of their own leaves it as it is, and equal
-    prompts are told.
+    prompts are told. `end_token_ids`: of the training data, where they have been found.
 
     Raises:
         DataError: no prompt is left on one of the two sides; what reading `evaluation.data` raises, with that name
@@ -68,8 +69,10 @@ def split_evaluation(
             prompts = load_prompts(settings.data, tokenizer, seed=config.run.seed + _OTHER_PROBLEMS).prompts
         except InputError as error:
             raise type(error)(f"evaluation.data: {error}") from error
-        lines = _overlap(prompts, dataset)
-    return dataset, evaluation_of(config, prompts, tokenizer, lines=lines)
+        # other data may have another chat format
+        lines, end_token_ids = _overlap(prompts, dataset), None
+    evaluation = evaluation_of(config, prompts, tokenizer, lines=lines, end_token_ids=end_token_ids)
+    return dataset, evaluation
 
 
 def evaluation_of(
@@ -78,8 +81,12 @@ def evaluation_of(
     tokenizer: PreTrainedTokenizerBase,
     *,
     lines: tuple[str, ...] = (),
+    end_token_ids: tuple[int, ...] | None = None,
 ) -> EvaluationPrompts:
-    """The evaluation of these prompts, or of the first `evaluation.limit`; `lines` go below what is said of it."""
+    """The evaluation of these prompts, or of the first `evaluation.limit`; `lines` go below what is said of it.
+
+    `end_token_ids`: what ends their responses where the config names nothing; None: it is found for them.
+    """
     settings = config.evaluation
     prompts = prompts[: settings.limit]
     sampling = config.sampling.model_copy(
@@ -88,8 +95,20 @@ def evaluation_of(
             "top_p": settings.top_p,
             "top_k": 0,
             "max_new_tokens": settings.max_new_tokens or config.sampling.max_new_tokens,
+            "end_token_ids": end_token_ids
+            if config.sampling.end_token_ids is None
+            else config.sampling.end_token_ids,
         }
     )
+    if sampling.end_token_ids is None:
+        found = find_end_tokens(
+            settings.data or config.data,
+            tokenizer,
+            model=config.models.target,
+            is_chat=any(prompt.messages for prompt in prompts),
+            stop_token_ids=sampling.stop_token_ids,
+        )
+        sampling = sampling.model_copy(update={"end_token_ids": found.token_ids})
     how = "greedy" if settings.temperature == 0.0 else f"temperature {settings.temperature:g}"
     often = f", every {settings.every} iterations" if settings.every else ""
     first = (
@@ -97,30 +116,11 @@ def evaluation_of(
     )
     return EvaluationPrompts(
         prompts=tuple(prompts),
-        sampling=sampling_params(_ending(config, sampling, prompts, tokenizer), tokenizer),
+        sampling=sampling_params(sampling, tokenizer),
         samples_per_prompt=settings.samples_per_prompt,
         run_seed=config.run.seed,
         lines=(first, *lines),
     )
-
-
-def _ending(
-    config: Config,
-    sampling: SamplingConfig,
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-) -> SamplingConfig:
-    """With the end tokens of these prompts, where no run has found them before."""
-    if sampling.end_token_ids is not None:
-        return sampling
-    found = find_end_tokens(
-        config.evaluation.data or config.data,
-        tokenizer,
-        model=config.models.target,
-        is_chat=any(prompt.messages for prompt in prompts),
-        stop_token_ids=sampling.stop_token_ids,
-    )
-    return sampling.model_copy(update={"end_token_ids": found.token_ids})
 
 
 def _hold_out(

@@ -15,12 +15,13 @@ from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts, spl
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.core.settings.data import DataConfig
+from rlhfspec.core.settings.generation import SamplingConfig
 from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.engine.weights.loading import load_tokenizer, num_token_ids
 from rlhfspec.learning.data.end_tokens import EndTokens, find_end_tokens
 from rlhfspec.learning.data.prompts import PromptDataset, load_prompts
 from rlhfspec.learning.data.template_time import keep_time
-from rlhfspec.profiles.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,29 +34,18 @@ class Inputs:
     "what is held out of `dataset` or stands beside it; None where nothing is evaluated"
     ends: EndTokens | None = None
     "of responses, where they were looked for"
-    profile: Profile | None = None
-    "what the policy `goodput` goes by"
-    object_store_bytes: int | None = None
-    "of a local cluster, where the check has reckoned it"
-    gpu_bytes: int = 0
-    "what an instance takes of its GPU, where the check has reckoned it; 0: it is not asked"
-    trainer_gpu_bytes: int = 0
-    "the same of a trainer"
+    max_total_tokens: int
+    "of prompt and response, that an instance must hold for any sample, those of evaluations too"
 
-    def ending(self, config: Config) -> Config:
-        """The config with the end tokens that were found."""
-        return config if self.ends is None else _ending(config, self.ends)
+    @property
+    def end_token_ids(self) -> tuple[int, ...] | None:
+        """What ends responses; None where it was not looked for."""
+        return None if self.ends is None else self.ends.token_ids
 
     def notes(self) -> list[str]:
         """What a user should know of prompts and responses before a run."""
         line = self.ends.line if self.ends is not None else None
         return [*self.dataset.notes(), *([line] if line is not None else [])]
-
-    def max_total_tokens(self, config: Config) -> int:
-        """Tokens of prompt and response that an instance must hold for any sample, those of evaluations too."""
-        trained = self.dataset.max_prompt_tokens + config.sampling.max_new_tokens
-        evaluated = self.evaluation.max_total_tokens if self.evaluation else 0
-        return max(trained, evaluated) + config.max_first_words_tokens
 
 
 def read_tokenizer(models: ModelsConfig, template_time: str | None) -> PreTrainedTokenizerBase:
@@ -97,27 +87,40 @@ def read_inputs(config: Config, tokenizer: PreTrainedTokenizerBase | None = None
             "token is never sampled, so it would stop nothing: take it out"
         )
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
-    ends = end_tokens(config, dataset, tokenizer)
-    # other data may have another chat format
-    asked = config if config.evaluation.data is not None else _ending(config, ends)
-    dataset, evaluation = split_evaluation(asked, dataset, tokenizer)
-    return Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation, ends=ends)
-
-
-def end_tokens(config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> EndTokens:
-    """What ends responses: as the config says, or found for its prompts. Raises DataError, ModelError."""
-    sampling = config.sampling
-    if sampling.end_token_ids is not None:
-        return EndTokens(sampling.end_token_ids)
-    return find_end_tokens(
-        config.data,
-        tokenizer,
-        model=config.models.target,
-        is_chat=dataset.has_conversations,
-        stop_token_ids=sampling.stop_token_ids,
+    ends = end_tokens(config.data, config.sampling, config.models.target, dataset, tokenizer)
+    dataset, evaluation = split_evaluation(config, dataset, tokenizer, end_token_ids=ends.token_ids)
+    return Inputs(
+        tokenizer=tokenizer,
+        dataset=dataset,
+        evaluation=evaluation,
+        ends=ends,
+        max_total_tokens=config.max_first_words_tokens
+        + longest_sample(dataset, evaluation, max_new_tokens=config.sampling.max_new_tokens),
     )
 
 
-def _ending(config: Config, ends: EndTokens) -> Config:
-    sampling = config.sampling.model_copy(update={"end_token_ids": ends.token_ids})
-    return config.model_copy(update={"sampling": sampling})
+def longest_sample(
+    dataset: PromptDataset, evaluation: EvaluationPrompts | None, *, max_new_tokens: int
+) -> int:
+    """Most tokens of prompt and response together, of training and evaluation."""
+    evaluated = 0 if evaluation is None else evaluation.max_total_tokens
+    return max(dataset.max_prompt_tokens + max_new_tokens, evaluated)
+
+
+def end_tokens(
+    data: DataConfig,
+    sampling: SamplingConfig,
+    model: str,
+    dataset: PromptDataset,
+    tokenizer: PreTrainedTokenizerBase,
+) -> EndTokens:
+    """What ends responses: as the config says, or found for its prompts. Raises DataError, ModelError."""
+    if sampling.end_token_ids is not None:
+        return EndTokens(sampling.end_token_ids)
+    return find_end_tokens(
+        data,
+        tokenizer,
+        model=model,
+        is_chat=dataset.has_conversations,
+        stop_token_ids=sampling.stop_token_ids,
+    )

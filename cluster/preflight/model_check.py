@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.placement.memory_plan import ModelShape
-from rlhfspec.cluster.preflight.draft_head import check_head, check_mtp, describe_training
+from rlhfspec.cluster.preflight.drafts import Drafts, what_drafts
 from rlhfspec.cluster.preflight.inputs import read_tokenizer
-from rlhfspec.cluster.preflight.model_files import TEMPLATE_FILE, count_params, other_templates
+from rlhfspec.cluster.preflight.model_files import (
+    TEMPLATE_FILE,
+    check_vocabulary,
+    describe_model,
+    model_shape,
+    other_templates,
+)
 from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
 from rlhfspec.core.config import Config
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.outside import quote
-from rlhfspec.engine.cache.kv_pool import KVShape
+from rlhfspec.core.settings.generation import SpeculationConfig
+from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from rlhfspec.engine.draft_policies import most_nodes
 from rlhfspec.engine.model.support import refuse_unsupported
-from rlhfspec.engine.weights.draft_vocabulary import foreign_ids
-from rlhfspec.engine.weights.loading import (
-    load_hf_config,
-    load_tokenizer,
-    meta_model,
-    num_token_ids,
-)
+from rlhfspec.engine.weights.causal_lm import max_context_tokens
+from rlhfspec.engine.weights.loading import load_hf_config, meta_model, num_token_ids
 from rlhfspec.engine.weights.weight_files import indexed_too
 from rlhfspec.learning.trainer.adapter import count_adapter_params
 
@@ -41,18 +39,29 @@ class CheckedModels:
     """What is known of the models without a weight of them."""
 
     tokenizer: PreTrainedTokenizerBase
-    target_config: PretrainedConfig
-    draft_config: PretrainedConfig | None
-    "of a draft model; None: something else drafts, or nothing"
+    configs: dict[str, PretrainedConfig]
+    "of the models whose positions a sample takes, by path or hub name"
     target: ModelShape
+    drafts: Drafts | None
     draft: ModelShape | None
+    "the sizes of what drafts"
     lines: tuple[str, ...]
     "what `check` says of them"
 
     @property
-    def configs(self) -> Sequence[PretrainedConfig | None]:
-        """Of the models whose positions a sample takes."""
-        return self.target_config, self.draft_config
+    def context_tokens(self) -> int | None:
+        """Positions of the model that has the fewest; None: none says."""
+        limits = [limit for one in self.configs.values() if (limit := max_context_tokens(one))]
+        return min(limits, default=None)
+
+    def require_served(self, speculation: SpeculationConfig, *, max_total_tokens: int) -> None:
+        """Raise ModelError for a model that the engine refuses when it is built for samples of so many tokens."""
+        nodes = most_nodes(speculation)
+        if speculation.policy == "goodput" and nodes:
+            # the profile's engine drafts more
+            nodes = max(nodes, MAX_PROFILED_NODES)
+        for name, described in self.configs.items():
+            refuse_unsupported(meta_model(name, described), max_total_tokens + nodes + 1)
 
 
 def check_models(config: Config) -> CheckedModels:
@@ -60,98 +69,37 @@ def check_models(config: Config) -> CheckedModels:
 
     Raises ModelError, and ConfigError for adapters that the target has no layers for.
     """
-    trust, speculation = config.models.trust_remote_code, config.speculation
-    _verify_own_checkpoints(config)
-    target_config = load_hf_config(config.models.target, trust_remote_code=trust)
-    tokenizer = read_tokenizer(config.models, config.run.template_time)
-    target = model_shape(target_config, config.models.target)
-    if config.trainer.lora is not None:
-        module = meta_model(config.models.target, target_config)
-        target = replace(target, num_adapter_params=count_adapter_params(module, config.trainer.lora))
-    _check_vocabulary("target", config.models.target, target, tokenizer)
-    lines = [_describe_model("target", config.models.target, target)]
-    lines += _doubts(config, target, tokenizer)
-    draft = draft_config = None
-    if speculation.drafter == "head" and config.models.draft is not None:
-        draft, line = check_head(config.models.draft, target_config)
-        lines += [line, describe_training(config, target_config)]
-    elif speculation.drafter == "mtp":
-        draft, line = check_mtp(config)
-        lines.append(line)
-    elif speculation.drafter == "model" and config.models.draft is not None:
-        draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
-        own = load_tokenizer(config.models.draft, trust_remote_code=trust)
-        foreign = foreign_ids(tokenizer, own)
-        draft = model_shape(draft_config, config.models.draft)
-        _check_vocabulary("draft", config.models.draft, draft, own)
-        lines.append(_describe_model("draft", config.models.draft, draft))
-        lines.append(
-            f"tokenizers share {len(tokenizer.get_vocab().keys() & own.get_vocab().keys())} entries (target "
-            f"{len(tokenizer)}, draft {len(own)}); what only one has is never drafted"
-            if foreign or len(own) != len(tokenizer)
-            else f"tokenizers equal, {len(tokenizer)} entries"
-        )
-    return CheckedModels(
-        tokenizer=tokenizer,
-        target_config=target_config,
-        draft_config=draft_config,
-        target=target,
-        draft=draft,
-        lines=tuple(lines),
-    )
-
-
-def require_served(config: Config, models: CheckedModels, *, max_total_tokens: int) -> None:
-    """Raise ModelError for a model that the engine refuses when it is built for samples of so many tokens."""
-    nodes = most_nodes(config.speculation)
-    if config.speculation.policy == "goodput" and nodes:
-        # the profile's engine drafts more
-        nodes = max(nodes, MAX_PROFILED_NODES)
-    names = (config.models.target, config.models.draft)
-    for name, described in zip(names, models.configs, strict=True):
-        if name is not None and described is not None:
-            refuse_unsupported(meta_model(name, described), max_total_tokens + nodes + 1)
-
-
-def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape:
-    """Sizes of the causal LM a Hugging Face config describes.
-
-    Args:
-        config: of the model.
-        name: path or hub name; where given, its weight files are checked too.
-
-    Raises:
-        ModelError: there is no such model, or its weight files are not whole or another model's.
-    """
-    text = config.get_text_config()
-    return ModelShape(
-        num_params=count_params(config, AutoModelForCausalLM, name),
-        kv=KVShape.of(config),
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-    )
-
-
-def _verify_own_checkpoints(config: Config) -> None:
-    """Checkpoints that a run wrote have checksums: a damaged one would decode to nonsense."""
-    draft = config.models.draft if config.speculation.drafter in ("model", "head") else None
-    for name in (config.models.target, draft):
+    models, drafts = config.models, what_drafts(config)
+    for name in (models.target, models.draft if config.speculation.names_draft else None):
+        # checkpoints that a run wrote have checksums: a damaged one would decode to nonsense
         if name is not None and has_manifest(Path(name)):
             verify_checkpoint(Path(name))
+    target_config = load_hf_config(models.target, trust_remote_code=models.trust_remote_code)
+    tokenizer = read_tokenizer(models, config.run.template_time)
+    target = model_shape(target_config, models.target)
+    if config.trainer.lora is not None:
+        module = meta_model(models.target, target_config)
+        target = replace(target, num_adapter_params=count_adapter_params(module, config.trainer.lora))
+    check_vocabulary("target", models.target, target, tokenizer)
+    lines = [describe_model("target", models.target, target)]
+    lines += _doubts(models, target, tokenizer, own_template=config.data.chat_template is None)
+    draft = None if drafts is None else drafts.check(target_config, tokenizer)
+    configs = {models.target: target_config}
+    if drafts is not None and draft is not None and draft.hf_config is not None:
+        configs[drafts.place] = draft.hf_config
+    return CheckedModels(
+        tokenizer=tokenizer,
+        configs=configs,
+        target=target,
+        drafts=drafts,
+        draft=None if draft is None else draft.shape,
+        lines=(*lines, *(() if draft is None else draft.lines)),
+    )
 
 
-def _check_vocabulary(role: str, name: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
-    needed = num_token_ids(tokenizer)
-    if shape.vocab_size < needed:
-        over = tokenizer.convert_ids_to_tokens(list(range(shape.vocab_size, needed)))
-        named = ", ".join(quote(token) for token in over[:3])
-        raise ModelError(
-            f"the {role} model {name} has {shape.vocab_size} token ids, the tokenizer {needed} (beyond: {named}): "
-            "every token needs a row of the model; take a model trained with this tokenizer, or set models.tokenizer"
-        )
-
-
-def _doubts(config: Config, target: ModelShape, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _doubts(
+    models: ModelsConfig, target: ModelShape, tokenizer: PreTrainedTokenizerBase, *, own_template: bool
+) -> list[str]:
     """Lines on files that are read without fault and may not be those that were meant."""
     lines, known = [], num_token_ids(tokenizer)
     if target.vocab_size - known > max(target.vocab_size // _ROWS_A_PADDING, _LARGEST_PADDING):
@@ -159,8 +107,8 @@ def _doubts(config: Config, target: ModelShape, tokenizer: PreTrainedTokenizerBa
             f"the tokenizer has {known} of the target's {target.vocab_size} token ids, fewer than rows are padded by: "
             "is it this model's?"
         )
-    folder = Path(config.models.tokenizer or config.models.target).expanduser()
-    others = other_templates(folder) if config.data.chat_template is None else []
+    folder = Path(models.tokenizer or models.target).expanduser()
+    others = other_templates(folder) if own_template else []
     if others:
         lines.append(
             f"chat templates differ: {TEMPLATE_FILE} is used, and what {' and '.join(others)} holds is not"
@@ -170,7 +118,3 @@ def _doubts(config: Config, target: ModelShape, tokenizer: PreTrainedTokenizerBa
             f"{one} is read, {one}.index.json beside it and its shards are not" for one in indexed_too(folder)
         ]
     return lines
-
-
-def _describe_model(role: str, name: str, shape: ModelShape) -> str:
-    return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.kv.num_layers} layers"

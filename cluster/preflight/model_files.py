@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,22 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.outside import is_file
+from rlhfspec.cluster.placement.memory_plan import ModelShape
+from rlhfspec.cluster.preflight.named_models import DEMO
+from rlhfspec.core.errors import ModelError
+from rlhfspec.core.outside import is_file, quote
 from rlhfspec.core.settings.run import ModelsConfig
+from rlhfspec.engine.cache.kv_pool import KVShape
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import not_finite
 from rlhfspec.engine.weights.left_over import require_writer
-from rlhfspec.engine.weights.loading import load_hf_config, meta_model, refuse_not_finite
+from rlhfspec.engine.weights.loading import load_hf_config, meta_model, num_token_ids, refuse_not_finite
 from rlhfspec.engine.weights.quantized import quantization_of, require_plain_weights
 from rlhfspec.engine.weights.weight_files import check_weight_files, local_folder, weight_files
+from rlhfspec.learning.models.catalog import KNOWN_MODELS
+from rlhfspec.learning.models.demo_pair import demo_configs
 
 TEMPLATE_FILE = "chat_template.jinja"
 "Read before all others."
@@ -48,21 +55,69 @@ def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = N
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def require_finite_weights(models: ModelsConfig, *, has_draft_model: bool) -> None:
-    """Read the weights of target and draft model, a tensor at a time, in the type that they are published in.
+def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape:
+    """Sizes of the causal LM a Hugging Face config describes.
+
+    Args:
+        config: of the model.
+        name: path or hub name; where given, its weight files are checked too.
+
+    Raises:
+        ModelError: there is no such model, or its weight files are not whole or another model's.
+    """
+    text = config.get_text_config()
+    return ModelShape(
+        num_params=count_params(config, AutoModelForCausalLM, name),
+        kv=KVShape.of(config),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+    )
+
+
+def check_vocabulary(role: str, name: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError where the tokenizer has tokens that the model has no row for."""
+    needed = num_token_ids(tokenizer)
+    if shape.vocab_size < needed:
+        over = tokenizer.convert_ids_to_tokens(list(range(shape.vocab_size, needed)))
+        named = ", ".join(quote(token) for token in over[:3])
+        raise ModelError(
+            f"the {role} model {name} has {shape.vocab_size} token ids, the tokenizer {needed} (beyond: {named}): "
+            "every token needs a row of the model; take a model trained with this tokenizer, or set models.tokenizer"
+        )
+
+
+def describe_model(role: str, name: str, shape: ModelShape) -> str:
+    """A model's line of the plan."""
+    return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.kv.num_layers} layers"
+
+
+def config_like(role: str, name: str, models: ModelsConfig, like: Mapping[str, str]) -> PretrainedConfig:
+    """The config of the model `name`, or of the one that is `like` it, by role. Raises ModelError: neither is here."""
+    if role not in like and name == DEMO:
+        return demo_configs()[0 if role == "target" else 1]
+    known = KNOWN_MODELS.get(name)
+    place = like.get(role) or (known.hub if known is not None and known.hub is not None else name)
+    try:
+        return load_hf_config(str(Path(place).expanduser()), trust_remote_code=models.trust_remote_code)
+    except ModelError as error:
+        raise ModelError(
+            f"the size of the {role} model '{name}' is needed for the memory plan and cannot be read here: {error}; "
+            f"give --like {role}=DIR, a folder with the config.json of a model of the same shape"
+        ) from error
+
+
+def require_finite_weights(configs: Mapping[str, PretrainedConfig], dtype: str) -> None:
+    """Read the weights of models, by path or hub name, a tensor at a time, in the type that they are published in.
 
     A run finds what is not finite when it reads them itself.
 
     Raises ModelError: one is NaN or infinite, in the words of a run that begins with it.
     """
-    for name in dict.fromkeys((models.target, models.draft if has_draft_model else None)):
-        folder = local_folder(name) if name is not None else None
-        if name is None or folder is None:
-            continue
-        if quantization_of(load_hf_config(name, trust_remote_code=models.trust_remote_code)) is None:
-            dtype = DTYPES[models.dtype]
+    for name, config in configs.items():
+        folder = local_folder(name)
+        if folder is not None and quantization_of(config) is None:
             tensors = (pair for file in weight_files(folder) for pair in _tensors(file))
-            odd = [key for key, tensor in tensors if not_finite([(key, _as_published(tensor, dtype))])]
+            odd = [k for k, tensor in tensors if not_finite([(k, _as_published(tensor, DTYPES[dtype]))])]
             refuse_not_finite(name, odd)
 
 

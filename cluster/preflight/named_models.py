@@ -8,6 +8,7 @@ from pathlib import Path
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel
 
 DEMO = "demo"
@@ -23,12 +24,12 @@ def resolve_models(
     """
     models = config.models
     if DEMO in (models.target, models.draft):
-        config = _with_demo_pair(config, report)
-        models = config.models
+        has_head = config.speculation.drafter == "head"
+        models = _with_demo_pair(models, report, has_head=has_head, cache=Path(config.run.cache_dir))
     fields = {"target": models.target, "draft": models.draft, "tokenizer": models.tokenizer}
     names = {field: name for field, name in fields.items() if name in known and not Path(name).is_dir()}
     if not names:
-        return config
+        return config.model_copy(update={"models": models})
     from rlhfspec.learning.models.get import get_model
 
     cache = Path(config.run.cache_dir)
@@ -42,9 +43,8 @@ def resolve_models(
     return config.model_copy(update={"models": models.model_copy(update=changes)})
 
 
-def _with_demo_pair(config: Config, report: Reporter) -> Config:
-    models = config.models
-    is_head = config.speculation.drafter == "head" and models.draft != DEMO
+def _with_demo_pair(models: ModelsConfig, report: Reporter, *, has_head: bool, cache: Path) -> ModelsConfig:
+    is_head = has_head and models.draft != DEMO
     if models.target != DEMO or (models.draft not in (DEMO, None) and not is_head):
         raise ConfigError(
             "models.target and models.draft belong together: expected both or none to be 'demo', got "
@@ -53,9 +53,7 @@ def _with_demo_pair(config: Config, report: Reporter) -> Config:
         )
     from rlhfspec.learning.models.make import make_demo_pair
 
-    cache = Path(config.run.cache_dir).expanduser()
     with report.job("making the demo pair") as tick:
-        pair = make_demo_pair(cache, progress=tick)
+        pair = make_demo_pair(cache.expanduser(), progress=tick)
     draft = models.draft if is_head else str(pair.draft) if models.draft else None
-    paths = {"target": str(pair.target), "draft": draft}
-    return config.model_copy(update={"models": models.model_copy(update=paths)})
+    return models.model_copy(update={"target": str(pair.target), "draft": draft})

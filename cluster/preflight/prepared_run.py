@@ -11,9 +11,9 @@ from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
     from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.preflight.run_check import CheckReport
+    from rlhfspec.cluster.preflight.run_plan import RunPlan
     from rlhfspec.cluster.resume.resumed_run import ResumedRun
-    from rlhfspec.core.config import Config
+    from rlhfspec.core.config import Config, RunConfig
 
 AUTO = "auto"
 "Of --resume: the newest run of the config that is not finished, else a new one."
@@ -23,10 +23,9 @@ AUTO = "auto"
 class PreparedRun:
     """A run that may start: nothing in its config, its files or here speaks against it."""
 
-    config: Config
+    plan: RunPlan
     path: Path
     "of the run folder, which is not made yet where the run is new"
-    checked: CheckReport
     resumed: ResumedRun | None
 
 
@@ -53,7 +52,7 @@ def prepare_run(
         config, resumed = _of_config(file, overrides, report, may_resume=resume == AUTO)
     else:
         config, resumed = _named_run(resume, file, overrides, report)
-    path = _path(config, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
+    path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from rlhfspec.cluster.folder.run_time import with_time
     from rlhfspec.cluster.preflight.named_models import resolve_models
 
@@ -62,13 +61,12 @@ def prepare_run(
     report.stage("checking models, data and memory")
     from rlhfspec.cluster.preflight.run_check import check_run
 
-    checked = check_run(config, output_dir=path)
+    # one that goes on has the end tokens that it began with
+    plan = check_run(config, output_dir=path, keeps_ends=resumed is not None)
     if resumed is not None:
-        resumed.require_same_data(checked.inputs.dataset)
-    else:  # one that goes on has the end tokens that it began with
-        config = checked.inputs.ending(config)
+        resumed.require_same_data(plan.inputs.dataset)
     report.stop()
-    return PreparedRun(config=config, path=path, checked=checked, resumed=resumed)
+    return PreparedRun(plan=plan, path=path, resumed=resumed)
 
 
 def _named_run(
@@ -118,10 +116,10 @@ def _of_config(
     return config, newest_run(config, base, report.note)
 
 
-def _path(config: Config, out: Path | None, report: Reporter, *, dry_run: bool) -> Path:
+def _path(run: RunConfig, out: Path | None, report: Reporter, *, dry_run: bool) -> Path:
     from rlhfspec.cluster.folder.layout import choose_run_path, is_ray_working_dir
 
-    path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now(), out=out)
+    path = choose_run_path(run, caller_dir=Path.cwd(), now=datetime.now(), out=out)
     report.note(f"run folder {path}" + (" (dry run: not made)" if dry_run else ""))
     if out is None and is_ray_working_dir(Path.cwd()):
         report.note("  not in the job's own folder, which Ray deletes; run.output_dir says where else")

@@ -8,14 +8,13 @@ at iteration 300.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
 from ray.util.placement_group import remove_placement_group
-from transformers.configuration_utils import PretrainedConfig
 
 from rlhfspec.cluster.folder.remote_copy import require_place
 from rlhfspec.cluster.folder.trackers import require_trackers
@@ -40,85 +39,43 @@ from rlhfspec.cluster.placement.ray_session import (
 from rlhfspec.cluster.placement.topology import Topology, place, require_machine
 from rlhfspec.cluster.placement.topology import plan as plan_topology
 from rlhfspec.cluster.preflight.inputs import Inputs, read_inputs
-from rlhfspec.cluster.preflight.model_check import check_models, require_served
+from rlhfspec.cluster.preflight.model_check import check_models
 from rlhfspec.cluster.preflight.references import require_references
 from rlhfspec.cluster.preflight.reward_plan import check_reward, pattern_notes, reward_columns
-from rlhfspec.cluster.preflight.run_profile import known_profile
+from rlhfspec.cluster.preflight.run_plan import RunPlan
+from rlhfspec.cluster.preflight.run_profile import RunProfile
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError, DataError, PlacementError
+from rlhfspec.core.settings.cluster import ClusterConfig
 from rlhfspec.core.settings.correction import correction_warning
+from rlhfspec.core.settings.generation import EngineConfig
 from rlhfspec.engine.admission import MB, require_room_for_one
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
-from rlhfspec.engine.weights.causal_lm import max_context_tokens
-from rlhfspec.learning.data.prompts import PromptDataset
 from rlhfspec.learning.environments.environment_protocol import environment_maker, is_raw, stop_texts
 from rlhfspec.learning.trainer.engine_scoring import require_engine_scoring
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckReport:
-    """What `rlhfspec check` prints, and the inputs it has read on the way."""
+def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> RunPlan:
+    """Check a config whose model names are resolved (no `demo` left); the plan of its run.
 
-    inputs: Inputs
-    models: tuple[str, ...]
-    adapter: str | None
-    "what learns where not all does; a run says it at its start"
-    data: str
-    evaluation: tuple[str, ...]
-    functions: tuple[str, ...]
-    "reward functions of the user's: file, and how they are called; a run says it at its start"
-    numerics: str
-    correction: str | None
-    "a warning of stale samples that are learned from as they are; a run says it at its start"
-    memory: MemoryPlan
-    available_bytes: int | None
-    free_disk_bytes: int
-    placement: str
-
-    def lines(self) -> list[str]:
-        """The report as text lines."""
-        have = gib(self.available_bytes) if self.available_bytes is not None else "an unknown amount"
-        rows = [f"  {label:<15}{amount}" for label, amount in self.memory.rows()]
-        disk = f"{gib(self.memory.disk_bytes)} of {gib(self.free_disk_bytes)} free"
-        return [
-            "models",
-            *(f"  {line}" for line in (*self.models, self.adapter) if line is not None),
-            "data",
-            *(f"  {line}" for line in (self.data, *self.inputs.notes(), *self.evaluation)),
-            *(["reward"] if self.functions else []),
-            *(f"  {line}" for line in self.functions),
-            "numerics",
-            *(f"  {line}" for line in (self.numerics, self.correction) if line is not None),
-            f"memory, of {have} available here",
-            *rows,
-            *(
-                [f"  of each GPU    {gib(self.memory.gpu_bytes)} an instance"]
-                if self.memory.gpu_bytes
-                else []
-            ),
-            "disk",
-            f"  {disk}",
-            "placement",
-            *(f"  {line}" for line in self.placement.splitlines()),
-        ]
-
-
-def check_run(config: Config, *, output_dir: Path) -> CheckReport:
-    """Check a config whose model names are resolved (no `demo` left).
-
+    `keeps_ends`: end tokens stay as the config has them, as in a run that is gone on with.
     Raises ModelError, DataError, ConfigError, RewardError or PlacementError: the first fault found.
     """
-    numerics = _check_engine(config)
-    topology = _check_surroundings(config, output_dir)
+    numerics = _check_engine(config.engine, config.cluster.generation.num_gpus)
+    if config.trainer.scoring == "engine":
+        _check_scoring(config)
+    require_trackers(config.tracking)
+    if config.run.copy_to is not None:
+        require_place(config.run.copy_to, output_dir)
+    topology = plan_topology(config)
+    _require_place_here(topology, config.cluster)
     models = check_models(config)
     inputs = read_inputs(config, models.tokenizer)
-    longest = inputs.dataset.max_prompt_tokens
-    _check_lengths(config, inputs.dataset, models.configs)
-    if inputs.evaluation is not None:
-        inputs.evaluation.require_context(models.configs)
-    max_total_tokens = inputs.max_total_tokens(config)
-    require_served(config, models, max_total_tokens=max_total_tokens)
+    _require_context(
+        inputs, models.context_tokens, config.sampling.max_new_tokens, config.max_first_words_tokens
+    )
+    models.require_served(config.speculation, max_total_tokens=inputs.max_total_tokens)
     reward = check_reward(config.reward, reward_columns(config.data, config.evaluation))
     environment = None
     if config.environment.kind is not None:
@@ -130,77 +87,89 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         config.reward, config.environment, environment, chain(inputs.dataset.prompts, evaluated)
     )
     shapes = ModelShapes(target=models.target, draft=models.draft, reward_params=reward.num_params)
-    needs = MemoryNeeds(config, shapes, max_total_tokens=max_total_tokens)
-    plan = needs.plan(
+    needs = MemoryNeeds(config, shapes, max_total_tokens=inputs.max_total_tokens)
+    memory = needs.plan(
         object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(needs.object_store())
     )
-    report = CheckReport(
-        inputs=replace(
-            inputs,
-            object_store_bytes=plan.object_store_bytes,
-            gpu_bytes=plan.gpu_bytes,
-            trainer_gpu_bytes=plan.trainer_gpu_bytes,
-        ),
-        models=models.lines,
-        adapter=_describe_adapter(models.target, plan),
-        data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
-        evaluation=inputs.evaluation.lines if inputs.evaluation is not None else (),
-        functions=(
-            *reward.functions,
-            *pattern_notes(config.reward, inputs.dataset.prompts, models.tokenizer),
-        ),
-        numerics=numerics,
-        correction=correction_warning(config.algorithm.correction, config.rollout.max_staleness),
-        memory=plan,
-        available_bytes=machine.memory_bytes(),
-        free_disk_bytes=machine.free_disk_bytes(output_dir),
-        placement=topology.describe(),
-    )
-    _require_room(config, report, output_dir)
+    room = _Room(machine.memory_bytes(), machine.free_disk_bytes(output_dir))
+    _require_room(config, memory, room, output_dir)
     if config.engine.kv_cache_mb is not None:
         limit = int(config.engine.kv_cache_mb * MB)
-        require_room_for_one(limit, needed=plan.longest_sample_bytes, num_tokens=max_total_tokens)
-    profile = known_profile(config, report.inputs)
-    return replace(report, inputs=replace(report.inputs, profile=profile))
+        require_room_for_one(limit, needed=memory.longest_sample_bytes, num_tokens=inputs.max_total_tokens)
+    notes = (
+        _describe_adapter(models.target, memory),
+        correction_warning(config.algorithm.correction, config.rollout.max_staleness),
+        *reward.functions,
+        *pattern_notes(config.reward, inputs.dataset.prompts, models.tokenizer),
+    )
+    adapter, correction, *functions = notes
+    dataset = f"{len(inputs.dataset)} prompts, the longest {inputs.dataset.max_prompt_tokens} tokens"
+    evaluation = () if inputs.evaluation is None else inputs.evaluation.lines
+    have = "an unknown amount" if room.memory_bytes is None else gib(room.memory_bytes)
+    rows = [f"{label:<15}{amount}" for label, amount in memory.rows()]
+    if memory.gpu_bytes:
+        rows.append(f"of each GPU    {gib(memory.gpu_bytes)} an instance")
+    return RunPlan(
+        config=config if keeps_ends else config.ending_at(inputs.end_token_ids),
+        topology=topology,
+        models=models,
+        inputs=inputs,
+        memory=memory,
+        profile=RunProfile(config, inputs).known(),
+        report=_report(
+            {
+                "models": (*models.lines, adapter),
+                "data": (dataset, *inputs.notes(), *evaluation),
+                "reward": functions,
+                "numerics": (numerics, correction),
+                f"memory, of {have} available here": rows,
+                "disk": (f"{gib(memory.disk_bytes)} of {gib(room.disk_bytes)} free",),
+                "placement": topology.describe().splitlines(),
+            }
+        ),
+        notes=tuple(note for note in notes if note is not None),
+    )
 
 
-def require_place_in_cluster(config: Config) -> None:
+def _report(sections: Mapping[str, Iterable[str | None]]) -> tuple[str, ...]:
+    """Headings, each with its lines below; one without lines is left out."""
+    lines: list[str] = []
+    for heading, below in sections.items():
+        found = [f"  {line}" for line in below if line is not None]
+        lines += [heading, *found] if found else []
+    return tuple(lines)
+
+
+def require_place_in_cluster(plan: RunPlan) -> None:
     """Reserve what the run wants in the cluster that it would join, and give it back: as the run's start does.
 
     Nothing is asked where the run starts a Ray of its own. Raises PlacementError: the cluster cannot be joined, or does
     not have it within `cluster.placement_timeout_s`.
     """
-    if not joined_address(config.cluster):
+    cluster = plan.config.cluster
+    if not joined_address(cluster):
         return
-    with ray_session(config.cluster, "check"):
-        remove_placement_group(place(plan_topology(config), is_local=False))
+    with ray_session(cluster, "check"):
+        remove_placement_group(place(plan.topology, is_local=False))
 
 
-def _check_engine(config: Config) -> str:
+def _check_engine(engine: EngineConfig, num_gpus: float) -> str:
     """Require that what computes goes together; a line that says what is promised of the tokens."""
-    numerics = "said by the GPU nodes when they start"  # what they can do is known there only
-    if config.cluster.generation.num_gpus == 0:
-        device = resolve_device(config.engine)
-        attention_for(config.engine, resolve_numerics(config.engine, device), ComputeBackend(device))
-        numerics = describe_numerics(config.engine, device)
-    if config.trainer.scoring == "engine":
-        _check_scoring(config)
-    return numerics
+    if num_gpus > 0:
+        return "said by the GPU nodes when they start"  # what they can do is known there only
+    device = resolve_device(engine)
+    attention_for(engine, resolve_numerics(engine, device), ComputeBackend(device))
+    return describe_numerics(engine, device)
 
 
-def _check_surroundings(config: Config, output_dir: Path) -> Topology:
-    """Require packages, machine or cluster; where the actors are to stand."""
-    require_trackers(config.tracking)
-    if config.run.copy_to is not None:
-        require_place(config.run.copy_to, output_dir)
-    topology = plan_topology(config)
-    address = joined_address(config.cluster)
-    if is_local(config.cluster):
+def _require_place_here(topology: Topology, cluster: ClusterConfig) -> None:
+    """Require a machine that holds all actors, or a cluster that can be reached. Raises PlacementError."""
+    address = joined_address(cluster)
+    if is_local(cluster):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
-        check_local_ray(config.cluster)
+        check_local_ray(cluster)
     elif address is not None:
         require_reachable(address)
-    return topology
 
 
 def _check_scoring(config: Config) -> None:
@@ -231,20 +200,34 @@ def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
     )
 
 
-def _check_lengths(config: Config, dataset: PromptDataset, models: Sequence[PretrainedConfig | None]) -> None:
-    longest = dataset.max_prompt_tokens
-    limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
-    needed = longest + config.max_response_tokens
-    if limits and needed > min(limits):
+def _require_context(
+    inputs: Inputs, context_tokens: int | None, max_new_tokens: int, max_first_words_tokens: int
+) -> None:
+    """Raise DataError where a sample might not fit the context of one of the models."""
+    if context_tokens is None:
+        return
+    longest = inputs.dataset.max_prompt_tokens
+    needed = longest + max_new_tokens + max_first_words_tokens
+    if needed > context_tokens:
         raise DataError(
             f"the longest prompt has {longest} tokens and sampling.max_new_tokens is "
-            f"{config.sampling.max_new_tokens}: {needed} together, but the models' context holds "
-            f"{min(limits)}; lower sampling.max_new_tokens or data.max_prompt_tokens "
+            f"{max_new_tokens}: {needed} together, but the models' context holds {context_tokens}; lower "
+            "sampling.max_new_tokens or data.max_prompt_tokens "
             "(with data.on_long_prompt=skip)"
         )
+    if inputs.evaluation is not None:
+        inputs.evaluation.require_context(context_tokens)
 
 
-def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What there is here."""
+
+    memory_bytes: int | None
+    disk_bytes: int
+
+
+def _require_room(config: Config, memory: MemoryPlan, room: _Room, output_dir: Path) -> None:
     if is_local(config.cluster) and torch.cuda.is_available():
         # GPUs of other nodes are not asked from here
         sizes = [
@@ -252,22 +235,22 @@ def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None
         ]
         if config.decodes_on_gpu:
             num_gpus = config.cluster.generation.num_gpus
-            require_gpu_room(report.memory, num_gpus=num_gpus, device_bytes=min(sizes))
+            require_gpu_room(memory, num_gpus=num_gpus, device_bytes=min(sizes))
         if config.learns_on_gpu:
             require_trainer_gpu_room(
-                report.memory, num_gpus=config.cluster.trainer.num_gpus, device_bytes=min(sizes)
+                memory, num_gpus=config.cluster.trainer.num_gpus, device_bytes=min(sizes)
             )
-    needed = report.memory.total_bytes
+    needed = memory.total_bytes
     here = joined_address(config.cluster) is None  # a Ray that this process has started runs here too
-    if here and report.available_bytes is not None and needed > report.available_bytes:
-        parts = ", ".join(f"{label} {amount}" for label, amount in report.memory.rows()[:-1])
+    if here and room.memory_bytes is not None and needed > room.memory_bytes:
+        parts = ", ".join(f"{label} {amount}" for label, amount in memory.rows()[:-1])
         raise PlacementError(
-            f"the run needs {gib(needed)} of memory but {gib(report.available_bytes)} are available here "
+            f"the run needs {gib(needed)} of memory but {gib(room.memory_bytes)} are available here "
             f"({parts}); lower engine.max_running_samples, sampling.max_new_tokens, "
             "trainer.max_tokens_per_forward or the number of actors"
         )
-    if report.memory.disk_bytes > report.free_disk_bytes:
+    if memory.disk_bytes > room.disk_bytes:
         raise PlacementError(
-            f"checkpoints and rollouts need {gib(report.memory.disk_bytes)} but {output_dir} has "
-            f"{gib(report.free_disk_bytes)} free; set run.output_dir to a larger disk"
+            f"checkpoints and rollouts need {gib(memory.disk_bytes)} but {output_dir} has "
+            f"{gib(room.disk_bytes)} free; set run.output_dir to a larger disk"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,22 +18,34 @@ from rlhfspec.cluster.proof.recorded_samples import Place, places_in, rollout_fi
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.errors import ConfigError, DataError
-from rlhfspec.core.settings.generation import EngineConfig
 
 
-def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run folder, some keys overridden. Raises ConfigError: it is none."""
-    file = RunDir(path=run).config_file
-    if not file.is_file() or not (run / "rollouts").is_dir():
-        raise ConfigError(f"{run} is no run folder: expected config.yaml and rollouts/ in it")
-    return of_folder(load_config(file, overrides), run)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """A run folder, and the config by which its samples are generated again."""
+
+    folder: Path
+    config: Config
+
+    @classmethod
+    def open(cls, run: Path, overrides: Sequence[str] = ()) -> RecordedRun:
+        """Read a folder, some keys of its config overridden. Raises ConfigError: it is no run's."""
+        file = RunDir(path=run).config_file
+        if not file.is_file() or not (run / "rollouts").is_dir():
+            raise ConfigError(f"{run} is no run folder: expected config.yaml and rollouts/ in it")
+        return cls(folder=run.absolute(), config=of_folder(load_config(file, overrides), run))
+
+    def relative(self, file: Path) -> str:
+        """How a file of the folder is called in messages."""
+        return str(file.relative_to(self.folder))
 
 
-def all_places(run: Path, proof: Proof, *, run_seed: int, max_staleness: int) -> list[Place]:
+def all_places(run: RecordedRun, proof: Proof) -> list[Place]:
     """All samples; files that cannot be read, foreign keys and second copies are differences."""
     places: dict[object, Place] = {}
-    for file in rollout_files(run):
-        name = str(file.relative_to(run))
+    run_seed, max_staleness = run.config.run.seed, run.config.rollout.max_staleness
+    for file in rollout_files(run.folder):
+        name = run.relative(file)
         try:
             found = places_in(file)
         except DataError as error:
@@ -49,7 +62,7 @@ def all_places(run: Path, proof: Proof, *, run_seed: int, max_staleness: int) ->
                 what, expected = "oldest weight version", f"{place.iteration - max_staleness} or later"
                 got = str(min(place.weight_versions))
             elif place.key in places:
-                other = places[place.key].file.relative_to(run)
+                other = run.relative(places[place.key].file)
                 what, expected, got = "copies of the sample", "1", f"another one in {other}"
             else:
                 places[place.key] = place
@@ -64,15 +77,11 @@ def verifiable(
     places: Sequence[Place],
     metrics: Mapping[int, Mapping[str, float]],
     weights: KeptWeights,
+    run: RecordedRun,
     proof: Proof,
-    *,
-    why_not: str,
-    max_staleness: int,
 ) -> list[Place]:
-    """Samples that can be generated again here; the others are counted by reason. `metrics` by iteration.
-
-    `why_not`: as `why_not_here` says of the run.
-    """
+    """Samples that can be generated again here; the others are counted by reason. `metrics` by iteration."""
+    why_not, max_staleness = why_not_here(run), run.config.rollout.max_staleness
     loose = {iteration for iteration, row in metrics.items() if row.get("rollout/invariant") == 0.0}
     needed = {version for place in places for version in place.weight_versions}
     missing = sorted(needed - weights.targets.keys() - weights.damaged)
@@ -95,8 +104,9 @@ def verifiable(
     return good
 
 
-def why_not_here(engine: EngineConfig, *, on_gpu: bool) -> str:
+def why_not_here(run: RecordedRun) -> str:
     """Why nothing of a run can be generated again on this machine; empty where its configuration allows it."""
+    engine, on_gpu = run.config.engine, run.config.decodes_on_gpu
     if on_gpu and engine.numerics != "invariant":
         return "instances decoded on GPUs, which promise no bits (engine.numerics=invariant does)"
     if on_gpu and not torch.cuda.is_available():

@@ -16,9 +16,9 @@ from queue import SimpleQueue
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from rlhfspec.cluster.proof.choice import RecordedRun
 from rlhfspec.cluster.proof.kept_weights import KeptModel
 from rlhfspec.cluster.proof.recorded_samples import Recorded
-from rlhfspec.core.config import Config
 from rlhfspec.core.errors import DataError, ModelError, NotFiniteError, WeightsError
 from rlhfspec.core.records import Completion, FinishReason, History, SampleKey, SampleRequest, SamplingParams
 from rlhfspec.core.sample_state import SampleState
@@ -82,7 +82,7 @@ class Regenerator:
 
     def __init__(
         self,
-        config: Config,
+        run: RecordedRun,
         tokenizer: PreTrainedTokenizerBase,
         sampling: SamplingParams,
         models: dict[int, KeptModel],
@@ -95,6 +95,7 @@ class Regenerator:
 
         Drafts are the record's, or with a `policy` those of the run's own drafter. Raises as `build_engine`.
         """
+        config = run.config
         self._config, self._sampling, self._models = config, sampling, models
         vocab_size = num_token_ids(tokenizer)
         self._drafter = RecordDrafter(vocab_size)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.preflight.drafts import MtpLayer, what_drafts
 from rlhfspec.cluster.preflight.inputs import read_tokenizer
-from rlhfspec.cluster.proof.choice import all_places, why_not_here
+from rlhfspec.cluster.proof.choice import RecordedRun, all_places, why_not_here
 from rlhfspec.cluster.proof.difference import Difference, completion_differences
 from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
 from rlhfspec.cluster.proof.proof_record import Proof
 from rlhfspec.cluster.proof.recorded_samples import Recorded, read_recorded
 from rlhfspec.cluster.proof.regeneration import Regenerator, Work
-from rlhfspec.cluster.weights.first_weights import load_draft_model, read_head, read_mtp
 from rlhfspec.core.checkpoint_manifest import has_manifest
-from rlhfspec.core.config import Config
 from rlhfspec.core.errors import DataError, ModelError, WeightsError
 from rlhfspec.core.records import Completion
 from rlhfspec.core.settings.generation import SpeculationConfig
@@ -65,30 +63,29 @@ class Replayed:
     differences: tuple[Difference, ...] = ()
 
 
-def replay_sample(run: Path, config: Config, sample_index: int) -> Replayed:
+def replay_sample(run: RecordedRun, sample_index: int) -> Replayed:
     """Find a sample by its index and generate it again, alone, with the run's drafter.
 
     Raises DataError: the run has no such sample, or its file cannot be read; ModelError for a tokenizer.
     """
-    proof = Proof(seed=0)
-    places = all_places(run, proof, run_seed=config.run.seed, max_staleness=config.rollout.max_staleness)
-    found = [place for place in places if place.key.sample_index == sample_index]
+    proof, config = Proof(seed=0), run.config
+    found = [place for place in all_places(run, proof) if place.key.sample_index == sample_index]
     if not found:
         unread = "; ".join(str(one) for one in proof.differences if one.sample is None)
         raise DataError(
-            f"{run} has no sample {sample_index} in its {proof.num_recorded} recorded ones; indices count from 0"
+            f"{run.folder} has no sample {sample_index} in its {proof.num_recorded} recorded ones; indices count from 0"
             + (f" ({unread})" if unread else "")
         )
     (sample,) = read_recorded(found)
     tokenizer = read_tokenizer(config.models, config.run.template_time)
-    file = str(sample.place.file.relative_to(run))
-    weights = find_weights(run, config.models.target)
+    file = run.relative(sample.place.file)
+    weights = find_weights(run.folder, config.models.target)
     lacking = (_without_weights(weights, version) for version in sample.place.weight_versions)
-    why_not = why_not_here(config.engine, on_gpu=config.decodes_on_gpu) or next(filter(None, lacking), "")
+    why_not = why_not_here(run) or next(filter(None, lacking), "")
     if why_not:
         return _only_recorded(sample, file, tokenizer, why_not)
     try:
-        again, steps, drafted_by = _generate(run, config, tokenizer, weights, sample)
+        again, steps, drafted_by = _generate(run, tokenizer, weights, sample)
     except (WeightsError, ModelError, DataError) as error:
         return _only_recorded(sample, file, tokenizer, str(error))
     recorded = sample.rollout.completion
@@ -125,18 +122,18 @@ def _without_weights(weights: KeptWeights, version: int) -> str:
 
 
 def _generate(
-    run: Path,
-    config: Config,
+    run: RecordedRun,
     tokenizer: PreTrainedTokenizerBase,
     weights: KeptWeights,
     sample: Recorded,
 ) -> tuple[Completion, tuple[Step, ...], str]:
     versions = tuple(dict.fromkeys(sample.place.weight_versions))
+    config = run.config
     policy, said = _policy(config.speculation)
-    draft, whose = _draft(run, config, sample.place.iteration)
+    draft, whose = _draft(run, sample.place.iteration)
     sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
     regenerator = Regenerator(
-        config,
+        run,
         tokenizer,
         sampling,
         {version: weights.targets[version] for version in versions},
@@ -169,27 +166,20 @@ def _policy(speculation: SpeculationConfig) -> tuple[DraftPolicy, str]:
     return FixedPolicy(**shape), words
 
 
-def _draft(run: Path, config: Config, iteration: int) -> tuple[CausalLM | HeadWeights | None, str]:
+def _draft(run: RecordedRun, iteration: int) -> tuple[CausalLM | HeadWeights | None, str]:
     """The draft model, or the head, that iteration had, where it is kept, else the first one; an MTP layer stays."""
-    speculation, models = config.speculation, config.models
-    if speculation.drafter == "mtp" and speculation.has_draft:
-        return read_mtp(config).head, "the target's MTP layer"
-    if not speculation.has_draft or models.draft is None:
-        return None, f"drafter {speculation.drafter}"
-    folder = RunDir(path=run).checkpoint_dir("draft", iteration - 1) if iteration else Path(models.draft)
-    is_own = not iteration or has_manifest(folder)
-    name = str(folder) if is_own else models.draft
-    if speculation.drafter == "head":
-        head = read_head(config, Path(name))
-        return (
-            head,
-            "the iteration's draft head" if is_own else "the first draft head (the iteration's is not kept)",
-        )
-    model = load_draft_model(config, name)
-    return (
-        model,
-        "the iteration's draft model" if is_own else "the first draft model (the iteration's is not kept)",
-    )
+    config = run.config
+    drafts = what_drafts(config) if config.speculation.has_draft else None
+    if drafts is None:
+        return None, f"drafter {config.speculation.drafter}"
+    if isinstance(drafts, MtpLayer):
+        return drafts.read(), "the target's MTP layer"
+    folder = RunDir(path=run.folder).checkpoint_dir("draft", iteration - 1)
+    is_kept = iteration > 0 and has_manifest(folder)
+    weights = drafts.read(str(folder) if is_kept else None)
+    if is_kept or not iteration:
+        return weights, f"the iteration's {drafts.title}"
+    return weights, f"the first {drafts.title} (the iteration's is not kept)"
 
 
 class _WatchedDrafter:

@@ -8,9 +8,10 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.preflight.reward_plan import resolved_reward
+from rlhfspec.cluster.proof.choice import RecordedRun
 from rlhfspec.cluster.proof.difference import Difference, reward_differences
 from rlhfspec.cluster.proof.recorded_samples import Recorded
-from rlhfspec.core.config import Config
+from rlhfspec.core.config import EnvironmentConfig, RewardConfig
 from rlhfspec.core.errors import InputError
 from rlhfspec.core.records import Completion, Prompt, ResponseFacts, Reward
 from rlhfspec.learning.data.prompts import load_prompts
@@ -23,9 +24,10 @@ _RULES = ("chain", "one_sentence", "gsm8k", "format")
 class RewardsAgain:
     """The run's reward function, and its prompts by number."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, run: RecordedRun, tokenizer: PreTrainedTokenizerBase) -> None:
         """Build both. Raises InputError: they are not to be had here; its message says why."""
-        if why := _why_not(config):
+        config = run.config
+        if why := _why_not(config.reward, config.environment, on_gpu=config.cluster.reward.num_gpus > 0):
             raise InputError(why)
         # whoever cannot be scored is a difference, and no end
         reward = resolved_reward(config.reward, config.sampling.max_new_tokens).model_copy(
@@ -65,14 +67,13 @@ class RewardsAgain:
         return found
 
 
-def _why_not(config: Config) -> str:
+def _why_not(reward: RewardConfig, environment: EnvironmentConfig, *, on_gpu: bool) -> str:
     """Why rewards cannot be computed again to the bit; empty where they can."""
-    reward = config.reward
-    if config.environment.kind is not None:
+    if environment.kind is not None:
         return "an environment took part, and what it said or gave cannot be asked for again"
     if any(scorer.kind == "serve" for scorer in reward.scorers):
         return "a reward server gave them (reward.kind serve)"
-    if reward.models and config.cluster.reward.num_gpus:
+    if reward.models and on_gpu:
         return "a reward model on a GPU gave them, whose scores depend on the batch by rounding"
     return ""
 

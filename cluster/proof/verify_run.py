@@ -15,7 +15,7 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.placement.machine import memory_bytes, num_cores
 from rlhfspec.cluster.preflight.inputs import read_tokenizer
 from rlhfspec.cluster.preflight.model_files import count_params
-from rlhfspec.cluster.proof.choice import all_places, drawn, run_config, verifiable, why_not_here
+from rlhfspec.cluster.proof.choice import RecordedRun, all_places, drawn, verifiable
 from rlhfspec.cluster.proof.difference import Difference, completion_differences
 from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
 from rlhfspec.cluster.proof.proof_record import Proof
@@ -29,7 +29,6 @@ from rlhfspec.cluster.proof.regeneration import (
     regenerate,
 )
 from rlhfspec.cluster.proof.rewards_again import RewardsAgain
-from rlhfspec.core.config import Config
 from rlhfspec.core.errors import DataError, InputError
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.records import Completion
@@ -50,7 +49,7 @@ _EARLIER_TEXTS = (
 
 
 def verify_run(
-    run: Path,
+    folder: Path,
     *,
     share: float = 0.02,
     seed: int = 0,
@@ -61,7 +60,7 @@ def verify_run(
     """Verify a run folder, finished or not; nothing is written there.
 
     Args:
-        run: the folder.
+        folder: of the run.
         share: of the samples that can be generated again, how many are; at least one.
         seed: draws them.
         num_engines: that generate at once; by default one a core, as far as memory has room for their weights.
@@ -72,18 +71,16 @@ def verify_run(
         InputError: no run folder, a model or tokenizer that cannot be loaded.
     """
     began_s = time.perf_counter()
-    run = run.absolute()
-    config = run_config(run, overrides)
+    run = RecordedRun.open(folder, overrides)
+    models, on_gpu = run.config.models, run.config.decodes_on_gpu
     proof = Proof(seed=seed)
     tick("checkpoints", 0.0)
-    weights = find_weights(run, config.models.target)
+    weights = find_weights(run.folder, models.target)
     proof.num_checkpoints, proof.differences = weights.num_checkpoints, [*weights.differences]
     proof.notes += [f"checkpoint {name} has no manifest to be compared with" for name in weights.unverified]
-    staleness = config.rollout.max_staleness
-    places = all_places(run, proof, run_seed=config.run.seed, max_staleness=staleness)
-    metrics = _metrics(run)
-    why_not = why_not_here(config.engine, on_gpu=config.decodes_on_gpu)
-    good = verifiable(places, metrics, weights, proof, why_not=why_not, max_staleness=staleness)
+    places = all_places(run, proof)
+    metrics = _metrics(run.folder)
+    good = verifiable(places, metrics, weights, run, proof)
     chosen = drawn(good, share=share, seed=seed)
     if samples := _read(run, chosen, proof):
         if any(sample.rollout.completion.sampled is not None for sample in samples):
@@ -92,11 +89,9 @@ def verify_run(
             )
         started_s = time.perf_counter()
         works = _works(samples)
-        num_engines = min(
-            num_engines or _most_engines(config.models, on_gpu=config.decodes_on_gpu), len(works)
-        )
+        num_engines = min(num_engines or _most_engines(models, on_gpu=on_gpu), len(works))
         tick(f"starting {num_engines} engines", 0.0)
-        tools = _Tools.start(run, config, weights, samples, proof, num_engines=num_engines)
+        tools = _Tools.start(run, weights, samples, proof, num_engines=num_engines)
         proof.start_s = time.perf_counter() - started_s
         _regenerate(works, tools, proof, tick)
         proof.generated_s = _generated_s(metrics, places, chosen)
@@ -105,7 +100,7 @@ def verify_run(
     return proof
 
 
-def _read(run: Path, places: Sequence[Place], proof: Proof) -> list[Recorded]:
+def _read(run: RecordedRun, places: Sequence[Place], proof: Proof) -> list[Recorded]:
     by_file: dict[Path, list[Place]] = defaultdict(list)
     for place in places:
         by_file[place.file].append(place)
@@ -115,9 +110,7 @@ def _read(run: Path, places: Sequence[Place], proof: Proof) -> list[Recorded]:
             samples += read_recorded(those)
         except DataError as error:
             proof.differences.append(
-                Difference(
-                    file=str(file.relative_to(run)), what="file", expected="rollouts of a run", got=str(error)
-                )
+                Difference(file=run.relative(file), what="file", expected="rollouts of a run", got=str(error))
             )
     return samples
 
@@ -137,8 +130,7 @@ def _most_engines(models: ModelsConfig, *, on_gpu: bool) -> int:
 class _Tools:
     """What generates and scores again."""
 
-    run: Path
-    config: Config
+    run: RecordedRun
     weights: KeptWeights
     tokenizer: PreTrainedTokenizerBase
     engines: Sequence[Regenerator]
@@ -146,8 +138,7 @@ class _Tools:
 
     @staticmethod
     def start(
-        run: Path,
-        config: Config,
+        run: RecordedRun,
         weights: KeptWeights,
         samples: Sequence[Recorded],
         proof: Proof,
@@ -155,6 +146,7 @@ class _Tools:
         num_engines: int,
     ) -> _Tools:
         """Raises InputError: a model that cannot be loaded, or an engine that promises no bits here."""
+        config = run.config
         tokenizer = read_tokenizer(config.models, config.run.template_time)
         sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
         hf_config = load_hf_config(config.models.target, trust_remote_code=config.models.trust_remote_code)
@@ -162,7 +154,7 @@ class _Tools:
         # longer ones are refused, and said to differ
         longest = min(longest, max_context_tokens(hf_config) or longest)
         engines = [
-            Regenerator(config, tokenizer, sampling, weights.targets, max_total_tokens=longest)
+            Regenerator(run, tokenizer, sampling, weights.targets, max_total_tokens=longest)
             for _ in range(num_engines)
         ]
         if engines[0].engine.numerics != "invariant":
@@ -173,12 +165,10 @@ class _Tools:
             )
         rewards = None
         try:
-            rewards = RewardsAgain(config, tokenizer)
+            rewards = RewardsAgain(run, tokenizer)
         except InputError as error:
             proof.notes.append(f"rewards are not verified: {error}")
-        return _Tools(
-            run=run, config=config, weights=weights, tokenizer=tokenizer, engines=engines, rewards=rewards
-        )
+        return _Tools(run=run, weights=weights, tokenizer=tokenizer, engines=engines, rewards=rewards)
 
 
 def _regenerate(works: Sequence[Work], tools: _Tools, proof: Proof, tick: Tick) -> None:
@@ -186,7 +176,7 @@ def _regenerate(works: Sequence[Work], tools: _Tools, proof: Proof, tick: Tick) 
     total, num_done = sum(len(work.samples) for work in works), 0
     stage = f"regenerating {total} samples"
     tick(stage, 0.0)
-    for answer in regenerate(works, tools.engines, num_threads=tools.config.engine.num_threads):
+    for answer in regenerate(works, tools.engines, num_threads=tools.run.config.engine.num_threads):
         num_done += len(answer.work.samples)
         if isinstance(answer, Regenerated):
             _compare(answer, tools, proof)
@@ -225,7 +215,7 @@ def _works(samples: Sequence[Recorded]) -> list[Work]:
 def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
     by_file: dict[str, list[tuple[Recorded, Completion, str]]] = defaultdict(list)
     for sample, again in zip(answer.work.samples, answer.completions, strict=True):
-        file, recorded = str(sample.place.file.relative_to(tools.run)), sample.rollout.completion
+        file, recorded = tools.run.relative(sample.place.file), sample.rollout.completion
         index = recorded.key.sample_index
         is_last = answer.work.weight_version == sample.place.weight_versions[-1]
         proof.num_regenerated += is_last

@@ -92,7 +92,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
             "every run.state_every iterations; start it anew with --config"
         )
     _require_config_of(state, run_dir, before)
-    if _is_done(run_dir, config):
+    if _is_done(run_dir, config.run.iterations):
         raise ConfigError(
             f"{run_dir.path} is finished, after {before.run.iterations} iterations: nothing is left to do; go on with "
             "--set run.iterations=..."
@@ -117,7 +117,9 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
             is_time_guessed = own.run.template_time is None
             own = with_time(own, asked.run.template_time or folder_time(folder))
             # a run goes on with what it began with
-            config = _ending_as(own, with_time(asked, own.run.template_time))
+            config = with_time(asked, own.run.template_time)
+            if config.sampling.end_token_ids is None:
+                config = config.ending_at(own.sampling.end_token_ids)
             changes = deciding_changes(own, config)
         except ConfigError as error:
             note(f"--resume auto passes over {folder}: {error}")
@@ -125,7 +127,7 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
         if changes:
             note(f"--resume auto passes over {folder}: {'; '.join(changes)}")
             continue
-        if _is_done(run_dir, config):
+        if _is_done(run_dir, config.run.iterations):
             note(f"--resume auto: {folder} is finished; a new run begins")
             return None
         _wait_until_silent(run_dir, note)
@@ -136,14 +138,6 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
         resumed = ResumedRun(config=config, run_dir=run_dir, state=state, is_time_guessed=is_time_guessed)
         return _told(resumed, note)
     return None
-
-
-def _ending_as(own: Config, config: Config) -> Config:
-    """The config with the end tokens that a run has found, where it leaves them to be found."""
-    if config.sampling.end_token_ids is not None:
-        return config
-    sampling = config.sampling.model_copy(update={"end_token_ids": own.sampling.end_token_ids})
-    return config.model_copy(update={"sampling": sampling})
 
 
 def _own_config(run_dir: RunDir) -> Config:
@@ -177,10 +171,10 @@ def _require_config_of(state: RunState, run_dir: RunDir, own: Config) -> None:
         require_own_config(run_dir.config_file, kept, deciding_changes(then, own))
 
 
-def _is_done(run_dir: RunDir, config: Config) -> bool:
-    """Whether a run has ended well, and its config asks for no more."""
+def _is_done(run_dir: RunDir, iterations: int) -> bool:
+    """Whether a run has ended well, and no more than it has done is asked for."""
     is_finished = run_dir.status()["state"] == "finished"
-    return is_finished and _own_config(run_dir).run.iterations >= config.run.iterations
+    return is_finished and _own_config(run_dir).run.iterations >= iterations
 
 
 def take_over(run_dir: RunDir) -> None:

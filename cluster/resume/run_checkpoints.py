@@ -8,7 +8,6 @@ import shutil
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.resume.checkpoints import save_adapter, save_checkpoint, save_head_checkpoint
 from rlhfspec.cluster.system.system import System
-from rlhfspec.cluster.weights.first_weights import mtp_checkpoint
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.files import PARTIAL, storage_errors
 from rlhfspec.engine.drafters.head.published_head import is_head, is_mtp
@@ -42,10 +41,10 @@ def save_checkpoints(
 
 def kept_models(system: System, run_dir: RunDir) -> dict[str, str]:
     """Return where the last target and what drafts for it stand, by the model's name in the config."""
-    kept = {"target": str(run_dir.checkpoint_dir("target"))}
+    models, kept = system.config.models, {"target": str(run_dir.checkpoint_dir("target"))}
     if system.draft is not None:
         is_own = not is_mtp(system.draft.manifest)
-        kept["draft"] = str(run_dir.checkpoint_dir("draft")) if is_own else mtp_checkpoint(system.config)
+        kept["draft"] = str(run_dir.checkpoint_dir("draft")) if is_own else models.draft or models.target
     return kept
 
 

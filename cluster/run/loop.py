@@ -17,7 +17,7 @@ from rlhfspec.cluster.observe.iteration_metrics import with_evaluation
 from rlhfspec.cluster.observe.observer import Observer, observing
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
-from rlhfspec.cluster.preflight.inputs import Inputs
+from rlhfspec.cluster.preflight.run_plan import RunPlan
 from rlhfspec.cluster.resume.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
 from rlhfspec.cluster.resume.run_checkpoints import kept_models, save_checkpoints
 from rlhfspec.cluster.resume.run_state import RunState
@@ -31,7 +31,6 @@ from rlhfspec.cluster.run.iterations import next_batch, next_prompts, run_iterat
 from rlhfspec.cluster.run.pipeline import InFlight, Pipeline
 from rlhfspec.cluster.system.system import System, running_system
 from rlhfspec.core.checkpoint_manifest import state_folders, state_number
-from rlhfspec.core.config import Config
 from rlhfspec.core.errors import (
     NumericsError,
     PlacementError,
@@ -59,9 +58,9 @@ class TrainingResult:
 
 
 def run_training(
-    config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter, resume: RunState | None = None
+    plan: RunPlan, run_dir: RunDir, report: Reporter, resume: RunState | None = None
 ) -> TrainingResult:
-    """Train from a config whose model names are resolved, into the run folder; from a state of it where one is given.
+    """Train as planned into the run folder; from a state of it where one is given.
 
     Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
     """
@@ -73,47 +72,46 @@ def run_training(
         run_dir.heartbeat(),
         sigterm_exits(stopping),
         ray_session(
-            config.cluster,
+            plan.config.cluster,
             run_dir.path.name,
             on_sigterm=stopping,
-            store_bytes=inputs.object_store_bytes,
+            store_bytes=None if plan.memory is None else plan.memory.object_store_bytes,
             logs=run_dir.logs_folder,
         ) as session,
-        observing(run_dir, session, report, num_iterations=config.run.iterations) as observer,
+        observing(run_dir, session, report, num_iterations=plan.config.run.iterations) as observer,
     ):
         for line in session.notes:
             report.note(line)
         if session.dashboard_url:
             asks = "" if session.token_file is None else f" (asks for the token in {session.token_file})"
             report.note(f"dashboard {session.dashboard_url}{asks}")
-        manifest = _train_with_restarts(config, session, inputs, run_dir, report, observer, resume)
+        manifest = _train_with_restarts(plan, session, run_dir, report, observer, resume)
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
     return TrainingResult(
-        num_iterations=config.run.iterations,
+        num_iterations=plan.config.run.iterations,
         weight_version=manifest.weight_version,
         parameter_checksum=manifest.checksum,
     )
 
 
 def _train_with_restarts(
-    config: Config,
+    plan: RunPlan,
     session: RaySession,
-    inputs: Inputs,
     run_dir: RunDir,
     report: Reporter,
     observer: Observer,
     state: RunState | None,
 ) -> WeightManifest:
     """Train to the end; what came of the target. Where a trainer is lost, from the last state on, all actors new."""
-    restarts = TrainerRestarts(run_dir, most=config.cluster.max_trainer_restarts, note=report.note)
+    restarts = TrainerRestarts(run_dir, most=plan.config.cluster.max_trainer_restarts, note=report.note)
     for attempt in count():
         # names of actors that may still be ending are not taken again
         own = replace(session, namespace=f"{session.namespace}-{attempt}") if attempt else session
         is_up = False
         # a node that was lost with a trainer takes minutes to come back
-        patience_s = config.cluster.start_timeout_s if attempt else 0.0
+        patience_s = plan.config.cluster.start_timeout_s if attempt else 0.0
         try:
-            with running_system(config, own, inputs, note=report.note, patience_s=patience_s) as system:
+            with running_system(plan, own, note=report.note, patience_s=patience_s) as system:
                 is_up = True
                 observer.watch(system)
                 train(system, run_dir, report, resume=state)

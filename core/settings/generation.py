@@ -66,6 +66,11 @@ class SpeculationConfig(Section):
         return self.drafter == "suffix"
 
     @property
+    def goes_by_profile(self) -> bool:
+        """Whether the policy needs a profile of what drafts."""
+        return self.policy == "goodput" and self.drafter != "none"
+
+    @property
     def remembers(self) -> bool:
         """Whether drafts are looked up in finished responses."""
         return "suffix" in (self.drafter, self.look_up) and self.policy != "off"

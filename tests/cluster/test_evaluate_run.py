@@ -12,7 +12,7 @@ import pytest
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.run_check import check_run
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import running_system
@@ -68,11 +68,11 @@ def config(tiny_pair, **evaluation) -> Config:
 def run(made: Config, folder: Path, namespace: str) -> Ended:
     run_dir, report = RunDir.create(made, folder), Notes()
     session = RaySession(namespace=namespace, is_local=False, dashboard_url=None)
-    inputs, again = read_inputs(made), []
-    with running_system(made, session, inputs) as system:
+    plan, again = check_run(made, output_dir=folder.parent), []
+    with running_system(plan, session) as system:
         train(system, run_dir, report)
-        if inputs.evaluation is not None:
-            requests = evaluation_requests(inputs.evaluation, asking=900)
+        if plan.inputs.evaluation is not None:
+            requests = evaluation_requests(plan.inputs.evaluation, asking=900)
             again = evaluate(system, requests, report).collected.rollouts
         checksum = system.target.manifest.checksum
     return Ended(run_dir=run_dir, checksum=checksum, again=again, notes=report.notes)

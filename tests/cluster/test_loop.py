@@ -23,7 +23,7 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.summary import STEP_PARTS
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.run_check import check_run
 from rlhfspec.cluster.proof.verify_run import verify_run
 from rlhfspec.cluster.run.collect import collect
 from rlhfspec.cluster.run.loop import train
@@ -90,7 +90,7 @@ def trained(local_ray, config, tmp_path_factory) -> Iterator[Trained]:
     run_dir = RunDir.create(config, tmp_path_factory.mktemp("runs") / "run")
     session = RaySession(namespace="test-loop", is_local=False, dashboard_url=None)
     notes: list[str] = []
-    with running_system(config, session, read_inputs(config), note=notes.append) as system:
+    with running_system(check_run(config, output_dir=Path.cwd()), session, note=notes.append) as system:
         # on a busy machine publishing the first one takes so long that the second would have no seconds
         give_refits_time(system)
         train(system, run_dir, Reporter())

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import peft
 import pyarrow.parquet as pq
@@ -15,7 +16,6 @@ from unhurried_refits import give_refits_time
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.inputs import read_inputs
 from rlhfspec.cluster.preflight.run_check import check_run
 from rlhfspec.cluster.run.collect import collect
 from rlhfspec.cluster.run.loop import train
@@ -80,15 +80,15 @@ def config(tiny_pair) -> Config:
 def trained(local_ray, config, tmp_path_factory) -> Iterator[Trained]:
     run_dir = RunDir.create(config, tmp_path_factory.mktemp("runs") / "grpo")
     session = RaySession(namespace=NAMESPACE, is_local=False, dashboard_url=None)
-    with running_system(config, session, read_inputs(config)) as system:
+    with running_system(check_run(config, output_dir=Path.cwd()), session) as system:
         give_refits_time(system)
         train(system, run_dir, Reporter())
         yield Trained(system=system, run_dir=run_dir)
 
 
 def test_the_check_says_what_share_learns(config, tmp_path):
-    report = check_run(config, output_dir=tmp_path)
-    assert any("LoRA: 0.0" in line and "parameters learn" in line for line in report.lines())
+    plan = check_run(config, output_dir=tmp_path)
+    assert any("LoRA: 0.0" in line and "parameters learn" in line for line in plan.report)
 
 
 @pytest.mark.ray

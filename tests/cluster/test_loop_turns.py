@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -95,15 +96,15 @@ def played_alone(config: Config) -> dict[int, Completion]:
 def run_dir(local_ray, config, tmp_path_factory) -> Iterator[RunDir]:
     folder = RunDir.create(config, tmp_path_factory.mktemp("runs") / "turns")
     session = RaySession(namespace="test-loop-turns", is_local=False, dashboard_url=None)
-    with running_system(config, session, read_inputs(config)) as system:
+    with running_system(check_run(config, output_dir=Path.cwd()), session) as system:
         train(system, folder, Reporter())
         yield folder
 
 
 def test_the_check_counts_environments_and_what_they_may_add(config, tmp_path):
-    report = check_run(config, output_dir=tmp_path)
-    assert any("environment" in line for line in report.lines())
-    assert any("environment 1 x" in line for line in report.placement.splitlines())
+    plan = check_run(config, output_dir=tmp_path)
+    assert any("environment" in label for label, _ in plan.memory.rows())
+    assert any(line.startswith("  environment 1 x") for line in plan.report)
 
 
 @pytest.mark.ray

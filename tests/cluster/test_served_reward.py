@@ -3,6 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +15,7 @@ from rlhfspec.actors.serving.reward_deployment import build
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.run_check import check_run
 from rlhfspec.cluster.resume.run_state import last_state
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import running_system
@@ -49,7 +50,7 @@ def run(local_ray, tiny_pair, tmp_path):
         )
         run_dir = RunDir.create(config, tmp_path / name)
         session = RaySession(namespace=f"test-{name}", is_local=False, dashboard_url=None)
-        with running_system(config, session, read_inputs(config)) as system:
+        with running_system(check_run(config, output_dir=Path.cwd()), session) as system:
             train(system, run_dir, Reporter())
         return run_dir
 

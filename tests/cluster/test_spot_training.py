@@ -15,7 +15,7 @@ import ray
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.run_check import check_run
 from rlhfspec.cluster.run import iterations
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system
@@ -99,7 +99,7 @@ def run(
         run_dir = RunDir.create(config, tmp_path_factory.mktemp("spot") / "run")
         session = RaySession(namespace=f"test-{run_dir.path.parent.name}", is_local=False, dashboard_url=None)
         notes: list[str] = []
-        with running_system(config, session, read_inputs(config), note=notes.append) as system:
+        with running_system(check_run(config, output_dir=Path.cwd()), session, note=notes.append) as system:
             train(system, run_dir, Reporter())
             assert system.draft is not None
             return Ran(

@@ -53,7 +53,7 @@ def end(
 
     report = report or Notes()
     monkeypatch.setattr(rlhfspec.cluster.run.loop, "run_training", loop)
-    train._train(CONFIG, None, run_dir, report)  # type: ignore[arg-type]
+    train._train(None, run_dir, report)  # type: ignore[arg-type]
     return report
 
 
@@ -161,7 +161,7 @@ def test_a_run_folder_that_has_vanished_is_said_to_be_gone(run_dir, monkeypatch,
 
     monkeypatch.setattr(rlhfspec.cluster.run.loop, "run_training", vanish)
     with pytest.raises(StorageError):
-        train._train(CONFIG, None, run_dir, Reporter())  # type: ignore[arg-type]
+        train._train(None, run_dir, Reporter())  # type: ignore[arg-type]
     told = " ".join(capsys.readouterr().out.split())
     assert f"the run folder {run_dir.path} is gone" in told
     assert "no iteration finished" not in told and not run_dir.path.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ray.util.placement_group import placement_group_table
@@ -12,7 +13,7 @@ from ray.util.placement_group import placement_group_table
 from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.run_check import check_run
 from rlhfspec.cluster.run.collect import attend, collect
 from rlhfspec.cluster.system.system import GeneratingSystem, running_generation
 from rlhfspec.core.config import Config
@@ -63,10 +64,10 @@ class SteeredPool(Reporter):
     @contextmanager
     def running(self) -> Iterator[SteeredPool]:
         """On the Ray that this process is connected to."""
-        inputs = read_inputs(self.config)
+        plan = check_run(self.config, output_dir=Path.cwd())
         session = RaySession(namespace="test-elastic", is_local=False, dashboard_url=None)
-        self.cursor = PromptCursor(inputs.dataset, run_seed=self.config.run.seed, shuffle=True)
-        with running_generation(self.config, session, inputs, note=self.notes.append) as system:
+        self.cursor = PromptCursor(plan.inputs.dataset, run_seed=self.config.run.seed, shuffle=True)
+        with running_generation(plan, session, note=self.notes.append) as system:
             self.system: GeneratingSystem = system
             yield self
 

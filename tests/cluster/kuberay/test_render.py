@@ -12,7 +12,7 @@ from manifests import ROOT, cluster_spec, of_kind, rendered, smollm2_config
 
 from rlhfspec.cluster.cli import build_parser, main
 from rlhfspec.cluster.kuberay.manifest_check import quantity
-from rlhfspec.cluster.kuberay.planned_memory import plan_remote_memory
+from rlhfspec.cluster.kuberay.planned_memory import plan_remote
 from rlhfspec.cluster.placement.memory_plan import RAY_PROCESSES_BYTES
 from rlhfspec.cluster.placement.topology import plan
 from rlhfspec.core.config_io import config_from_dict
@@ -57,9 +57,7 @@ def test_the_pods_of_each_pool_hold_its_actors(
     out = tmp_path / "run.yaml"
     documents = rendered(out, config, *options, *like(config, sizes))
     settings = config_from_dict(yaml.safe_load(of_kind(documents, "ConfigMap")["data"]["config.yaml"]))
-    memory = plan_remote_memory(
-        settings, {role: str(sizes) for role in ("target", "draft")} if like(config, sizes) else {}
-    )
+    memory = plan_remote(settings, like(config, sizes)[1::2]).memory
     actor_bytes = {
         "gen": memory.generation_bytes,
         "reward": memory.reward_bytes,

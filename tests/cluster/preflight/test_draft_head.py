@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from transformers import Gemma2Config, LlamaConfig
 
-from rlhfspec.cluster.kuberay.planned_memory import plan_remote_memory
-from rlhfspec.cluster.preflight.draft_head import describe_training
-from rlhfspec.cluster.preflight.run_check import CheckReport, check_run
+from rlhfspec.cluster.kuberay.planned_memory import plan_remote
+from rlhfspec.cluster.preflight.drafts import what_drafts
+from rlhfspec.cluster.preflight.run_check import check_run
+from rlhfspec.cluster.preflight.run_plan import RunPlan
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import ConfigError, ModelError
@@ -48,7 +49,7 @@ def config(tiny_pair: TinyPair) -> Callable[[Path | None], Config]:
 
 
 @pytest.fixture
-def check(config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], CheckReport]:
+def check(config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], RunPlan]:
     monkeypatch.setattr("rlhfspec.cluster.placement.machine.num_cores", lambda: 4)
     return lambda draft: check_run(config(draft), output_dir=tmp_path)
 
@@ -61,10 +62,10 @@ def changed(head: Path, **changes: Any) -> Path:
 
 def test_the_check_describes_a_head_and_reckons_it(head: Path, check, config, tiny_pair: TinyPair) -> None:
     report = check(head)
-    assert any(f"draft head {head}" in line and "7 of the target's" in line for line in report.models)
+    assert any(f"draft head {head}" in line and "7 of the target's" in line for line in report.models.lines)
     # a head has one layer's cache of its own; what is planned from afar is the same
-    afar = plan_remote_memory(config(head), {})
-    assert afar.kv_pool_bytes > plan_remote_memory(without_draft(config(head)), {}).kv_pool_bytes
+    afar = plan_remote(config(head), ()).memory
+    assert afar.kv_pool_bytes > plan_remote(without_draft(config(head)), ()).memory.kv_pool_bytes
     assert afar.generation_bytes >= report.memory.generation_bytes > 0
 
 
@@ -80,14 +81,16 @@ def test_the_check_describes_a_head_and_reckons_it(head: Path, check, config, ti
 )
 def test_the_check_says_whether_a_head_will_be_trained(config, changes: list[str], line: str) -> None:
     tree = config(Path("head")).model_dump(mode="json")
-    told = describe_training(config_from_dict(apply_overrides(tree, changes)), LlamaConfig())
-    assert told.startswith(line)
+    drafts = what_drafts(config_from_dict(apply_overrides(tree, changes)))
+    assert drafts.describe_training(LlamaConfig()).startswith(line)
 
 
 def test_a_target_that_says_more_than_its_norm_and_output_teaches_none(config, head: Path) -> None:
     """Gemma's norm adds 1 to its gain, and some of its kin cap their logits."""
     tree = config(head).model_dump(mode="json") | {"drafter_training": {"spot": "auto"}}
-    assert "a 'gemma2' target teaches none" in describe_training(config_from_dict(tree), Gemma2Config())
+    assert "a 'gemma2' target teaches none" in what_drafts(config_from_dict(tree)).describe_training(
+        Gemma2Config()
+    )
 
 
 def test_a_head_is_not_trained_on_gpus(config) -> None:

@@ -11,11 +11,12 @@ from transformers import AutoTokenizer
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.jobs.evaluate_models import evaluation_config
-from rlhfspec.cluster.kuberay.planned_memory import plan_remote_memory
-from rlhfspec.cluster.preflight.run_check import CheckReport, check_run
-from rlhfspec.cluster.preflight.run_profile import describe
+from rlhfspec.cluster.kuberay.planned_memory import plan_remote
+from rlhfspec.cluster.preflight.drafts import what_drafts
+from rlhfspec.cluster.preflight.run_check import check_run
+from rlhfspec.cluster.preflight.run_plan import RunPlan
+from rlhfspec.cluster.preflight.run_profile import RunProfile
 from rlhfspec.cluster.resume.run_checkpoints import kept_models
-from rlhfspec.cluster.weights.first_weights import read_mtp
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, ModelError
@@ -53,7 +54,7 @@ def config_of(target: Path, draft: Path | None = None, **speculation: Any) -> Co
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], CheckReport]:
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], RunPlan]:
     monkeypatch.setattr("rlhfspec.cluster.placement.machine.num_cores", lambda: 4)
     return lambda config: check_run(config, output_dir=tmp_path)
 
@@ -61,7 +62,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config],
 def test_the_check_describes_the_layer_and_reckons_it(mimo, check) -> None:
     config = config_of(mimo("mimo"))
     report = check(config)
-    (line,) = [line for line in report.models if line.startswith("MTP layer")]
+    (line,) = [line for line in report.models.lines if line.startswith("MTP layer")]
     assert "0.0" in line and "it stays as it is" in line and "drafts, over and over" not in line
     plain = config.model_copy(
         update={"speculation": config.speculation.model_copy(update={"drafter": "none"})}
@@ -71,12 +72,12 @@ def test_the_check_describes_the_layer_and_reckons_it(mimo, check) -> None:
     assert report.memory.generation_bytes > without.generation_bytes
     # nothing of it is written with a checkpoint
     assert report.memory.disk_bytes == without.disk_bytes
-    assert plan_remote_memory(config, {}).kv_pool_bytes > plan_remote_memory(plain, {}).kv_pool_bytes
+    assert plan_remote(config, ()).memory.kv_pool_bytes > plan_remote(plain, ()).memory.kv_pool_bytes
 
 
 def test_the_check_says_which_of_several_layers_drafts(mimo, check) -> None:
     report = check(config_of(mimo("mimo", num_mtp_layers=2)))
-    assert any("the first of 2 drafts, over and over" in line for line in report.models)
+    assert any("the first of 2 drafts, over and over" in line for line in report.models.lines)
 
 
 def test_a_target_without_a_layer_is_refused_and_another_checkpoint_may_bring_it(
@@ -92,16 +93,16 @@ def test_a_target_without_a_layer_is_refused_and_another_checkpoint_may_bring_it
     with pytest.raises(ModelError, match=r"brings no MTP layer .*models\.draft"):
         check(config_of(trained))
     report = check(config_of(trained, draft=folder))
-    assert any(line.startswith(f"MTP layer of {folder}") for line in report.models)
+    assert any(line.startswith(f"MTP layer of {folder}") for line in report.models.lines)
     with pytest.raises(ModelError, match="does not fit the target: expected hidden size 32, got 64"):
         check(config_of(tiny_pair.target, draft=folder))
 
 
 def test_what_a_profile_is_of_is_what_is_published(mimo, check) -> None:
     config = config_of(mimo("mimo"))
-    described = describe(config, check(config).inputs)
+    described = RunProfile(config, check(config).inputs).described()
     assert described.provenance.draft_model.startswith("MTP layer on the last one's output")
-    assert described.provenance.draft_weights == head_checksum(read_mtp(config).head)
+    assert described.provenance.draft_weights == head_checksum(what_drafts(config).read())
 
 
 def test_an_evaluation_of_a_checkpoint_without_the_layer_decodes_plainly(mimo) -> None:
@@ -123,7 +124,7 @@ def test_who_goes_on_from_the_last_weights_takes_the_layer_from_where_it_was_rea
 ) -> None:
     """A run writes none: its checkpoints hold what has learned."""
     config = config_of(mimo("mimo"))
-    manifest, _ = pack_head(read_mtp(config).head, weight_version=0)
+    manifest, _ = pack_head(what_drafts(config).read(), weight_version=0)
     system: Any = SimpleNamespace(config=config, draft=SimpleNamespace(manifest=manifest))
     run = RunDir(path=tmp_path)
     assert kept_models(system, run) == {

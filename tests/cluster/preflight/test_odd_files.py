@@ -51,7 +51,7 @@ def test_check_refuses_weights_that_are_not_finite_in_the_words_of_a_run(
     assert main(["check", "--config", str(file)]) == 2
     config = Config.model_validate(yaml.safe_load(file.read_text()))
     with pytest.raises(ModelError) as refused:
-        load_and_put(config, config.models.target, "target")
+        load_and_put(config.models.target, "target", config.models)
     assert f"error: {refused.value}\n" in capsys.readouterr().err
 
 

@@ -9,9 +9,8 @@ import pytest
 import rlhfspec.cluster.preflight.run_profile
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.preflight.inputs import Inputs, read_inputs
-from rlhfspec.cluster.preflight.run_profile import resolve_profile
-from rlhfspec.core.config import Config
+from rlhfspec.cluster.preflight.inputs import read_inputs
+from rlhfspec.cluster.preflight.run_profile import RunProfile
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.errors import ProfileError
 from rlhfspec.profiles.profile import load_profile
@@ -43,37 +42,35 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def read(config_file: Path):
-    def load(*changes: str) -> tuple[Config, Inputs]:
+    def load(*changes: str) -> RunProfile:
         config = load_config(config_file, list(changes))
-        return config, read_inputs(config)
+        return RunProfile(config, read_inputs(config))
 
     return load
 
 
 @pytest.mark.usefixtures("short")
 def test_auto_measures_once_and_then_reads_the_cache(read, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, inputs = read()
-    first = resolve_profile(config, inputs, Reporter())
+    profile = read()
+    first = profile.resolve(Reporter())
     assert first is not None and first.max_samples == 4
-    monkeypatch.setattr(
-        rlhfspec.cluster.preflight.run_profile, "measure", lambda *a, **k: pytest.fail("measured again")
-    )
-    assert resolve_profile(config, inputs, Reporter()) == first
+    monkeypatch.setattr(RunProfile, "measure", lambda *a, **k: pytest.fail("measured again"))
+    assert profile.resolve(Reporter()) == first
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        resolve_profile(*read("engine.max_running_samples=3"), Reporter())
+        read("engine.max_running_samples=3").resolve(Reporter())
 
 
 @pytest.mark.parametrize("change", ["speculation.policy=fixed", "speculation.drafter=none"])
 def test_other_policies_need_no_profile(read, change: str) -> None:
-    assert resolve_profile(*read(change), Reporter()) is None
+    assert read(change).resolve(Reporter()) is None
 
 
 def test_auto_never_measures_for_gpus_in_the_starting_process(read) -> None:
-    config, inputs = read("cluster.generation.num_gpus=1")
+    profile = read("cluster.generation.num_gpus=1")
     with pytest.raises(
         ProfileError, match="run `rlhfspec profile --config FILE --out DIR` on a node with such a GPU"
     ):
-        resolve_profile(config, inputs, Reporter())
+        profile.resolve(Reporter())
 
 
 def test_a_folder_without_a_profile_is_bad_input(
@@ -100,11 +97,10 @@ def test_the_command_writes_tables_models_and_pictures_and_the_profile_serves(
         "verify_cost.png",
         "acceptance.png",
     }
-    config, inputs = read(f"speculation.profile={out}")
-    assert resolve_profile(config, inputs, Reporter()) == load_profile(out)
-    config, inputs = read(f"speculation.profile={out}", "engine.max_running_samples=3", "sampling.top_p=0.9")
+    assert read(f"speculation.profile={out}").resolve(Reporter()) == load_profile(out)
+    profile = read(f"speculation.profile={out}", "engine.max_running_samples=3", "sampling.top_p=0.9")
     with pytest.raises(ProfileError, match=r"sampling is .* num_slots is '3', measured with '4'"):
-        resolve_profile(config, inputs, Reporter())
+        profile.resolve(Reporter())
 
 
 def test_a_budget_of_nothing_is_bad_input(config_file: Path, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from made_run import AHEAD, CUT, SAMPLES, change_row, make_run, run_config
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.proof.choice import RecordedRun
 from rlhfspec.cluster.proof.replay_sample import replay_sample
 from rlhfspec.cluster.proof.verify_run import verify_run
-from rlhfspec.core.config_io import load_config
 from rlhfspec.engine.drafters.head.head_weights import save_head
 from rlhfspec.engine.weights.loading import load_causal_lm
 from tests.helpers.random_heads import random_head
@@ -30,7 +30,7 @@ def test_the_steps_make_the_response_and_show_what_was_drafted(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     index = SAMPLES + 2
-    replayed = replay_sample(run, load_config(RunDir(path=run).config_file, []), index)
+    replayed = replay_sample(RecordedRun.open(run), index)
     assert replayed.again is not None and not replayed.differences
     assert any(len(step.parents) and step.parents.max() < len(step.parents) - 1 for step in replayed.steps)
     assert main(["replay", str(run), "--sample", str(index)]) == 0
@@ -78,7 +78,7 @@ def test_a_run_with_a_draft_head_is_replayed_by_it_and_verified_without(tiny_pai
     save_head(tmp_path / "head", head)
     changes = {"models": {"draft": str(tmp_path / "head")}, "speculation": {"drafter": "head"}}
     run = make_run(run_config(tiny_pair, tmp_path, **changes), tmp_path / "run")
-    replayed = replay_sample(run, load_config(RunDir(path=run).config_file, []), SAMPLES)
+    replayed = replay_sample(RecordedRun.open(run), SAMPLES)
     assert replayed.again is not None and not replayed.differences
     assert "the first draft head (the iteration's is not kept)" in replayed.drafted_by
     drafted = [int(token) for step in replayed.steps for token in step.token_ids if token >= 0]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.proof import choice
+from rlhfspec.cluster.proof.choice import RecordedRun
 from rlhfspec.cluster.proof.replay_sample import replay_sample
 from rlhfspec.cluster.proof.verify_run import verify_run
 from rlhfspec.core.checkpoint_manifest import MANIFEST, write_manifest
@@ -95,7 +95,7 @@ def test_a_response_that_should_have_ended_in_its_first_stretch_is_named(made_ah
     differs = f"number of token ids: expected {tokens.index(stop) + 1}, got {len(tokens)}"
     found = verify_run(made_ahead, share=1.0, overrides=[stops]).differences
     assert any(one.sample == sample and differs in str(one) for one in found)
-    replayed = replay_sample(made_ahead, choice.run_config(made_ahead, [stops]), sample)
+    replayed = replay_sample(RecordedRun.open(made_ahead, [stops]), sample)
     assert differs in "".join(map(str, replayed.differences))
 
 

@@ -1,0 +1,158 @@
+"""What is known of a run before it starts, whole and frozen; made once (`run_check`), read by whatever runs.
+
+Whoever runs later takes from here its own section or its spec, and never the whole config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rlhfspec.actors.actor_messages import GenerationSpec, SchedulerSettings, SpotSpec, TrainerSpec
+from rlhfspec.cluster.placement.memory_plan import MemoryPlan
+from rlhfspec.cluster.placement.topology import Topology
+from rlhfspec.cluster.preflight.inputs import Inputs
+from rlhfspec.cluster.preflight.model_check import CheckedModels
+from rlhfspec.cluster.preflight.reward_plan import resolved_reward
+from rlhfspec.cluster.weights.group_publication import are_on_gpus
+from rlhfspec.core.config import Config
+from rlhfspec.core.settings.generation import ReallocationConfig
+from rlhfspec.core.settings.reward import RewardConfig
+from rlhfspec.engine.weights.loading import num_token_ids
+from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
+from rlhfspec.policies.reallocation.gate import Gate
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
+from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
+from rlhfspec.policies.scaling.scaling_records import Limits
+from rlhfspec.profiles.profile import Profile
+
+_MOVING_POLICIES = ("finish_time", "paper_rule")
+_GUESSED_SAMPLES = (1, 4, 64)
+_GUESSED_RATES = (100.0, 300.0, 600.0)
+"Without a profile: tokens a second that processors deliver over samples, which the run corrects by one factor."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A run that may start: nothing in its config, its files or here speaks against it."""
+
+    config: Config
+    "of a new run with the end tokens that were found"
+    topology: Topology
+    models: CheckedModels
+    inputs: Inputs
+    memory: MemoryPlan | None = None
+    "None: nobody has asked whether it fits"
+    profile: Profile | None = None
+    "what the policy `goodput` goes by"
+    report: tuple[str, ...] = ()
+    "what `check` prints"
+    notes: tuple[str, ...] = ()
+    "what a run says at its start"
+
+    @property
+    def reward(self) -> RewardConfig:
+        """With what it takes from other sections."""
+        return resolved_reward(self.config.reward, self.config.sampling.max_new_tokens)
+
+    def generating(self) -> RunPlan:
+        """What generates and scores of it, without trainers; no head is trained, which nobody would collect."""
+        frozen = self.config.drafter_training.model_copy(update={"spot": "off"})
+        config = self.config.model_copy(update={"drafter_training": frozen})
+        return replace(self, config=config, topology=replace(self.topology, trainer=()))
+
+    def generation_spec(self, instance: str) -> GenerationSpec:
+        """What an instance is told when it is made."""
+        config, pool = self.config, self.config.cluster.generation
+        spot = SpotSpec(
+            training=config.drafter_training, temperature=config.sampling.temperature, seed=config.run.seed
+        )
+        return GenerationSpec(
+            instance=instance,
+            engine=config.engine,
+            speculation=config.speculation,
+            dtype=config.models.dtype,
+            max_total_tokens=self.inputs.max_total_tokens,
+            vocab_size=num_token_ids(self.inputs.tokenizer),
+            report_interval_s=config.cluster.poll_interval_s,
+            migration=config.reallocation if self._moves and pool.most > 1 else None,
+            profile=self.profile,
+            step_log=config.run.step_log,
+            cache_dir=config.run.cache_dir,
+            gpu_bytes=0 if self.memory is None else self.memory.gpu_bytes,
+            gpu_share=pool.num_gpus,
+            spot=spot if config.trains_head else None,
+        )
+
+    def trainer_spec(self) -> TrainerSpec:
+        """What the trainers are told when they are made, but for their names and ranks."""
+        config, tokenizer = self.config, self.inputs.tokenizer
+        pad = tokenizer.pad_token_id
+        return TrainerSpec(
+            algorithm=config.algorithm,
+            trainer=config.trainer,
+            drafter_training=config.drafter_training if config.refits_draft else None,
+            dtype=config.models.dtype,
+            temperature=config.sampling.temperature,
+            seed=config.run.seed,
+            pad_token_id=pad if isinstance(pad, int) else 0,
+            vocab_size=num_token_ids(tokenizer),
+            base_model=config.models.target,
+            engine=config.engine if config.trainer.scoring == "engine" else None,
+            max_total_tokens=self.inputs.dataset.max_prompt_tokens + config.max_response_tokens,
+            gpu_bytes=0 if self.memory is None else self.memory.trainer_gpu_bytes,
+            gpu_share=config.cluster.trainer.num_gpus,
+            num_optimizer_steps=self._num_optimizer_steps(),
+            max_new_tokens=config.sampling.max_new_tokens,
+            checksums="words" if are_on_gpus(config.cluster) else "xxh3",
+            timeout_s=config.cluster.order_timeout_s,
+        )
+
+    def scheduler_settings(self) -> SchedulerSettings:
+        """What the scheduler is told when it is made."""
+        cluster, reallocation = self.config.cluster, self.config.reallocation
+        return SchedulerSettings(
+            poll_interval_s=cluster.poll_interval_s,
+            heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+            order_timeout_s=cluster.order_timeout_s,
+            binding="static" if reallocation.policy == "static" else "pull",
+            reallocation=self._reallocation(reallocation)
+            if self._moves and cluster.generation.most > 1
+            else None,
+            reallocation_interval_s=reallocation.interval_s,
+            scaling=self._scaling(),
+        )
+
+    @property
+    def _moves(self) -> bool:
+        return self.config.reallocation.policy in _MOVING_POLICIES
+
+    def _reallocation(self, wanted: ReallocationConfig) -> ReallocationPolicy:
+        # float32 as on CPU: an upper bound on devices that keep bfloat16
+        shapes = [shape.kv for shape in (self.models.target, self.models.draft) if shape is not None]
+        gate = Gate(kv_bytes_per_token=float(sum(shape.token_bytes for shape in shapes)), mode=wanted.mode)
+        return make_reallocation_policy(
+            wanted.policy, curve=self._rate_curve(), gate=gate, seed=self.config.run.seed
+        )
+
+    def _scaling(self) -> ScalingPolicy | None:
+        """The policy of the pool's size; None where it is fixed."""
+        pool = self.config.cluster.generation
+        if not pool.is_elastic:
+            return None
+        limits = Limits(least=pool.least, most=pool.most, idle_timeout_s=pool.idle_timeout_s)
+        return ScalingPolicy(self._rate_curve(), limits, can_move=self._moves)
+
+    def _rate_curve(self) -> RateCurve:
+        if self.profile is None:
+            return RateCurve(_GUESSED_SAMPLES, _GUESSED_RATES)
+        speculation = self.config.speculation
+        return rate_curve_from_profile(
+            self.profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth
+        )
+
+    def _num_optimizer_steps(self) -> int:
+        """Steps of the target's optimizer in a whole run."""
+        rollout, trainer = self.config.rollout, self.config.trainer
+        num_samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
+        return self.config.run.iterations * trainer.epochs * -(-num_samples // trainer.minibatch_size)
