@@ -22,8 +22,8 @@ from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload, demo_workload, job, real_workload
 from benchmarks.update import ALGORITHM, MAX_NEW_TOKENS_REAL, TRAINER, Batch, sample
 from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, ModelShape, ModelShapes
-from rlhfspec.cluster.preflight.model_check import model_shape
+from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, ModelShape, ModelShapes
+from rlhfspec.cluster.plan.model_files import model_shape
 from rlhfspec.core.config import Config, TrainerConfig
 from rlhfspec.core.records import Rollout
 from rlhfspec.engine.weights.chunks import WeightPacker

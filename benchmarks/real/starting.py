@@ -52,7 +52,7 @@ def _bare() -> None:
 
 def _run(target: str, cache: str) -> None:
     from rlhfspec.cluster.placement.ray_session import ray_session
-    from rlhfspec.cluster.preflight.run_check import check_run
+    from rlhfspec.cluster.plan.run_check import check_run
     from rlhfspec.cluster.system.system import running_system
     from rlhfspec.core.config_io import load_config
 

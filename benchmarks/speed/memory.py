@@ -14,8 +14,8 @@ import torch
 from benchmarks.support.processes import measured_in_a_process, peak_bytes
 from benchmarks.support.timing import Figures, plain_engine
 from benchmarks.support.workload import VOCAB_SIZE, model_p_folder, model_p_requests
-from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, ModelShapes
-from rlhfspec.cluster.preflight.model_check import model_shape
+from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, ModelShapes
+from rlhfspec.cluster.plan.model_files import model_shape
 from rlhfspec.core.config import Config
 from rlhfspec.engine.weights.loading import load_hf_config
 

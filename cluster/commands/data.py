@@ -96,7 +96,7 @@ def _tokenizer(name: str | None, models: ModelsConfig, template_time: str | None
     if name is None and models.target == _NO_MODEL:
         return None
     report.stage("loading the tokenizer")
-    from rlhfspec.cluster.preflight.inputs import read_tokenizer
+    from rlhfspec.cluster.plan.inputs import read_tokenizer
 
     return read_tokenizer(models.model_copy(update={"tokenizer": name}), template_time)
 

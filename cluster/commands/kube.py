@@ -57,8 +57,8 @@ def render(
     named = manifests.kubernetes_name(name or loaded.run.name)
     if name is not None and name != named:
         raise ConfigError(f"--name {name} is no name for Kubernetes; expected one such as {named}")
-    from rlhfspec.cluster.kuberay.planned_memory import plan_remote
     from rlhfspec.cluster.kuberay.pool_pods import plan_pods
+    from rlhfspec.cluster.plan.remote_plan import plan_remote
 
     pods = plan_pods(plan_remote(loaded, like))
     make = manifests.ray_job if kind == "rayjob" else manifests.ray_cluster

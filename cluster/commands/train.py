@@ -15,8 +15,8 @@ from rlhfspec.core.errors import ConfigError
 if TYPE_CHECKING:
     from rlhfspec.cluster.folder.layout import RunDir
     from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.preflight.prepared_run import PreparedRun
-    from rlhfspec.cluster.preflight.run_plan import RunPlan
+    from rlhfspec.cluster.plan.prepared_run import PreparedRun
+    from rlhfspec.cluster.plan.run_plan import RunPlan
     from rlhfspec.cluster.resume.run_state import RunState
 
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
@@ -51,7 +51,7 @@ def train(
       rlhfspec train --config configs/demo.yaml --dry-run     print the resolved config and the plan, run nothing
     """
     from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.preflight.prepared_run import prepare_run
+    from rlhfspec.cluster.plan.prepared_run import prepare_run
 
     with Reporter() as report:
         prepared = prepare_run(config, overrides, report, out=out, resume=resume, dry_run=dry_run)
@@ -110,11 +110,11 @@ def check(
             return 0
         if like:
             raise ConfigError("--like is for --manifest: without it the models are those of the config")
-        from rlhfspec.cluster.preflight.prepared_run import prepare_run
+        from rlhfspec.cluster.plan.prepared_run import prepare_run
 
         plan = prepare_run(config, overrides, report, resume=resume, dry_run=True).plan
-        from rlhfspec.cluster.preflight.model_files import require_finite_weights
-        from rlhfspec.cluster.preflight.run_check import require_place_in_cluster
+        from rlhfspec.cluster.plan.model_files import require_finite_weights
+        from rlhfspec.cluster.plan.run_check import require_place_in_cluster
 
         report.stage("reading the weights")
         require_finite_weights(plan.models.configs, plan.config.models.dtype)
@@ -135,8 +135,8 @@ def _check_manifest(
     loaded = load_config(config, overrides)
     report.stage("reckoning the plan")
     from rlhfspec.cluster.kuberay.manifest_check import require_manifest
-    from rlhfspec.cluster.kuberay.planned_memory import plan_remote
     from rlhfspec.cluster.kuberay.pool_pods import plan_pods
+    from rlhfspec.cluster.plan.remote_plan import plan_remote
 
     pods = plan_pods(plan_remote(loaded, like))
     require_manifest(manifest, pods)
@@ -148,7 +148,7 @@ def _run(prepared: PreparedRun, report: Reporter) -> None:
     from rlhfspec.cluster.folder.layout import RunDir
     from rlhfspec.cluster.folder.leftovers import sweep_run_folders
     from rlhfspec.cluster.folder.remote_copy import copying
-    from rlhfspec.cluster.preflight.run_profile import RunProfile
+    from rlhfspec.cluster.plan.run_profile import RunProfile
 
     plan, path, resumed = prepared.plan, prepared.path, prepared.resumed
     config, inputs = plan.config, plan.inputs

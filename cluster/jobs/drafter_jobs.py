@@ -11,8 +11,8 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.preflight.inputs import end_tokens, read_tokenizer
-from rlhfspec.cluster.preflight.named_models import resolve_models
+from rlhfspec.cluster.plan.inputs import end_tokens, read_tokenizer
+from rlhfspec.cluster.plan.named_models import resolve_models
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import DataError

@@ -14,12 +14,12 @@ from rlhfspec.cluster.folder.rollout_files import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import ray_session
-from rlhfspec.cluster.placement.topology import plan as plan_topology
-from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
-from rlhfspec.cluster.preflight.inputs import Inputs, longest_sample, require_cores
-from rlhfspec.cluster.preflight.model_check import check_models
-from rlhfspec.cluster.preflight.reward_plan import check_reward, reward_columns
-from rlhfspec.cluster.preflight.run_plan import RunPlan
+from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
+from rlhfspec.cluster.plan.inputs import Inputs, longest_sample, require_cores
+from rlhfspec.cluster.plan.model_check import check_models
+from rlhfspec.cluster.plan.reward_plan import check_reward, reward_columns
+from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.plan.topology import plan as plan_topology
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.system.system import running_generation
 from rlhfspec.core.config import Config

@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.machine import num_cores
-from rlhfspec.cluster.preflight.model_files import count_params
+from rlhfspec.cluster.plan.model_files import count_params
 from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
 from rlhfspec.core.config_io import config_text
 from rlhfspec.core.errors import ConfigError, DataError

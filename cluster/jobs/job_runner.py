@@ -50,7 +50,7 @@ def _on_ray(
 
     from rlhfspec.actors.waiting.group_wait import get_all
     from rlhfspec.actors.workers.supervised_actor import SupervisedActor
-    from rlhfspec.cluster.placement.topology import PlacementContext, actor_options
+    from rlhfspec.cluster.plan.topology import PlacementContext, actor_options
 
     cluster = config.cluster
     with _places(config, is_local=is_local) as (places, group):
@@ -125,7 +125,7 @@ def _reports(
 def _places(config: SupervisedConfig, *, is_local: bool) -> Iterator[tuple[list[Any], Any]]:
     from ray.util.placement_group import remove_placement_group
 
-    from rlhfspec.cluster.placement.topology import MIN_CPUS, Place, Topology, place
+    from rlhfspec.cluster.plan.topology import MIN_CPUS, Place, Topology, place
 
     pool = config.cluster.trainer
     places = [

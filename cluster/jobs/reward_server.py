@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.ray_session import is_local, ray_session
-from rlhfspec.cluster.preflight.reward_plan import check_reward
+from rlhfspec.cluster.plan.reward_plan import check_reward
 from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.errors import PlacementError, RlhfSpecError, one_line
 

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from rlhfspec.cluster.kuberay.pool_pods import SAFE_SHARE, PodSize, PoolPods, RunPods
-from rlhfspec.cluster.placement.memory_plan import gib
-from rlhfspec.cluster.placement.topology import POOL_LABEL
+from rlhfspec.cluster.plan.memory_plan import gib
+from rlhfspec.cluster.plan.topology import POOL_LABEL
 from rlhfspec.core.errors import ConfigError, PlacementError, one_line
 
 _UNITS = {

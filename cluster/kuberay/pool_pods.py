@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlhfspec.cluster.kuberay.planned_memory import RemotePlan
-from rlhfspec.cluster.placement.memory_plan import (
+from rlhfspec.cluster.plan.memory_plan import (
     MIB,
     PLAIN_PROCESS_BYTES,
 )
-from rlhfspec.cluster.placement.topology import Place, Topology
+from rlhfspec.cluster.plan.remote_plan import RemotePlan
+from rlhfspec.cluster.plan.topology import Place, Topology
 from rlhfspec.core.errors import ConfigError
 
 WORKER_RAY_BYTES = 400 * MIB

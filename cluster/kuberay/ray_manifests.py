@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from rlhfspec.cluster.kuberay.pool_pods import IDLE_TIMEOUT_S, PodSize, PoolPods, RunPods
-from rlhfspec.cluster.placement.memory_plan import MIB
-from rlhfspec.cluster.placement.topology import POOL_LABEL
+from rlhfspec.cluster.plan.memory_plan import MIB
+from rlhfspec.cluster.plan.topology import POOL_LABEL
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import ConfigError
 

@@ -1,5 +1,5 @@
-"""Where a run lives: its Ray cluster, its bundles and actors' resources, the machine's memory.
+"""Where a run lives: its Ray cluster, the places of its instances, this machine.
 
-Lives here: starting and joining Ray, topology, the memory plan, what this machine has.
+Lives here: starting and joining Ray, places that come and go, what this machine has.
 Must not live here: what the actors do.
 """

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from ray.util.placement_group import PlacementGroup
 
 from rlhfspec.cluster.placement.single_places import living_nodes, nodes_of
-from rlhfspec.cluster.placement.topology import Place
+from rlhfspec.cluster.plan.topology import Place
 
 
 class FirstPlaces:

@@ -30,7 +30,6 @@ from rlhfspec.actors.waiting.actor_start import actor_environment
 from rlhfspec.cluster.folder.folder_watch import removed_when_gone, uninterrupted
 from rlhfspec.cluster.folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
 from rlhfspec.cluster.placement import machine
-from rlhfspec.cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
 from rlhfspec.cluster.placement.origin import IS_CHECKOUT, ROOT
 from rlhfspec.cluster.placement.private_token import (
     LOOPBACK_NAMES,
@@ -47,6 +46,7 @@ from rlhfspec.cluster.placement.temporary_folder import (
     temporary_notes,
 )
 from rlhfspec.cluster.placement.variables import environment
+from rlhfspec.cluster.plan.memory_plan import OBJECT_STORE_USUAL_BYTES
 from rlhfspec.core.errors import NodeDied, PlacementError
 from rlhfspec.core.settings.cluster import ClusterConfig
 

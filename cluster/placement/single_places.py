@@ -14,7 +14,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from rlhfspec.cluster.placement.topology import POOL_LABEL, Place, amounts, gaps
+from rlhfspec.cluster.plan.topology import POOL_LABEL, Place, amounts, gaps
 
 
 class SinglePlaces:

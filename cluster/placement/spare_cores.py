@@ -8,7 +8,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from rlhfspec.cluster.placement.machine import num_cores
-from rlhfspec.cluster.placement.topology import Topology
+from rlhfspec.cluster.plan.topology import Topology
 from rlhfspec.core.config import Config
 
 ONE_MACHINE = ""

@@ -9,8 +9,8 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.preflight.drafts import MtpLayer, what_drafts
-from rlhfspec.cluster.preflight.inputs import read_tokenizer
+from rlhfspec.cluster.plan.drafts import MtpLayer, what_drafts
+from rlhfspec.cluster.plan.inputs import read_tokenizer
 from rlhfspec.cluster.proof.choice import RecordedRun, all_places, why_not_here
 from rlhfspec.cluster.proof.difference import Difference, completion_differences
 from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights

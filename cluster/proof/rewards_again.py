@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.preflight.reward_plan import resolved_reward
+from rlhfspec.cluster.plan.reward_plan import resolved_reward
 from rlhfspec.cluster.proof.choice import RecordedRun
 from rlhfspec.cluster.proof.difference import Difference, reward_differences
 from rlhfspec.cluster.proof.recorded_samples import Recorded

@@ -13,8 +13,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.placement.machine import memory_bytes, num_cores
-from rlhfspec.cluster.preflight.inputs import read_tokenizer
-from rlhfspec.cluster.preflight.model_files import count_params
+from rlhfspec.cluster.plan.inputs import read_tokenizer
+from rlhfspec.cluster.plan.model_files import count_params
 from rlhfspec.cluster.proof.choice import RecordedRun, all_places, drawn, verifiable
 from rlhfspec.cluster.proof.difference import Difference, completion_differences
 from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights

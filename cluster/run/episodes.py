@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.workers.environment_actors import Answer, EnvironmentActor, EnvironmentPool, describe
-from rlhfspec.cluster.placement.topology import PlacementContext, Topology, actor_options
+from rlhfspec.cluster.plan.topology import PlacementContext, Topology, actor_options
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import EpisodeError
 from rlhfspec.core.records import (

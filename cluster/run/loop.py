@@ -17,7 +17,7 @@ from rlhfspec.cluster.observe.iteration_metrics import with_evaluation
 from rlhfspec.cluster.observe.observer import Observer, observing
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
-from rlhfspec.cluster.preflight.run_plan import RunPlan
+from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.resume.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
 from rlhfspec.cluster.resume.run_checkpoints import kept_models, save_checkpoints
 from rlhfspec.cluster.resume.run_state import RunState

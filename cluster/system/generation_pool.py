@@ -21,7 +21,7 @@ from rlhfspec.actors.generation.generation_actor import GenerationActor
 from rlhfspec.actors.waiting.deaths import DEATHS, last_line
 from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.cluster.placement.single_places import SinglePlaces
-from rlhfspec.cluster.placement.topology import Place, PlacementContext, Topology, actor_options
+from rlhfspec.cluster.plan.topology import Place, PlacementContext, Topology, actor_options
 from rlhfspec.cluster.system.departures import LastWords
 from rlhfspec.cluster.system.instance_table import InstanceTable
 from rlhfspec.cluster.system.joiners import Joiner

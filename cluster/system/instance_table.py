@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.cluster.placement.topology import Place
+from rlhfspec.cluster.plan.topology import Place
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.policies.scheduling.members import KEPT_GONE, InstanceState
 

@@ -20,7 +20,7 @@ from rlhfspec.actors.waiting.waiting import get, no_answer, wait_any
 from rlhfspec.actors.waiting.watch import LOOK_S, OpenWait
 from rlhfspec.cluster.placement.first_places import FirstPlaces
 from rlhfspec.cluster.placement.single_places import SinglePlaces, is_placed
-from rlhfspec.cluster.placement.topology import Place
+from rlhfspec.cluster.plan.topology import Place
 from rlhfspec.cluster.weights.publish import PublishedWeights, confirm
 from rlhfspec.core.errors import InstanceLost, NodeDied, RlhfSpecError, WaitTimeout
 

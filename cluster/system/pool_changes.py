@@ -17,7 +17,7 @@ from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.actors.waiting.waiting import awake_s
 from rlhfspec.cluster.placement.first_places import FirstPlaces
 from rlhfspec.cluster.placement.single_places import SinglePlaces, announced_ends
-from rlhfspec.cluster.placement.topology import Place, Topology
+from rlhfspec.cluster.plan.topology import Place, Topology
 from rlhfspec.cluster.system.departures import Departures
 from rlhfspec.cluster.system.incident_budget import IncidentBudget
 from rlhfspec.cluster.system.instance_table import Instance, InstanceTable

@@ -21,10 +21,10 @@ from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.placement.single_places import SinglePlaces, lost_machines
 from rlhfspec.cluster.placement.spare_cores import nodes_of, shared_by_updates
-from rlhfspec.cluster.placement.topology import PlacementContext, Topology, actor_options, place
-from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts
-from rlhfspec.cluster.preflight.reward_plan import scoring_timeout_s
-from rlhfspec.cluster.preflight.run_plan import RunPlan
+from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
+from rlhfspec.cluster.plan.reward_plan import scoring_timeout_s
+from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.plan.topology import PlacementContext, Topology, actor_options, place
 from rlhfspec.cluster.run.dynamic_sampling import UsefulGroups
 from rlhfspec.cluster.run.episodes import EpisodeRewards, Episodes, start_episodes
 from rlhfspec.cluster.system.generation_pool import GenerationPool

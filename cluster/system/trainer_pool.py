@@ -21,7 +21,7 @@ from rlhfspec.actors.waiting.heartbeat import Heartbeat
 from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.waiting.waiting import awake_s, get, wait_any
 from rlhfspec.actors.workers.trainer_actor import TrainerActor
-from rlhfspec.cluster.placement.topology import Place, PlacementContext, actor_options
+from rlhfspec.cluster.plan.topology import Place, PlacementContext, actor_options
 from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights, confirm
 from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.errors import InstanceLost, WaitTimeout

@@ -7,7 +7,7 @@ from typing import Literal
 import ray
 from transformers import PreTrainedModel
 
-from rlhfspec.cluster.preflight.drafts import DraftModel, Drafts
+from rlhfspec.cluster.plan.drafts import DraftModel, Drafts
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights

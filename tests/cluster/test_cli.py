@@ -19,7 +19,7 @@ from rlhfspec.cluster.commands.bench import WITH_REAL_MODEL, benchmark_names
 from rlhfspec.cluster.commands.declare import Arg, Group, add_arguments, call
 from rlhfspec.cluster.commands.reference import page
 from rlhfspec.cluster.placement.origin import PACKAGES, ROOT, shadowed_packages
-from rlhfspec.cluster.preflight.inputs import require_cores
+from rlhfspec.cluster.plan.inputs import require_cores
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.cluster import ClusterConfig
 from tests.conftest import TinyPair

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rlhfspec.cluster.preflight.run_profile
+import rlhfspec.cluster.plan.run_profile
 import rlhfspec.cluster.run.loop
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
@@ -79,7 +79,7 @@ def test_a_run_that_measures_its_profile_first_leaves_a_complete_folder(
     tokenised: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rlhfspec.cluster.preflight.run_profile, "AUTO_BUDGET_S", 1.5)
+    monkeypatch.setattr(rlhfspec.cluster.plan.run_profile, "AUTO_BUDGET_S", 1.5)
     changes = ["speculation.policy=goodput", f"run.cache_dir={tmp_path / 'cache'}"]
     assert main(["train", "--config", str(config_file), *(w for one in changes for w in ("--set", one))]) == 0
     assert len(list((tmp_path / "cache" / "profiles").iterdir())) == 1

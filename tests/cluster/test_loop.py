@@ -23,7 +23,7 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.summary import STEP_PARTS
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.run_check import check_run
+from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.proof.verify_run import verify_run
 from rlhfspec.cluster.run.collect import collect
 from rlhfspec.cluster.run.loop import train

@@ -16,7 +16,7 @@ from unhurried_refits import give_refits_time
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.run_check import check_run
+from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.run.collect import collect
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system

@@ -15,7 +15,7 @@ import ray
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.run_check import check_run
+from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.run import iterations
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, ModelShape, ModelShapes
+from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, ModelShape, ModelShapes
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError

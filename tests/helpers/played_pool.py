@@ -12,7 +12,7 @@ import ray
 from rlhfspec.actors.actor_messages import InstanceNumerics, LoadedWeights, LostInstance, Taken
 from rlhfspec.actors.waiting.waiting import ActorDied
 from rlhfspec.cluster.placement import first_places
-from rlhfspec.cluster.placement.topology import Place, PlacementContext, Topology
+from rlhfspec.cluster.plan.topology import Place, PlacementContext, Topology
 from rlhfspec.cluster.system import departures, generation_pool, joiners, pool_changes
 from rlhfspec.cluster.system.generation_pool import GenerationPool
 from rlhfspec.cluster.system.instance_table import InstanceTable

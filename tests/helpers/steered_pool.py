@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group_table
 from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.preflight.run_check import check_run
+from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.run.collect import attend, collect
 from rlhfspec.cluster.system.system import GeneratingSystem, running_generation
 from rlhfspec.core.config import Config

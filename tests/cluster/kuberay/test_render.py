@@ -12,9 +12,9 @@ from manifests import ROOT, cluster_spec, of_kind, rendered, smollm2_config
 
 from rlhfspec.cluster.cli import build_parser, main
 from rlhfspec.cluster.kuberay.manifest_check import quantity
-from rlhfspec.cluster.kuberay.planned_memory import plan_remote
-from rlhfspec.cluster.placement.memory_plan import RAY_PROCESSES_BYTES
-from rlhfspec.cluster.placement.topology import plan
+from rlhfspec.cluster.plan.memory_plan import RAY_PROCESSES_BYTES
+from rlhfspec.cluster.plan.remote_plan import plan_remote
+from rlhfspec.cluster.plan.topology import plan
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError
 

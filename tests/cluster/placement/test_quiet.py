@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.placement.quiet import quiet_environment
-from rlhfspec.cluster.placement.topology import PlacementContext, actor_options, place, plan
+from rlhfspec.cluster.plan.topology import PlacementContext, actor_options, place, plan
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.engine.weights.loading import load_causal_lm
 

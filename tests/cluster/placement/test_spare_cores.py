@@ -4,7 +4,7 @@ import pytest
 from ray.util.placement_group import remove_placement_group
 
 from rlhfspec.cluster.placement.spare_cores import nodes_of, shared_by_updates
-from rlhfspec.cluster.placement.topology import place, plan
+from rlhfspec.cluster.plan.topology import place, plan
 from rlhfspec.core.config_io import config_from_dict
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlhfspec.cluster.preflight.model_files import count_params
+from rlhfspec.cluster.plan.model_files import count_params
 from rlhfspec.core.errors import ModelError
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer
 from tests.conftest import TinyPair

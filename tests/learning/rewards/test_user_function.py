@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from pytest import mark, raises
 
-from rlhfspec.cluster.preflight.reward_plan import reward_columns
+from rlhfspec.cluster.plan.reward_plan import reward_columns
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, RewardError

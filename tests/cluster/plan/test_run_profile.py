@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import rlhfspec.cluster.preflight.run_profile
+import rlhfspec.cluster.plan.run_profile
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.preflight.inputs import read_inputs
-from rlhfspec.cluster.preflight.run_profile import RunProfile
+from rlhfspec.cluster.plan.inputs import read_inputs
+from rlhfspec.cluster.plan.run_profile import RunProfile
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.errors import ProfileError
 from rlhfspec.profiles.profile import load_profile
@@ -37,7 +37,7 @@ trainer: {{minibatch_size: 8, num_threads: 1, max_tokens_per_forward: 512}}
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlhfspec.cluster.preflight.run_profile, "AUTO_BUDGET_S", 1.5)
+    monkeypatch.setattr(rlhfspec.cluster.plan.run_profile, "AUTO_BUDGET_S", 1.5)
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.jobs.evaluate_models import evaluation_config
-from rlhfspec.cluster.kuberay.planned_memory import plan_remote
-from rlhfspec.cluster.preflight.drafts import what_drafts
-from rlhfspec.cluster.preflight.run_check import check_run
-from rlhfspec.cluster.preflight.run_plan import RunPlan
-from rlhfspec.cluster.preflight.run_profile import RunProfile
+from rlhfspec.cluster.plan.drafts import what_drafts
+from rlhfspec.cluster.plan.remote_plan import plan_remote
+from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.plan.run_profile import RunProfile
 from rlhfspec.cluster.resume.run_checkpoints import kept_models
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict

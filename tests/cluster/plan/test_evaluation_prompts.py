@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evaluation
+from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts, split_evaluation
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, DataError

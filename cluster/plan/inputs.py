@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.placement.machine import num_cores
-from rlhfspec.cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evaluation
+from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts, split_evaluation
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.cluster import ClusterConfig

@@ -11,7 +11,7 @@ from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
     from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.preflight.run_plan import RunPlan
+    from rlhfspec.cluster.plan.run_plan import RunPlan
     from rlhfspec.cluster.resume.resumed_run import ResumedRun
     from rlhfspec.core.config import Config, RunConfig
 
@@ -54,12 +54,12 @@ def prepare_run(
         config, resumed = _named_run(resume, file, overrides, report)
     path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from rlhfspec.cluster.folder.run_time import with_time
-    from rlhfspec.cluster.preflight.named_models import resolve_models
+    from rlhfspec.cluster.plan.named_models import resolve_models
 
     report.stage("loading torch and transformers")
     config = with_time(resolve_models(config, report))
     report.stage("checking models, data and memory")
-    from rlhfspec.cluster.preflight.run_check import check_run
+    from rlhfspec.cluster.plan.run_check import check_run
 
     # one that goes on has the end tokens that it began with
     plan = check_run(config, output_dir=path, keeps_ends=resumed is not None)
@@ -94,7 +94,7 @@ def _of_config(
     file: Path | None, overrides: list[str], report: Reporter, *, may_resume: bool
 ) -> tuple[Config, ResumedRun | None]:
     from rlhfspec.cluster.folder.layout import run_base
-    from rlhfspec.cluster.preflight.absolute_paths import with_absolute_paths
+    from rlhfspec.cluster.plan.absolute_paths import with_absolute_paths
     from rlhfspec.core.config_io import load_config
     from rlhfspec.core.errors import ConfigError
 
@@ -103,7 +103,7 @@ def _of_config(
     config = with_absolute_paths(load_config(file, overrides), Path.cwd())
     if not may_resume:
         return config, None
-    from rlhfspec.cluster.preflight.named_models import resolve_models
+    from rlhfspec.cluster.plan.named_models import resolve_models
     from rlhfspec.cluster.resume.resumed_run import newest_run
 
     # what a run's own config has

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfspec.cluster.placement.memory_plan import (
+from rlhfspec.cluster.plan.memory_plan import (
     CUDA_CONTEXT_BYTES,
     MIB,
     PLAIN_PROCESS_BYTES,
@@ -17,7 +17,7 @@ from rlhfspec.cluster.placement.memory_plan import (
     gib,
     require_gpu_room,
 )
-from rlhfspec.cluster.preflight.model_check import model_shape
+from rlhfspec.cluster.plan.model_files import model_shape
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import PlacementError

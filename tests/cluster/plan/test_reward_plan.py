@@ -1,6 +1,6 @@
 """How long one batch of rewards may take: whatever its functions and its server are allowed."""
 
-from rlhfspec.cluster.preflight.reward_plan import scoring_timeout_s
+from rlhfspec.cluster.plan.reward_plan import scoring_timeout_s
 from rlhfspec.core.settings.reward import RewardConfig
 
 

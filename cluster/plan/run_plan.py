@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlhfspec.actors.actor_messages import GenerationSpec, SchedulerSettings, SpotSpec, TrainerSpec
-from rlhfspec.cluster.placement.memory_plan import MemoryPlan
-from rlhfspec.cluster.placement.topology import Topology
-from rlhfspec.cluster.preflight.inputs import Inputs
-from rlhfspec.cluster.preflight.model_check import CheckedModels
-from rlhfspec.cluster.preflight.reward_plan import resolved_reward
+from rlhfspec.cluster.plan.inputs import Inputs
+from rlhfspec.cluster.plan.memory_plan import MemoryPlan
+from rlhfspec.cluster.plan.model_check import CheckedModels
+from rlhfspec.cluster.plan.reward_plan import resolved_reward
+from rlhfspec.cluster.plan.topology import Topology
 from rlhfspec.cluster.weights.group_publication import are_on_gpus
 from rlhfspec.core.config import Config
 from rlhfspec.core.settings.generation import ReallocationConfig

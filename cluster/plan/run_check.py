@@ -19,15 +19,6 @@ from ray.util.placement_group import remove_placement_group
 from rlhfspec.cluster.folder.remote_copy import require_place
 from rlhfspec.cluster.folder.trackers import require_trackers
 from rlhfspec.cluster.placement import machine
-from rlhfspec.cluster.placement.memory_plan import (
-    MemoryNeeds,
-    MemoryPlan,
-    ModelShape,
-    ModelShapes,
-    gib,
-    require_gpu_room,
-    require_trainer_gpu_room,
-)
 from rlhfspec.cluster.placement.ray_session import (
     check_local_ray,
     is_local,
@@ -36,14 +27,22 @@ from rlhfspec.cluster.placement.ray_session import (
     ray_session,
     require_reachable,
 )
-from rlhfspec.cluster.placement.topology import Topology, place, require_machine
-from rlhfspec.cluster.placement.topology import plan as plan_topology
-from rlhfspec.cluster.preflight.inputs import Inputs, read_inputs
-from rlhfspec.cluster.preflight.model_check import check_models
-from rlhfspec.cluster.preflight.references import require_references
-from rlhfspec.cluster.preflight.reward_plan import check_reward, pattern_notes, reward_columns
-from rlhfspec.cluster.preflight.run_plan import RunPlan
-from rlhfspec.cluster.preflight.run_profile import RunProfile
+from rlhfspec.cluster.plan.inputs import Inputs, read_inputs
+from rlhfspec.cluster.plan.memory_plan import (
+    MemoryNeeds,
+    MemoryPlan,
+    ModelShape,
+    ModelShapes,
+    gib,
+    require_gpu_room,
+    require_trainer_gpu_room,
+)
+from rlhfspec.cluster.plan.model_check import check_models
+from rlhfspec.cluster.plan.reward_plan import check_reward, pattern_notes, require_references, reward_columns
+from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.plan.run_profile import RunProfile
+from rlhfspec.cluster.plan.topology import Topology, place, require_machine
+from rlhfspec.cluster.plan.topology import plan as plan_topology
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError, DataError, PlacementError
 from rlhfspec.core.settings.cluster import ClusterConfig
@@ -64,7 +63,13 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     """
     numerics = _check_engine(config.engine, config.cluster.generation.num_gpus)
     if config.trainer.scoring == "engine":
-        _check_scoring(config)
+        _check_scoring(
+            config.engine,
+            config.cluster,
+            on_gpu=config.cluster.trainer.num_gpus > 0 and config.trainer.device != "cpu",
+            recomputes=config.algorithm.correction.old_logprobs == "trainer"
+            and config.rollout.max_staleness == 0,
+        )
     require_trackers(config.tracking)
     if config.run.copy_to is not None:
         require_place(config.run.copy_to, output_dir)
@@ -92,7 +97,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
         object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(needs.object_store())
     )
     room = _Room(machine.memory_bytes(), machine.free_disk_bytes(output_dir))
-    _require_room(config, memory, room, output_dir)
+    _require_room(config.cluster, memory, room, output_dir)
     if config.engine.kv_cache_mb is not None:
         limit = int(config.engine.kv_cache_mb * MB)
         require_room_for_one(limit, needed=memory.longest_sample_bytes, num_tokens=inputs.max_total_tokens)
@@ -172,21 +177,19 @@ def _require_place_here(topology: Topology, cluster: ClusterConfig) -> None:
         require_reachable(address)
 
 
-def _check_scoring(config: Config) -> None:
+def _check_scoring(engine: EngineConfig, cluster: ClusterConfig, *, on_gpu: bool, recomputes: bool) -> None:
     """Raise ConfigError where the learner could not have the sampler's bits, or is not to take them."""
-    cluster = config.cluster
-    if config.algorithm.correction.old_logprobs == "trainer" and config.rollout.max_staleness == 0:
+    if recomputes:
         raise ConfigError(
             "algorithm.correction.old_logprobs trainer computes anew what trainer.scoring engine has from the sampler "
             "bit for bit; take out one of the two"
         )
-    if cluster.generation.num_gpus > 0 and config.engine.device != "cpu":
+    if cluster.generation.num_gpus > 0 and engine.device != "cpu":
         raise ConfigError(
             f"trainer.scoring engine needs instances on the CPU, cluster.generation.num_gpus is "
             f"{cluster.generation.num_gpus}; set trainer.scoring: model"
         )
-    on_gpu = cluster.trainer.num_gpus > 0 and config.trainer.device != "cpu"
-    require_engine_scoring(config.engine, torch.device("cuda" if on_gpu else "cpu"))
+    require_engine_scoring(engine, torch.device("cuda" if on_gpu else "cpu"))
 
 
 def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
@@ -227,21 +230,15 @@ class _Room:
     disk_bytes: int
 
 
-def _require_room(config: Config, memory: MemoryPlan, room: _Room, output_dir: Path) -> None:
-    if is_local(config.cluster) and torch.cuda.is_available():
+def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, output_dir: Path) -> None:
+    if is_local(cluster) and torch.cuda.is_available():
         # GPUs of other nodes are not asked from here
-        sizes = [
-            torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
-        ]
-        if config.decodes_on_gpu:
-            num_gpus = config.cluster.generation.num_gpus
-            require_gpu_room(memory, num_gpus=num_gpus, device_bytes=min(sizes))
-        if config.learns_on_gpu:
-            require_trainer_gpu_room(
-                memory, num_gpus=config.cluster.trainer.num_gpus, device_bytes=min(sizes)
-            )
+        devices = range(torch.cuda.device_count())
+        least = min(torch.cuda.get_device_properties(index).total_memory for index in devices)
+        require_gpu_room(memory, num_gpus=cluster.generation.num_gpus, device_bytes=least)
+        require_trainer_gpu_room(memory, num_gpus=cluster.trainer.num_gpus, device_bytes=least)
     needed = memory.total_bytes
-    here = joined_address(config.cluster) is None  # a Ray that this process has started runs here too
+    here = joined_address(cluster) is None  # a Ray that this process has started runs here too
     if here and room.memory_bytes is not None and needed > room.memory_bytes:
         parts = ", ".join(f"{label} {amount}" for label, amount in memory.rows()[:-1])
         raise PlacementError(

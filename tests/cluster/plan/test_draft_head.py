@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import Gemma2Config, LlamaConfig
 
-from rlhfspec.cluster.kuberay.planned_memory import plan_remote
-from rlhfspec.cluster.preflight.drafts import what_drafts
-from rlhfspec.cluster.preflight.run_check import check_run
-from rlhfspec.cluster.preflight.run_plan import RunPlan
+from rlhfspec.cluster.plan.drafts import what_drafts
+from rlhfspec.cluster.plan.remote_plan import plan_remote
+from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import ConfigError, ModelError

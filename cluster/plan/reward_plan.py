@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from rlhfspec.cluster.preflight.model_files import count_params
+from rlhfspec.cluster.plan.model_files import count_params
+from rlhfspec.core.errors import DataError, InputError, one_line
 from rlhfspec.core.records import Prompt
 from rlhfspec.core.settings.data import DataConfig
+from rlhfspec.core.settings.environment import EnvironmentConfig
 from rlhfspec.core.settings.evaluation import EvaluationConfig
 from rlhfspec.core.settings.reward import RewardConfig
 from rlhfspec.engine.weights.loading import load_hf_config, load_tokenizer
+from rlhfspec.learning.environments.environment_protocol import Environment, prompt_check
 from rlhfspec.learning.rewards.rendering import format_notes
 from rlhfspec.learning.rewards.reward_function import build_reward
 from rlhfspec.learning.rewards.reward_model import require_one_output
+from rlhfspec.learning.tasks.gsm8k import reference_number
 
 _LOOKED_AT = 4096
 "Prompts of which it is seen what they begin the turn with."
@@ -91,3 +95,39 @@ def scoring_timeout_s(reward: RewardConfig, order_timeout_s: float) -> float:
         server = reward.server
         limit += (server.retries + 1) * server.timeout_s + server.backoff_s * 2**server.retries
     return limit
+
+
+def require_references(
+    reward: RewardConfig,
+    settings: EnvironmentConfig,
+    environment: Environment | None,
+    prompts: Iterable[Prompt],
+) -> None:
+    """Raise InputError for the first prompt that would end the run, saying how many there are.
+
+    Where `reward.on_error` or `environment.on_error` lets the run go on, such prompts are nobody's fault.
+    """
+    checks: list[Callable[[Prompt], object]] = []
+    if environment is not None and settings.on_error == "fail":
+        found = prompt_check(environment)
+        checks += [] if found is None else [found]
+    if reward.on_error == "fail" and any(part.kind == "gsm8k" for part in reward.scorers):
+        checks.append(reference_number)
+    faults = [fault for prompt in prompts if (fault := _fault(checks, prompt))] if checks else []
+    if not faults:
+        return
+    first, others = faults[0], len(faults) - 1
+    said = str(first)
+    if not isinstance(first, InputError):
+        said = f"environment {settings.kind}: {type(first).__name__}: {one_line(said)[:200]}; mend the data"
+    kind = type(first) if isinstance(first, InputError) else DataError
+    raise kind(said + (f" (and {others} more prompts like it)" if others else "")) from first
+
+
+def _fault(checks: Iterable[Callable[[Prompt], object]], prompt: Prompt) -> Exception | None:
+    for check in checks:
+        try:
+            check(prompt)
+        except Exception as error:  # the user's code may raise anything
+            return error
+    return None

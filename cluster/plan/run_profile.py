@@ -14,8 +14,8 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.preflight.drafts import what_drafts
-from rlhfspec.cluster.preflight.inputs import Inputs
+from rlhfspec.cluster.plan.drafts import what_drafts
+from rlhfspec.cluster.plan.inputs import Inputs
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError, ProfileError
 from rlhfspec.core.records import SampleKey, SampleRequest, Stream

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlhfspec.cluster.preflight.references import require_references
+from rlhfspec.cluster.plan.reward_plan import require_references
 from rlhfspec.core.errors import DataError, RewardError
 from rlhfspec.core.records import Prompt
 from rlhfspec.core.settings.environment import EnvironmentConfig

@@ -8,10 +8,10 @@ from pathlib import Path
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.placement.memory_plan import ModelShape
-from rlhfspec.cluster.preflight.drafts import Drafts, what_drafts
-from rlhfspec.cluster.preflight.inputs import read_tokenizer
-from rlhfspec.cluster.preflight.model_files import (
+from rlhfspec.cluster.plan.drafts import Drafts, what_drafts
+from rlhfspec.cluster.plan.inputs import read_tokenizer
+from rlhfspec.cluster.plan.memory_plan import ModelShape
+from rlhfspec.cluster.plan.model_files import (
     TEMPLATE_FILE,
     check_vocabulary,
     describe_model,

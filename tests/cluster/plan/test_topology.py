@@ -7,7 +7,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from rlhfspec.cluster.placement.topology import PlacementContext, actor_options, place, plan, require_machine
+from rlhfspec.cluster.plan.topology import PlacementContext, actor_options, place, plan, require_machine
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, PlacementError

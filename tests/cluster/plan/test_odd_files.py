@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from rlhfspec.cluster.cli import main
-from rlhfspec.cluster.preflight.model_files import TEMPLATE_FILE, other_templates
+from rlhfspec.cluster.plan.model_files import TEMPLATE_FILE, other_templates
 from rlhfspec.cluster.weights.first_weights import load_and_put
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ModelError

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from transformers import AutoModelForSequenceClassification
 
-from rlhfspec.cluster.placement.memory_plan import MemoryNeeds, MemoryPlan, ModelShapes
 from rlhfspec.cluster.placement.ray_session import MIN_OBJECT_STORE_BYTES
-from rlhfspec.cluster.placement.topology import Topology, plan
-from rlhfspec.cluster.preflight.drafts import what_drafts
-from rlhfspec.cluster.preflight.model_files import config_like, count_params, model_shape
+from rlhfspec.cluster.plan.drafts import what_drafts
+from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, MemoryPlan, ModelShapes
+from rlhfspec.cluster.plan.model_files import config_like, count_params, model_shape
+from rlhfspec.cluster.plan.topology import Topology, plan
 from rlhfspec.core.config import Config, DataConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.weights.loading import meta_model
