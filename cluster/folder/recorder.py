@@ -19,7 +19,7 @@ from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.iteration_metrics import move_figures
 from rlhfspec.cluster.observe.timeline import Timeline, build_timeline, trace_text, write_trace
 from rlhfspec.cluster.run.collect import Collected
-from rlhfspec.cluster.system.departures import LastWords
+from rlhfspec.cluster.system.phases import FinalReport
 from rlhfspec.core.errors import RlhfSpecError, StorageError, describe_error
 from rlhfspec.core.files import storage_errors, write_whole
 
@@ -43,7 +43,7 @@ class Recorder:
         iteration: int,
         collected: Collected,
         instances: Mapping[str, Handle],
-        left: Mapping[str, LastWords] | None = None,
+        left: Mapping[str, FinalReport] | None = None,
     ) -> dict[str, float]:
         """Take what happened in one iteration's generation; return the figures of its moves.
 

@@ -36,7 +36,9 @@ def run_iteration(
     collected = collect(system, requests, report, groups)
     log.rollouts(iteration, collected.rollouts)
     learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
-    moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
+    moves = recorder.record(
+        iteration, collected, system.generation.instances, system.generation.final_reports()
+    )
 
     update_began_s = time.perf_counter()
     report.progress("update", 0, 1)
@@ -88,7 +90,9 @@ def run_pipelined_iteration(
         recorder.pass_over(system.generation.instances)
     beside = _UpdateBeside(system, pipeline, iteration, log)
     collected = _phase(system, pipeline, iteration, report, beside)
-    moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
+    moves = recorder.record(
+        iteration, collected, system.generation.instances, system.generation.final_reports()
+    )
 
     waited_from_s = time.perf_counter()
     report.progress("update", 0, 1)

@@ -20,11 +20,10 @@ from rlhfspec.actors.actor_messages import FinishedText, GenerationSpec, Instanc
 from rlhfspec.actors.generation.generation_actor import GenerationActor
 from rlhfspec.actors.waiting.deaths import DEATHS, last_line
 from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.cluster.placement.single_places import SinglePlaces
 from rlhfspec.cluster.plan.topology import Place, PlacementContext, Topology, actor_options
-from rlhfspec.cluster.system.departures import LastWords
 from rlhfspec.cluster.system.instance_table import InstanceTable
-from rlhfspec.cluster.system.joiners import Joiner
+from rlhfspec.cluster.system.phases import FinalReport, StartingInstance
+from rlhfspec.cluster.system.places import Places
 from rlhfspec.cluster.system.pool_changes import PoolChanges
 from rlhfspec.cluster.system.scheduler_client import SchedulerClient
 from rlhfspec.cluster.weights.publish import PublishedWeights, publish
@@ -41,7 +40,7 @@ class GenerationPool:
         cluster: ClusterConfig,
         topology: Topology,
         context: PlacementContext,
-        single_places: SinglePlaces,
+        places: Places,
         scheduler: SchedulerClient,
         instances: InstanceTable,
         spec_for: Callable[[str], GenerationSpec],
@@ -63,8 +62,7 @@ class GenerationPool:
         self._changes = PoolChanges(
             cluster,
             topology,
-            context.group,
-            single_places,
+            places,
             scheduler,
             instances,
             order=self._order,
@@ -85,7 +83,7 @@ class GenerationPool:
         """Give all instances their first weights. Raises InstanceLost and the like when one cannot start."""
         self._weights = {w.manifest.model: w for w in weights}
         for ready in self._changes.bring_up_first(self._weights):
-            self._note_numerics(ready.joiner.name, ready.numerics)
+            self._note_numerics(ready.instance.name, ready.numerics)
         self._changes.begin(start_up_s=time.monotonic() - self._began_s)
 
     def look(self, taken: Taken, *, may_fetch: bool = True) -> None:
@@ -95,16 +93,16 @@ class GenerationPool:
         Raises WaitTimeout when there has been no instance for too long.
         """
         for ready in self._changes.look(taken, self._weights, may_fetch=may_fetch):
-            self._note_numerics(ready.joiner.name, ready.numerics)
+            self._note_numerics(ready.instance.name, ready.numerics)
             self._changes.join(ready)
 
     def rollouts_ahead(self, count: int) -> None:
         """Say how many rollouts the run will ask for after the present one."""
         self._changes.rollouts_ahead = count
 
-    def last_words(self) -> dict[str, LastWords]:
+    def final_reports(self) -> dict[str, FinalReport]:
         """What instances that have left since the last call did before, by name."""
-        return self._changes.departures.take()
+        return self._changes.leaving.take()
 
     def figures(self) -> dict[str, float]:
         """The pool's changes since the last call; empty where it is fixed and nothing has happened."""
@@ -173,12 +171,12 @@ class GenerationPool:
         refs: list[Any] = [handle.stop.remote(1.0) for handle in self.instances.values()]
         ray.wait(refs, num_returns=len(refs), timeout=2.0)
 
-    def _order(self, name: str, place: Place, group: PlacementGroup | None) -> Joiner:
+    def _order(self, name: str, place: Place, group: PlacementGroup | None) -> StartingInstance:
         """Start the process of an instance; `group`: its own bundle, where it has one."""
         context = self._context if group is None else replace(self._context, group=group)
         spec = self._spec_for(name)
         handle = GenerationActor.options(**actor_options(place, context) | {"name": name}).remote(spec)
-        return Joiner(
+        return StartingInstance(
             name=name,
             place=place,
             group=group,

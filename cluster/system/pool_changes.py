@@ -14,26 +14,53 @@ from ray.util.placement_group import PlacementGroup
 
 from rlhfspec.actors.actor_messages import LostInstance, Taken
 from rlhfspec.actors.waiting import run_metrics
+from rlhfspec.actors.waiting.restart_budget import RestartBudget
 from rlhfspec.actors.waiting.waiting import awake_s
-from rlhfspec.cluster.placement.first_places import FirstPlaces
-from rlhfspec.cluster.placement.single_places import SinglePlaces, announced_ends
 from rlhfspec.cluster.plan.topology import Place, Topology
-from rlhfspec.cluster.system.departures import Departures
-from rlhfspec.cluster.system.incident_budget import IncidentBudget
 from rlhfspec.cluster.system.instance_table import Instance, InstanceTable
-from rlhfspec.cluster.system.joiners import Joiner, Joiners, Ready
+from rlhfspec.cluster.system.phases import LeavingInstances, Ready, StartingInstance, StartingInstances
+from rlhfspec.cluster.system.places import Places, announced_ends
 from rlhfspec.cluster.system.scheduler_client import SchedulerClient
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.config import ClusterConfig
-from rlhfspec.core.errors import WaitTimeout
+from rlhfspec.core.errors import InstanceLost, WaitTimeout
 from rlhfspec.policies.scaling.scaling_records import Resize, Starts
 from rlhfspec.policies.scheduling.members import InstanceState
 
+INCIDENT_S = 60.0
+"Instances of one node that are lost within so long of the first are one incident, each place counted once."
 NODES_EVERY_S = 1.0
 "Between two looks for nodes that announce their end, and for places that have come back."
 BLOCKED_S = 30.0
 "After a failed start, doubled with every further one up to"
 MOST_BLOCKED_S = 600.0
+
+
+class IncidentBudget:
+    """How often lost instances are replaced: a bound on crashes that come again and again, not on a node's size."""
+
+    def __init__(self, most: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`most`: incidents that are made good within an hour; `clock` is monotonic, in seconds."""
+        self._budget, self._clock = RestartBudget(most, clock=clock), clock
+        self._incidents: dict[str, tuple[float, set[str]]] = {}
+        "by node: since when, and which places"
+
+    def spend(self, *, place: str, node: str, what: str) -> None:
+        """Count the loss of the instance in `place` on `node` (empty: not known) that `what` tells of.
+
+        Raises InstanceLost when all are used up.
+        """
+        now_s = self._clock()
+        began_s, places = self._incidents.get(node, (now_s, set()))
+        if node and places and place not in places and now_s - began_s <= INCIDENT_S:
+            places.add(place)
+            return
+        self._incidents[node] = (now_s, {place})
+        if not self._budget.spend():
+            raise InstanceLost(
+                f"{what} and all {self._budget.most} replacements within an hour are used up; look at the actors' logs "
+                "in the Ray dashboard, or raise cluster.max_instance_restarts"
+            )
 
 
 class PoolChanges:
@@ -43,21 +70,19 @@ class PoolChanges:
         self,
         cluster: ClusterConfig,
         topology: Topology,
-        run_group: PlacementGroup,
-        places: SinglePlaces,
+        places: Places,
         scheduler: SchedulerClient,
         instances: InstanceTable,
         *,
-        order: Callable[[str, Place, PlacementGroup | None], Joiner],
+        order: Callable[[str, Place, PlacementGroup | None], StartingInstance],
         note: Callable[[str], None],
     ) -> None:
-        """`run_group` holds the first places; `order` starts an actor by its name; `note` takes a line for a person."""
+        """`order` starts an actor by its name; `note` takes a line for a person."""
         self._settings, self._topology, self._places = cluster.generation, topology, places
-        self._scheduler, self._instances, self._order, self._note = scheduler, instances, order, note
-        self._first_places = FirstPlaces(run_group)
-        self._joiners = Joiners(places, self._first_places, note, start_timeout_s=cluster.start_timeout_s)
+        self._scheduler, self._instances, self._note = scheduler, instances, note
+        self._starting = StartingInstances(places, note, order, start_timeout_s=cluster.start_timeout_s)
         self._budget = IncidentBudget(cluster.max_instance_restarts)
-        self.departures = Departures()
+        self.leaving = LeavingInstances()
         self.rollouts_ahead = 0
         self._next_number = len(topology.generation)
         self._start_up_s = 0.0
@@ -81,16 +106,16 @@ class PoolChanges:
     @property
     def _num_coming(self) -> int:
         """Instances on their way that add to those that stay."""
-        return len(self._joiners) - sum(name in self._staying for name in self._relieved.values())
+        return len(self._starting) - sum(name in self._staying for name in self._relieved.values())
 
     def order_first(self) -> None:
         """Start the processes of the first instances; they come up while the caller goes on."""
         for place in self._topology.generation:
-            self._joiners.add(self._order(place.name, place, None))
+            self._starting.start(place.name, place)
 
     def bring_up_first(self, weights: Mapping[str, PublishedWeights]) -> list[Ready]:
         """Wait for the first instances. Raises what one of them cannot start by."""
-        first = self._joiners.bring_up(weights)
+        first = self._starting.bring_up(weights)
         for ready in first:
             self._admit(ready)
         return first
@@ -110,24 +135,24 @@ class PoolChanges:
             self._end(left.instance)
         if taken.resized is not None:
             self._resize(taken.resized)
-        self.departures.look()
+        self.leaving.look()
         if (now_s := time.monotonic()) - self._nodes_at_s >= NODES_EVERY_S:
             self._nodes_at_s = now_s
             self._empty_ending_nodes()
             self._move_into_first_places()
             self._relieve_one()
-        ready, failed = self._joiners.look(weights, may_fetch=may_fetch, num_there=len(self._staying))
-        for joiner, error in failed:
-            relieved = self._relieved.pop(joiner.name, None)
-            if joiner.group is None and joiner.place.bundle not in self._first_places.reserved():
+        ready, failed = self._starting.look(weights, may_fetch=may_fetch, num_there=len(self._staying))
+        for one, error in failed:
+            relieved = self._relieved.pop(one.name, None)
+            if one.group is None and one.place.bundle not in self._places.reserved():
                 if relieved is not None and relieved in self._staying:
                     self._note(
-                        f"{joiner.name} lost its place before it had joined; {relieved} stays where it is"
+                        f"{one.name} lost its place before it had joined; {relieved} stays where it is"
                     )
                     continue
-                self._start_in(joiner.place, f"{joiner.name} lost its place before it had joined ({error})")
+                self._start_in(one.place, f"{one.name} lost its place before it had joined ({error})")
             else:
-                self._fail(f"{joiner.name} could not start: {error}")
+                self._fail(f"{one.name} could not start: {error}")
         missing = self._settings.least - len(self._staying) - self._num_coming - len(ready)
         if missing > 0 and not self._is_blocked:
             self._start(missing)
@@ -141,7 +166,7 @@ class PoolChanges:
 
     def join(self, ready: Ready) -> None:
         """Let an instance that holds the current weights take samples."""
-        one = ready.joiner
+        one = ready.instance
         self._admit(ready)
         self._start_up_s, self._num_failed = one.started_s, 0
         self._counts["num_joined"] += 1
@@ -181,8 +206,8 @@ class PoolChanges:
         self._num_replacements += 1
         name = f"{place.name}-r{self._num_replacements}"
         self._note(f"{what}{again}; {name} takes its place")
-        self._first_places.take_back(place)
-        self._joiners.add(self._order(name, place, None))
+        self._places.take_back(place)
+        self._starting.start(name, place)
         return name
 
     def figures(self) -> dict[str, float]:
@@ -195,7 +220,7 @@ class PoolChanges:
 
     def stop(self) -> None:
         """Give up what is on its way; bundles are given back by whoever owns `places`."""
-        self._joiners.cancel_all()
+        self._starting.cancel_all()
 
     @property
     def _is_blocked(self) -> bool:
@@ -236,7 +261,7 @@ class PoolChanges:
                 self._note(f"the generation pool grows from {there} to {change.target}: {change.reason}")
                 self._start(change.target - there)
             return
-        cancelled = self._joiners.cancel(there - change.target)
+        cancelled = self._starting.cancel(there - change.target)
         if change.leave or cancelled:
             self._note(f"the generation pool shrinks to {change.target}: {change.reason}")
 
@@ -246,11 +271,8 @@ class PoolChanges:
             self._relieved.popitem()
             count -= 1
         for _ in range(count):
-            added, vacant = self._next_place(), self._first_places.take(ending=self._ending)
-            if vacant is not None:
-                self._joiners.add(self._order(added.name, vacant, None))
-            else:
-                self._joiners.add(self._order(added.name, added, self._places.reserve(added)))
+            added = self._next_place()
+            self._starting.start(added.name, *self._places.take(added, ending=self._ending))
 
     def _next_place(self) -> Place:
         """A place of its own, under a name that no instance has had."""
@@ -261,22 +283,22 @@ class PoolChanges:
         """Start one in a vacant first place that is on no node: it waits there, so it cannot fail at once again."""
         name = self._next_place().name
         self._note(f"{why}; {name} starts there when there is room")
-        self._first_places.take_back(place)
-        self._joiners.add(self._order(name, place, None))
+        self._places.take_back(place)
+        self._starting.start(name, place)
 
     def _move_into_first_places(self) -> None:
         """Have those that wait for a bundle of their own start in a first place that has become vacant.
 
         Ray reserves that again: it would take the room that they wait for.
         """
-        while (waiting := self._joiners.without_place()) is not None:
-            vacant = self._first_places.take(ending=self._ending)
+        while (waiting := self._starting.without_place()) is not None:
+            vacant = self._places.take_vacant(ending=self._ending)
             if vacant is None:
                 return
-            self._joiners.drop(waiting)
+            self._starting.drop(waiting)
             # Ray frees the other's name some time after its end
             name = self._next_place().name
-            self._joiners.add(self._order(name, vacant, None))
+            self._starting.start(name, vacant)
             self._note(
                 f"a place of the run's own is vacant: {name} starts there in the stead of {waiting.name}"
             )
@@ -287,14 +309,14 @@ class PoolChanges:
         Ray gives back no single bundle of the run's group: the vacant one would be held to the end, for nobody.
         """
         own = next((name for name, row in self._staying.items() if row.group is not None), None)
-        if own is None or len(self._joiners) or self._is_blocked or not self.rollouts_ahead:
+        if own is None or len(self._starting) or self._is_blocked or not self.rollouts_ahead:
             return
-        vacant = self._first_places.take_reserved(ending=self._ending)
+        vacant = self._places.take_vacant(ending=self._ending, is_reserved=True)
         if vacant is None:
             return
         name = self._next_place().name
         self._relieved[name] = own
-        self._joiners.add(self._order(name, vacant, None))
+        self._starting.start(name, vacant)
         self._note(
             f"a place of the run's own is vacant: {name} starts there in the stead of {own}, which leaves then"
         )
@@ -303,10 +325,10 @@ class PoolChanges:
         """One that was to be relieved leaves by itself: nobody takes its place."""
         for relief in [relief for relief, relieved in self._relieved.items() if relieved == name]:
             del self._relieved[relief]
-            self._joiners.give_up(relief)
+            self._starting.give_up(relief)
 
     def _end(self, name: str) -> None:
-        """An instance is empty: hear its last words, end it, give its place back."""
+        """An instance is empty: hear its final report, end it, give its place back."""
         row = self._instances[name]
         row.state = InstanceState.GONE
         self._counts["num_left"] += 1
@@ -316,14 +338,12 @@ class PoolChanges:
             give_back()
             self._note(f"{name} has left: {len(self._staying)} instances")
 
-        self.departures.begin(name, row.handle, then)
+        self.leaving.begin(name, row.handle, then)
 
     def _give_back(self, row: Instance) -> Callable[[], None]:
         """Take an instance's place from its row; what gives it back once the actor is gone."""
         (place, row.place), (group, row.group) = (row.place, None), (row.group, None)
-        if group is not None:
-            return lambda: self._places.free(group)
-        return lambda: self._first_places.give_back(place) if place is not None else None
+        return lambda: self._places.give_back(place, group) if place is not None else None
 
     def _fail(self, what: str) -> None:
         """Say that a start failed, and start nothing for a while."""
@@ -338,7 +358,7 @@ class PoolChanges:
         )
 
     def _admit(self, ready: Ready) -> None:
-        one = ready.joiner
+        one = ready.instance
         self._instances[one.name] = Instance(
             handle=one.handle,
             num_slots=one.spec.engine.max_running_samples,
@@ -352,7 +372,7 @@ class PoolChanges:
     def _wait_for_one(self) -> None:
         """No instance is left: say so, and after a while end what can be gone on with."""
         now_s = awake_s()
-        names = ", ".join(self._joiners.names) or "a new one"
+        names = ", ".join(self._starting.names) or "a new one"
         if self._none_since_s is None:
             self._none_since_s = now_s
             self._note(
@@ -361,8 +381,8 @@ class PoolChanges:
             )
         waited_s = now_s - self._none_since_s
         # one that has a place by then has a limit of its own
-        if waited_s > self._none_timeout_s and not self._joiners.have_a_place:
-            missing = self._joiners.what_is_missing() or self._last_failure
+        if waited_s > self._none_timeout_s and not self._starting.have_a_place:
+            missing = self._starting.what_is_missing() or self._last_failure
             raise WaitTimeout(
                 waiter="the loop, without any generation instance,",
                 waited_for=names,

@@ -19,7 +19,6 @@ from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.waiting.watch import watching
 from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.placement.single_places import SinglePlaces, lost_machines
 from rlhfspec.cluster.placement.spare_cores import nodes_of, shared_by_updates
 from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
 from rlhfspec.cluster.plan.reward_plan import scoring_timeout_s
@@ -29,6 +28,7 @@ from rlhfspec.cluster.run.dynamic_sampling import UsefulGroups
 from rlhfspec.cluster.run.episodes import EpisodeRewards, Episodes, start_episodes
 from rlhfspec.cluster.system.generation_pool import GenerationPool
 from rlhfspec.cluster.system.instance_table import InstanceTable
+from rlhfspec.cluster.system.places import Places, lost_machines
 from rlhfspec.cluster.system.scheduler_client import SchedulerClient, scheduler_name
 from rlhfspec.cluster.system.trainer_pool import TrainerPool
 from rlhfspec.cluster.weights.first_weights import first_draft, load_and_put
@@ -162,7 +162,7 @@ class _Placed:
 
     topology: Topology
     context: PlacementContext
-    singles: SinglePlaces
+    places: Places
     note: Callable[[str], None]
 
 
@@ -172,13 +172,13 @@ def _placed(
 ) -> Iterator[_Placed]:
     """Reserve all bundles, and give them back; within the block, waits are watched."""
     group = place(topology, is_local=session.is_local, patience_s=patience_s, note=note)
-    singles = SinglePlaces(pinned_to="generation" if topology.pins_pools else None)
+    places = Places(group, pinned_to="generation" if topology.pins_pools else None)
     try:
         context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
-            yield _Placed(topology=topology, context=context, singles=singles, note=note)
+            yield _Placed(topology=topology, context=context, places=places, note=note)
     finally:
-        singles.free_all()
+        places.free_all()
         remove_placement_group(group)
 
 
@@ -214,7 +214,7 @@ def _make_generation(plan: RunPlan, made: _Placed) -> dict[str, Any]:
         cluster=config.cluster,
         topology=made.topology,
         context=made.context,
-        single_places=made.singles,
+        places=made.places,
         scheduler=scheduler,
         instances=instances,
         spec_for=plan.generation_spec,

@@ -41,12 +41,12 @@ def test_a_pool_that_grows_and_shrinks_in_mid_iteration_makes_the_same_rollouts(
     assert bits(rollouts) == bits_alone(pool.config, asked)
     assert [r.completion.key.sample_index for r in rollouts] == [r.key.sample_index for r in asked]
     pool.wait_for(lambda: pool.serving == ["gen-0", "gen-2"] and own_bundles() == 1)
-    assert pool.system.generation.last_words()["gen-1"].spans and pool.has_said("gen-1 has left")
+    assert pool.system.generation.final_reports()["gen-1"].spans and pool.has_said("gen-1 has left")
     assert not pool.has_said("lost")
 
 
 def test_what_has_no_place_is_said_with_what_is_missing_and_the_run_goes_on(pool, monkeypatch):
-    monkeypatch.setattr("rlhfspec.cluster.system.joiners.SAID_AFTER_S", 0.0)
+    monkeypatch.setattr("rlhfspec.cluster.system.phases.SAID_AFTER_S", 0.0)
     changes = pool.system.generation._changes
     greedy = SimpleNamespace(added=lambda n, added=changes._topology.added: replace(added(n), num_cpus=64.0))
     with monkeypatch.context() as wish:
@@ -59,15 +59,15 @@ def test_what_has_no_place_is_said_with_what_is_missing_and_the_run_goes_on(pool
     assert "it wants 64 CPU, the cluster has 4 CPU" in said and "missing: 6" in said
     assert "the run goes on with 2 instances" in said
     pool.resize(2)
-    assert len(changes._joiners) == 0
+    assert len(changes._starting) == 0
 
 
 def test_a_start_that_fails_is_said_and_not_tried_again_at_once(pool):
     changes = pool.system.generation._changes
     pool.resize(3)
-    (joiner,) = changes._joiners._coming
+    (joiner,) = changes._starting._coming
     ray.kill(joiner.handle)
     pool.wait_for(lambda: pool.has_said(f"{joiner.name} could not start"))
     count = len(pool.notes)
     pool.resize(3)
-    assert len(pool.notes) == count and len(changes._joiners) == 0 and len(pool.serving) == 2
+    assert len(pool.notes) == count and len(changes._starting) == 0 and len(pool.serving) == 2

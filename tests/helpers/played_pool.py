@@ -11,9 +11,8 @@ import ray
 
 from rlhfspec.actors.actor_messages import InstanceNumerics, LoadedWeights, LostInstance, Taken
 from rlhfspec.actors.waiting.waiting import ActorDied
-from rlhfspec.cluster.placement import first_places
 from rlhfspec.cluster.plan.topology import Place, PlacementContext, Topology
-from rlhfspec.cluster.system import departures, generation_pool, joiners, pool_changes
+from rlhfspec.cluster.system import generation_pool, phases, places, pool_changes
 from rlhfspec.cluster.system.generation_pool import GenerationPool
 from rlhfspec.cluster.system.instance_table import InstanceTable
 from rlhfspec.cluster.weights.publish import PublishedWeights
@@ -116,6 +115,28 @@ class PlayedScheduler:
         self.starts = starts
 
 
+class PlayedPlaces(places.Places):
+    """Single bundles are called as their instances."""
+
+    def __init__(self, world: PlayedPool) -> None:
+        super().__init__(RUN_GROUP)  # type: ignore[arg-type]
+        self.world = world
+
+    def reserve(self, place: Place) -> Any:
+        self.world.own.append(place.name)
+        return place.name
+
+    def give_back(self, place: Place, group: Any) -> None:
+        if group is None:
+            super().give_back(place, None)
+        else:
+            self.world.own.remove(group)
+            self.world.bundles.pop((group, 0), None)
+
+    def explain(self, place: Place, *, waited_s: float) -> str:
+        return f"{place.name} has had no place for {waited_s:.0f} s"
+
+
 class PlayedPool:
     """First place i is on node i at the start; a bundle of its own is nowhere until the test puts it somewhere."""
 
@@ -156,7 +177,7 @@ class PlayedPool:
             cluster=config,
             topology=topology,
             context=PlacementContext(group=RUN_GROUP, namespace="played"),  # type: ignore[arg-type]
-            single_places=self,  # type: ignore[arg-type]
+            places=PlayedPlaces(self),
             scheduler=self.scheduler,  # type: ignore[arg-type]
             instances=self.table,
             spec_for=lambda name: SimpleNamespace(  # type: ignore[arg-type, return-value]
@@ -184,21 +205,20 @@ class PlayedPool:
         )
         monkeypatch.setattr(ray, "wait", wait)
         monkeypatch.setattr(ray, "kill", lambda handle: self.dead.add(handle.name))
-        for module in (joiners, departures):
-            monkeypatch.setattr(module, "get", get)
-        for module in (joiners, departures, pool_changes, generation_pool):
+        monkeypatch.setattr(phases, "get", get)
+        for module in (phases, pool_changes, generation_pool):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(joiners, "wait_any", lambda refs, timeout_s: wait(refs)[0])
-        monkeypatch.setattr(joiners, "is_placed", lambda group: self.node_of(group, 0) in self.nodes)
+        monkeypatch.setattr(phases, "wait_any", lambda refs, timeout_s: wait(refs)[0])
+        monkeypatch.setattr(phases, "is_placed", lambda group: self.node_of(group, 0) in self.nodes)
         monkeypatch.setattr(pool_changes, "awake_s", clock.monotonic)
         monkeypatch.setattr(pool_changes, "announced_ends", lambda nodes: self._ends_of(nodes))
         monkeypatch.setattr(pool_changes, "run_metrics", SimpleNamespace(add=self._count))
         monkeypatch.setattr(
-            first_places,
+            places,
             "nodes_of",
             lambda group: {bundle: node for (of, bundle), node in self.bundles.items() if of == group},
         )
-        monkeypatch.setattr(first_places, "living_nodes", lambda: self.nodes)
+        monkeypatch.setattr(places, "living_nodes", lambda: self.nodes)
         monkeypatch.setattr(generation_pool, "publish", self._publish)
         monkeypatch.setattr(generation_pool, "GenerationActor", kind)
         monkeypatch.setattr(
@@ -223,18 +243,6 @@ class PlayedPool:
 
     def node_of(self, group: Any, bundle: int) -> str:
         return self.bundles.get((group, bundle), "")
-
-    def reserve(self, place: Place) -> str:
-        """As `SinglePlaces` does; the group is called as the instance."""
-        self.own.append(place.name)
-        return place.name
-
-    def free(self, group: str) -> None:
-        self.own.remove(group)
-        self.bundles.pop((group, 0), None)
-
-    def explain(self, place: Place, *, waited_s: float) -> str:
-        return f"{place.name} has had no place for {waited_s:.0f} s"
 
     def put(self, name: str, node: str) -> None:
         """Ray reserves the own bundle of this instance on a node."""

@@ -8,7 +8,7 @@ from played_pool import LOST, PlayedPool, weights
 from ray.exceptions import RayActorError
 
 from rlhfspec.actors.waiting.restart_budget import WINDOW_S
-from rlhfspec.cluster.system.incident_budget import INCIDENT_S, IncidentBudget
+from rlhfspec.cluster.system.pool_changes import INCIDENT_S, IncidentBudget
 from rlhfspec.core.errors import InstanceLost, RlhfSpecError, WaitTimeout
 
 

@@ -1,4 +1,10 @@
-"""Places that come and go during a run: one bundle each, reserved in the background and given back one by one."""
+"""Where the instances of one run may stand: the first ones' bundles, and single ones that come and go.
+
+The first bundles are of the run's own placement group, of which Ray gives none back: who leaves one makes it vacant for
+the next. Ray reserves such a bundle again elsewhere when its node has gone, so a vacant one is taken before a single
+bundle is asked for: both would be waiting for the same room. Single bundles are reserved in the background and given
+back one by one.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +23,68 @@ from ray.util.placement_group import (
 from rlhfspec.cluster.plan.topology import POOL_LABEL, Place, amounts, gaps
 
 
-class SinglePlaces:
-    """The single bundles of one run; whoever makes it frees them all at the end."""
+class Places:
+    """Those of one run; whoever makes it frees what is left at the end. A place's group is None in a first place."""
 
-    def __init__(self, *, pinned_to: str | None = None) -> None:
-        """`pinned_to`: the pool whose nodes they must be on (`cluster.pin_pools`)."""
+    def __init__(self, run_group: PlacementGroup, *, pinned_to: str | None = None) -> None:
+        """`run_group` holds all first places, which are taken; `pinned_to`: the pool of nodes that single ones want."""
+        self._run_group = run_group
         self._selector = {POOL_LABEL: pinned_to} if pinned_to else None
-        self._groups: list[PlacementGroup] = []
+        self._vacant: list[Place] = []
+        self._single: list[PlacementGroup] = []
+
+    def take(self, wanted: Place, *, ending: Collection[str]) -> tuple[Place, PlacementGroup | None]:
+        """A first place that is vacant and not on a node that ends (`ending`: their ids), else a single one.
+
+        An actor that is ordered there starts when Ray has reserved the bundle; an autoscaler sees the wish.
+        """
+        vacant = self.take_vacant(ending=ending)
+        return (wanted, self.reserve(wanted)) if vacant is None else (vacant, None)
+
+    def take_vacant(self, *, ending: Collection[str], is_reserved: bool = False) -> Place | None:
+        """A vacant first place that is not on a node that ends; None: none. `is_reserved`: on a node that lives now."""
+        if not self._vacant:
+            return None
+        nodes, living = nodes_of(self._run_group), living_nodes()
+        for place in self._vacant:
+            node = nodes.get(place.bundle)
+            if node in living.difference(ending) if is_reserved else node not in living.intersection(ending):
+                self._vacant.remove(place)
+                return place
+        return None
+
+    def take_back(self, place: Place) -> None:
+        """Take this first place, which is vacant, wherever its bundle is now."""
+        self._vacant.remove(place)
 
     def reserve(self, place: Place) -> PlacementGroup:
-        """Ask for a bundle and return at once; an autoscaler sees the wish."""
+        """Ask for a single bundle and return at once."""
         group = placement_group(
             [place.resources()],
             strategy="PACK",
             bundle_label_selector=[self._selector] if self._selector else None,  # type: ignore[arg-type]
         )
-        self._groups.append(group)
+        self._single.append(group)
         return group
 
-    def free(self, group: PlacementGroup) -> None:
-        """Give a bundle back; what runs there ends."""
-        if group in self._groups:
-            self._groups.remove(group)
+    def give_back(self, place: Place, group: PlacementGroup | None) -> None:
+        """Nobody stands there any more; what runs in a single bundle ends."""
+        if group is None:
+            self._vacant.append(place)
+        elif group in self._single:
+            self._single.remove(group)
             remove_placement_group(group)
 
     def free_all(self) -> None:
-        """Give back what is left."""
-        for group in list(self._groups):
-            self.free(group)
+        """Give the single bundles back that are left."""
+        for group in list(self._single):
+            self._single.remove(group)
+            remove_placement_group(group)
+
+    def reserved(self) -> set[int]:
+        """The first bundles that are on nodes that live, vacant or not."""
+        living = living_nodes()
+        return {bundle for bundle, node in nodes_of(self._run_group).items() if node in living}
 
     def explain(self, place: Place, *, waited_s: float) -> str:
         """Why a bundle may not have come so far: what is asked for, what the cluster has, what is missing."""

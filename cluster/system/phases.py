@@ -1,7 +1,9 @@
-"""Instances that start: each waits for its place, builds, loads the current weights, and joins; the first ones too.
+"""Instances that start, the first ones too, and instances that leave.
 
-Everything is ordered at once and only looked at later, so nobody waits for a joiner: Ray starts the actor when its
-bundle is there, and its mailbox holds the weights. A version published meanwhile is sent after it.
+Each waits for its place, builds, loads the current weights, and joins. Everything is ordered at once and only looked at
+later, so nobody waits: Ray starts the actor when its bundle is there, and its mailbox holds the weights. A version
+published meanwhile is sent after it. One that leaves has been emptied: what it still has to tell is fetched, then it is
+ended.
 """
 
 from __future__ import annotations
@@ -15,23 +17,25 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from rlhfspec.actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
+from rlhfspec.actors.generation.trace_events import TraceEvent
 from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.waiting.waiting import get, no_answer, wait_any
 from rlhfspec.actors.waiting.watch import LOOK_S, OpenWait
-from rlhfspec.cluster.placement.first_places import FirstPlaces
-from rlhfspec.cluster.placement.single_places import SinglePlaces, is_placed
 from rlhfspec.cluster.plan.topology import Place
+from rlhfspec.cluster.system.places import Places, is_placed
 from rlhfspec.cluster.weights.publish import PublishedWeights, confirm
 from rlhfspec.core.errors import InstanceLost, NodeDied, RlhfSpecError, WaitTimeout
 
 SAID_AFTER_S = 20.0
 "Without a place for so long, what is missing is said; the wish stays open, since nodes may still come."
+GRACE_S = 5.0
+"For the final report of one that leaves."
 PLACES_EVERY_S = 1.0
 "Between two looks at one's place."
 
 
 @dataclass(slots=True, kw_only=True)
-class Joiner:
+class StartingInstance:
     """One instance on its way."""
 
     name: str
@@ -69,28 +73,27 @@ class Joiner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A joiner that holds the current weights."""
+    """One that holds the current weights."""
 
-    joiner: Joiner
+    instance: StartingInstance
     numerics: InstanceNumerics
     node: str
 
 
-class Joiners:
+class StartingInstances:
     """Those of one pool."""
 
     def __init__(
         self,
-        places: SinglePlaces,
-        first_places: FirstPlaces,
+        places: Places,
         note: Callable[[str], None],
+        order: Callable[[str, Place, PlacementGroup | None], StartingInstance],
         *,
         start_timeout_s: float,
     ) -> None:
-        """A joiner that is given up gives its place back to the places that it is of."""
-        self._places, self._first_places = places, first_places
-        self._note, self._start_timeout_s = note, start_timeout_s
-        self._coming: list[Joiner] = []
+        """`order` starts an actor by its name. One that is given up gives its place back."""
+        self._places, self._note, self._order, self._start_timeout_s = places, note, order, start_timeout_s
+        self._coming: list[StartingInstance] = []
         self._reserved: set[int] = set()
         "bundles of first places, as looked at last"
 
@@ -107,11 +110,11 @@ class Joiners:
         """Whether one of them has."""
         return any(one.placed_s is not None for one in self._coming)
 
-    def add(self, joiner: Joiner) -> None:
-        """Look after an instance whose actor has been ordered."""
-        self._coming.append(joiner)
+    def start(self, name: str, place: Place, group: PlacementGroup | None = None) -> None:
+        """Order an instance, in a single bundle where `group` is one, and look after it."""
+        self._coming.append(self._order(name, place, group))
 
-    def without_place(self) -> Joiner | None:
+    def without_place(self) -> StartingInstance | None:
         """The oldest that waits for a bundle of its own."""
         return next((one for one in self._coming if one.group is not None and one.placed_s is None), None)
 
@@ -134,14 +137,11 @@ class Joiners:
         for one in [one for one in self._coming if one.name == name]:
             self.drop(one)
 
-    def drop(self, one: Joiner) -> None:
+    def drop(self, one: StartingInstance) -> None:
         """Give one up: its actor ends, its place is free."""
         self._coming.remove(one)
         ray.kill(one.handle)
-        if one.group is None:
-            self._first_places.give_back(one.place)
-        else:
-            self._places.free(one.group)
+        self._places.give_back(one.place, one.group)
 
     def bring_up(self, weights: Mapping[str, PublishedWeights]) -> list[Ready]:
         """Wait until all that are on their way hold the weights; in the order in which they were ordered.
@@ -160,7 +160,7 @@ class Joiners:
             ready, failed = self.look(weights, may_fetch=True, num_there=0)
             for _, error in failed:
                 raise error
-            done |= {one.joiner.name: one for one in ready}
+            done |= {one.instance.name: one for one in ready}
             if not ready and self._coming and not wait_any(self._awaited(), timeout_s=LOOK_S):
                 wait.look()
                 if wait.left_s <= 0.0:
@@ -172,7 +172,7 @@ class Joiners:
 
     def look(
         self, weights: Mapping[str, PublishedWeights], *, may_fetch: bool, num_there: int
-    ) -> tuple[list[Ready], list[tuple[Joiner, RlhfSpecError]]]:
+    ) -> tuple[list[Ready], list[tuple[StartingInstance, RlhfSpecError]]]:
         """Send versions that are new, and take those in that hold all of them. Waits for nobody.
 
         Args:
@@ -186,7 +186,7 @@ class Joiners:
         Raises what a trainer that was asked for weights fails with.
         """
         ready: list[Ready] = []
-        failed: list[tuple[Joiner, RlhfSpecError]] = []
+        failed: list[tuple[StartingInstance, RlhfSpecError]] = []
         self._look_for_first_places()
         for one in list(self._coming):
             has_place = self._has_place(one, num_there)
@@ -204,7 +204,7 @@ class Joiners:
                     ready.append(found)
         return ready, failed
 
-    def explain(self, one: Joiner) -> str:
+    def explain(self, one: StartingInstance) -> str:
         """Why it may not have a place."""
         return self._places.explain(replace(one.place, name=one.name), waited_s=one.started_s)
 
@@ -220,7 +220,7 @@ class Joiners:
 
     def _look_at(
         self,
-        one: Joiner,
+        one: StartingInstance,
         weights: Mapping[str, PublishedWeights],
         chunks: Mapping[str, tuple[Any, ...]],
     ) -> Ready | None:
@@ -244,15 +244,15 @@ class Joiners:
             one.words = [one.handle.numerics.remote(), one.handle.node.remote()]
             return None
         numerics, node = (self._answer(one, ref, "say what it is") for ref in one.words)
-        return Ready(joiner=one, numerics=numerics, node=node)
+        return Ready(instance=one, numerics=numerics, node=node)
 
     def _look_for_first_places(self) -> None:
         """See which are reserved, once for all that wait there."""
         now_s = time.monotonic()
         if any(one.group is None and one.is_due(now_s) for one in self._coming):
-            self._reserved = self._first_places.reserved()
+            self._reserved = self._places.reserved()
 
-    def _has_place(self, one: Joiner, num_there: int) -> bool:
+    def _has_place(self, one: StartingInstance, num_there: int) -> bool:
         """Whether its bundle is reserved; one of the run's may go with its node, and come again."""
         now_s = time.monotonic()
         if one.is_due(now_s):
@@ -270,7 +270,7 @@ class Joiners:
         return one.placed_s is not None
 
     def _chunks(
-        self, one: Joiner, weights: Mapping[str, PublishedWeights], *, may_fetch: bool
+        self, one: StartingInstance, weights: Mapping[str, PublishedWeights], *, may_fetch: bool
     ) -> dict[str, tuple[Any, ...]]:
         """What it is to be sent now, by model: versions that it was not sent and that are at hand."""
         found: dict[str, tuple[Any, ...]] = {}
@@ -283,7 +283,7 @@ class Joiners:
                 found[model] = refs
         return found
 
-    def _require_on_its_way(self, one: Joiner, waited_s: float) -> None:
+    def _require_on_its_way(self, one: StartingInstance, waited_s: float) -> None:
         """Raise what ended its loop, or WaitTimeout."""
         if waited_s > self._start_timeout_s:
             raise WaitTimeout(
@@ -301,9 +301,67 @@ class Joiners:
             self._answer(one, one.sentinel, "decode")
             raise InstanceLost(f"{one.name} left its loop before it had joined")
 
-    def _answer(self, one: Joiner, ref: Any, order: str) -> Any:
+    def _answer(self, one: StartingInstance, ref: Any, order: str) -> Any:
         return get(ref, waiter="the loop", waited_for=one.name, order=order, timeout_s=self._start_timeout_s)
 
 
 def _num_ready(refs: list[Any]) -> int:
     return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalReport:
+    """What an instance did since it was last asked."""
+
+    spans: list[TraceEvent]
+    steps: bytes
+    "its step log as a file; empty without one"
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    name: str
+    handle: Handle
+    refs: list[Any]
+    ends_s: float
+    then: Callable[[], None]
+
+
+class LeavingInstances:
+    """Those of one pool."""
+
+    def __init__(self) -> None:
+        self._leaving: list[_Leaving] = []
+        self._reports: dict[str, FinalReport] = {}
+
+    def begin(self, name: str, handle: Handle, then: Callable[[], None]) -> None:
+        """Ask for its final report and to leave its loop; `then` is called when it has been ended."""
+        refs = [handle.take_spans.remote(), handle.take_step_log.remote(GRACE_S), handle.stop.remote(GRACE_S)]
+        self._leaving.append(_Leaving(name, handle, refs, time.monotonic() + GRACE_S, then))
+
+    def look(self) -> None:
+        """End those that have answered, or have had their time."""
+        for one in list(self._leaving):
+            ready = ray.wait(one.refs, num_returns=len(one.refs), timeout=0)[0]
+            if len(ready) < len(one.refs) and time.monotonic() < one.ends_s:
+                continue
+            self._leaving.remove(one)
+            try:
+                spans, steps = get(
+                    one.refs[:2],
+                    waiter="the loop",
+                    waited_for=one.name,
+                    order="make its final report",
+                    timeout_s=0.0,
+                )
+                self._reports[one.name] = FinalReport(spans=spans, steps=steps)
+            except RlhfSpecError:
+                # a picture and a log, not worth a wait: it may have died meanwhile
+                pass
+            ray.kill(one.handle)
+            one.then()
+
+    def take(self) -> dict[str, FinalReport]:
+        """The final reports since the last call, by instance."""
+        reports, self._reports = self._reports, {}
+        return reports
