@@ -29,7 +29,7 @@ def resolve_models(
     fields = {"target": models.target, "draft": models.draft, "tokenizer": models.tokenizer}
     names = {field: name for field, name in fields.items() if name in known and not Path(name).is_dir()}
     if not names:
-        return config.model_copy(update={"models": models})
+        return config if models is config.models else config.model_copy(update={"models": models})
     from rlhfspec.learning.models.get import get_model
 
     cache = Path(config.run.cache_dir)
