@@ -102,6 +102,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(_replaced(folder), ignore_errors=True)
 
 
+def remove_folder(folder: Path) -> None:
+    """Let a folder go: whoever is killed meanwhile leaves what a later run removes, and no half one.
+
+    Raises StorageError.
+    """
+    doomed = partial_of(folder)
+    with storage_errors(folder):
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
 def recover_folder(folder: Path) -> None:
     """Undo a replacement that a crash cut short; for the one who writes there, or once that one is dead."""
     replaced = _replaced(folder)

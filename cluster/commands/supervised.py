@@ -111,7 +111,7 @@ def _train(
 def _own_config(kind: type[SupervisedConfig], folder: Path) -> Path:
     """The config that a run folder holds. Raises ConfigError: it is none, or one of another command."""
     from rlhfspec.cluster.folder.layout import RunDir
-    from rlhfspec.cluster.resume.own_config import kept_config
+    from rlhfspec.cluster.resume.changed_keys import kept_config
     from rlhfspec.core.config_io import load_config_of
 
     file = RunDir.open(folder).config_file

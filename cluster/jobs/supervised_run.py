@@ -20,9 +20,9 @@ from rlhfspec.cluster.jobs.job_inputs import prepare
 from rlhfspec.cluster.jobs.job_runner import run
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.summary import SILENT_ADVICE, is_silent
-from rlhfspec.cluster.resume.kept_record import note_gaps, whole_lines
-from rlhfspec.cluster.resume.own_config import require_own_config
+from rlhfspec.cluster.resume.changed_keys import require_own_config
 from rlhfspec.cluster.resume.resumed_run import require_cut_off, take_over
+from rlhfspec.cluster.resume.rewind import note_gaps, whole_lines
 from rlhfspec.core.checkpoint_manifest import state_folders, state_number
 from rlhfspec.core.config import RunConfig
 from rlhfspec.core.config_io import dump_config

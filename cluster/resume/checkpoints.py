@@ -1,12 +1,13 @@
-"""Writes published weights as a plain Hugging Face checkpoint, tokenizer included.
+"""Published weights as plain Hugging Face checkpoints: which a run writes and keeps, and how.
 
-The loop's process writes it, from the same chunks that the instances load: the run folder is on its
-machine, and what is saved is what was sampled from. The folder appears by one rename, with a manifest
-of checksums (`core.checkpoint_manifest`).
+The loop's process writes them, from the same chunks that the instances load: the run folder is on its machine, and what
+is saved is what was sampled from. A folder appears by one rename, with a manifest of checksums
+(`core.checkpoint_manifest`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,15 +16,95 @@ from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.actors.waiting.waiting import get
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.system.system import System
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.checkpoint_manifest import write_manifest
-from rlhfspec.core.files import whole_folder
+from rlhfspec.core.files import remove_folder, whole_folder
 from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.drafters.head.head_weights import save_head
-from rlhfspec.engine.drafters.head.published_head import published_head
+from rlhfspec.engine.drafters.head.published_head import is_head, is_mtp, published_head
 from rlhfspec.engine.weights.chunks import load_into, weight_views
-from rlhfspec.engine.weights.generation_settings import write_generation_settings
+from rlhfspec.engine.weights.generation_settings import ending_at, write_generation_settings
 from rlhfspec.engine.weights.loading import build_causal_lm
+
+_MODELS = ("target", "draft", "adapter")
+
+
+def save_checkpoints(
+    system: System, run_dir: RunDir, *, iteration: int | None = None, with_adapter: bool = True
+) -> None:
+    """Save the trained target and the drafter as Hugging Face checkpoints (a head under EAGLE-3's names).
+
+    An MTP layer is not written: it is as it was read.
+
+    An adapter stands beside its merged target.
+
+    The adapter alone needs the trainers, which may be gone.
+
+    Numbered ones beyond `run.keep_checkpoints` go, the oldest first. Raises WeightsError, StorageError, RunTaken.
+    """
+    run_dir.owner.require()
+    for model, weights in (("target", system.target), ("draft", system.draft)):
+        if weights is not None and not is_mtp(weights.manifest):
+            _save(system, run_dir, weights, model, iteration)
+    if system.config.trainer.lora is not None and with_adapter:
+        _save_adapter(system, run_dir, "adapter", iteration)
+    if system.config.run.keep_checkpoints is not None:
+        remove_old(run_dir, keep=system.config.run.keep_checkpoints)
+
+
+def kept_models(system: System, run_dir: RunDir) -> dict[str, str]:
+    """Return where the last target and what drafts for it stand, by the model's name in the config."""
+    models, kept = system.config.models, {"target": str(run_dir.checkpoint_dir("target"))}
+    if system.draft is not None:
+        is_own = not is_mtp(system.draft.manifest)
+        kept["draft"] = str(run_dir.checkpoint_dir("draft")) if is_own else models.draft or models.target
+    return kept
+
+
+def save_best(system: System, run_dir: RunDir) -> None:
+    """Save the target, and its adapter, in the place of the best before. Raises WeightsError, StorageError."""
+    _save(system, run_dir, system.target, "best")
+    if system.config.trainer.lora is not None:
+        _save_adapter(system, run_dir, "best_adapter")
+
+
+def remove_old(run_dir: RunDir, *, keep: int) -> None:
+    """Delete numbered checkpoints but the newest `keep` of each model. Raises StorageError."""
+    folder = run_dir.path / "checkpoints"
+    for model in _MODELS:
+        numbered = [path for path in folder.iterdir() if re.fullmatch(rf"{model}_\d+", path.name)]
+        for old in sorted(numbered, key=lambda path: int(path.name.rpartition("_")[2]))[:-keep]:
+            remove_folder(old)
+
+
+def _save(
+    system: System, run_dir: RunDir, weights: PublishedWeights, name: str, iteration: int | None = None
+) -> None:
+    models, timeout_s = system.config.models, system.config.cluster.order_timeout_s
+    if is_head(weights.manifest):
+        save_head_checkpoint(weights, run_dir.checkpoint_dir(name, iteration), timeout_s=timeout_s)
+        return
+    source = models.draft if name == "draft" else models.target
+    save_checkpoint(
+        weights,
+        system.tokenizer,
+        run_dir.checkpoint_dir(name, iteration),
+        dtype=system.config.models.dtype,
+        timeout_s=timeout_s,
+        generation=ending_at(source, system.config.sampling.end_token_ids or ())
+        if source is not None
+        else None,
+    )
+
+
+def _save_adapter(system: System, run_dir: RunDir, name: str, iteration: int | None = None) -> None:
+    save_adapter(
+        system.trainers.adapter_files(),
+        run_dir.checkpoint_dir(name, iteration),
+        merged=system.target.manifest,
+    )
 
 
 def save_checkpoint(

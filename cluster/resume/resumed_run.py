@@ -12,8 +12,7 @@ from rlhfspec.cluster.folder.layout import RunDir, of_run
 from rlhfspec.cluster.folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
 from rlhfspec.cluster.folder.run_time import folder_time, of_folder, with_time
 from rlhfspec.cluster.plan.absolute_paths import with_absolute_paths
-from rlhfspec.cluster.resume.changed_keys import deciding_changes
-from rlhfspec.cluster.resume.own_config import kept_config, require_own_config
+from rlhfspec.cluster.resume.changed_keys import deciding_changes, kept_config, require_own_config
 from rlhfspec.cluster.resume.rewind import rewind
 from rlhfspec.cluster.resume.run_state import RunState, last_state
 from rlhfspec.core.checkpoint_manifest import state_folders

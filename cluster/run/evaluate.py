@@ -18,7 +18,7 @@ from rlhfspec.cluster.folder.rollout_files import write_rollouts
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.iteration_metrics import evaluation_figures
 from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
-from rlhfspec.cluster.resume.run_checkpoints import save_best
+from rlhfspec.cluster.resume.checkpoints import save_best
 from rlhfspec.cluster.resume.run_state import EvaluationMarks
 from rlhfspec.cluster.run.collect import Collected, collect
 from rlhfspec.cluster.system.system import GeneratingSystem, System

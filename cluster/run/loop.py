@@ -18,11 +18,10 @@ from rlhfspec.cluster.observe.observer import Observer, observing
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.resume.checkpoints import kept_models, save_checkpoints
 from rlhfspec.cluster.resume.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
-from rlhfspec.cluster.resume.run_checkpoints import kept_models, save_checkpoints
 from rlhfspec.cluster.resume.run_state import RunState
-from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper
-from rlhfspec.cluster.resume.take_up import take_up
+from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper, take_up
 from rlhfspec.cluster.run.collect import attend
 from rlhfspec.cluster.run.counted_pipeline import CountedPipeline
 from rlhfspec.cluster.run.evaluate import Evaluator

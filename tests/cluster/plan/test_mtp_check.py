@@ -16,7 +16,7 @@ from rlhfspec.cluster.plan.remote_plan import plan_remote
 from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.run_profile import RunProfile
-from rlhfspec.cluster.resume.run_checkpoints import kept_models
+from rlhfspec.cluster.resume.checkpoints import kept_models
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, ModelError

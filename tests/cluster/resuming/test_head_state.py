@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.resume import checkpoints, run_checkpoints
-from rlhfspec.cluster.resume import take_up as taking_up
+from rlhfspec.cluster.resume import checkpoints
+from rlhfspec.cluster.resume import save_state as taking_up
 from rlhfspec.cluster.resume.run_state import EvaluationMarks, last_state
 from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper
 from rlhfspec.cluster.weights import first_weights
@@ -139,7 +139,7 @@ def test_a_state_whose_head_is_another_is_refused(run_dir: RunDir, config: Confi
 def test_a_checkpoint_of_a_head_is_one_that_others_load(run_dir: RunDir, config: Config) -> None:
     learned = random_head(tiny_llama(), draft_vocab_size=7, seed=8)
     system = system_of(config, published(learned, 3))
-    run_checkpoints._save(system, run_dir, system.draft, "draft", 3)
+    checkpoints._save(system, run_dir, system.draft, "draft", 3)
     folder = run_dir.checkpoint_dir("draft", 3)
     assert verify_checkpoint(folder)["weight_version"] == 3
     head = load_head(folder, num_target_layers=2)
