@@ -1,15 +1,11 @@
-"""Kubernetes manifests of a run for KubeRay 1.7: plain data, written as YAML.
-
-What every pod has: a token of Ray from a Secret that the user makes, no right that it does not need, as much asked for
-as it may take, an object store in shared memory, the run folders on a shared volume. Nothing listens outside the
-Kubernetes cluster.
-"""
+"""Kubernetes manifests of a run for KubeRay 1.7: the templates (`templates.yaml`), filled in by the plan's pods."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,32 +16,17 @@ from rlhfspec.cluster.plan.topology import POOL_LABEL
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import ConfigError
 
-RAY_VERSION = "2.60.0"
-"That of constraints.txt."
-TOKEN_SECRET = "rlhfspec-ray-token"
-TOKEN_KEY = "auth_token"
-"As KubeRay calls it."
-RUNS_CLAIM, RUNS_FOLDER = "rlhfspec-runs", "/runs"
-CONFIG_FOLDER = "/etc/rlhfspec"
-ENTRYPOINT = f"rlhfspec train --config {CONFIG_FOLDER}/config.yaml --resume auto"
-"A job that is tried again goes on with its run."
-RETRIES = 3
-"Of a job that fails, or whose pods are lost."
-POD_LABELS = {"app.kubernetes.io/part-of": "rlhfspec"}
+RUNS_FOLDER = "/runs"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-KINDS = ("rayjob", "raycluster")
-_USER = 1000
-"Of the image (cluster/kuberay/Dockerfile)."
 _PLACEMENT_TIMEOUT_S = 600.0
 "Nodes and images take minutes to come; the default is for clusters that stand."
 _LONGEST_NAME = 47
 "Of a RayJob, in KubeRay."
-_GRACE_S = 120
-"From the notice of a pod's end to its kill, what it does before SIGTERM included."
-_EMPTYING_S = 90
-"Of that, for the samples of a generation pod to move away; with what follows it is below the grace."
-_NOTICE_S = 20
-"For Ray to take the notice: nobody answers where the whole cluster is deleted."
+
+
+def template(key: str) -> Any:
+    """A part of the templates, the caller's own."""
+    return yaml.safe_load(Path(__file__).with_name("templates.yaml").read_text(encoding="utf-8"))[key]
 
 
 def cluster_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -73,12 +54,9 @@ def cluster_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> dict[
 
 def config_map(name: str, tree: dict[str, Any]) -> dict[str, Any]:
     """The config that the job reads, as it was rendered."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": f"{name}-config", "labels": dict(POD_LABELS)},
-        "data": {"config.yaml": yaml.safe_dump(tree, sort_keys=False)},
-    }
+    document = template("config_map") | {"data": {"config.yaml": yaml.safe_dump(tree, sort_keys=False)}}
+    document["metadata"]["name"] = f"{name}-config"
+    return document
 
 
 def ray_job(name: str, pods: RunPods, *, image: str, queue: str | None = None) -> dict[str, Any]:
@@ -92,35 +70,16 @@ def ray_job(name: str, pods: RunPods, *, image: str, queue: str | None = None) -
             f"--queue {queue}: Kueue admits as many pods as a job always has, and cluster.generation.max_actors lets "
             "this one grow; take out max_actors and min_actors, or the queue"
         )
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": name, "labels": POD_LABELS | ({QUEUE_LABEL: queue} if queue else {})},
-        "spec": {
-            "entrypoint": ENTRYPOINT,
-            # each on a new cluster
-            "backoffLimit": RETRIES,
-            "suspend": queue is not None,
-            "submissionMode": "K8sJobMode",
-            # a suspended job must end its cluster, and so must one that is over
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 600,
-            "rayClusterSpec": _cluster_spec(name, pods, image=image, least=None, autoscales=elastic),
-        },
-    }
+    job = _document("rayjob", name, queue)
+    job["spec"]["rayClusterSpec"] = _cluster_spec(name, pods, image=image, least=None, autoscales=elastic)
+    return job
 
 
 def ray_cluster(name: str, pods: RunPods, *, image: str, queue: str | None = None) -> dict[str, Any]:
     """A RayCluster to submit runs to; its worker groups come with a run and go when they idle."""
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayCluster",
-        "metadata": {"name": name, "labels": POD_LABELS | ({QUEUE_LABEL: queue} if queue else {})},
-        "spec": {
-            "suspend": queue is not None,
-            **_cluster_spec(name, pods, image=image, least=0, autoscales=True),
-        },
-    }
+    cluster = _document("raycluster", name, queue)
+    cluster["spec"] |= _cluster_spec(name, pods, image=image, least=0, autoscales=True)
+    return cluster
 
 
 def to_yaml(documents: Iterable[dict[str, Any]], *, heading: str) -> str:
@@ -137,35 +96,31 @@ def kubernetes_name(text: str) -> str:
     return (plain if plain[:1].isalpha() else f"run-{plain}")[:_LONGEST_NAME].strip("-")
 
 
+def _document(key: str, name: str, queue: str | None) -> dict[str, Any]:
+    document = template(key)
+    document["metadata"]["name"] = name
+    if queue is not None:
+        document["metadata"]["labels"][QUEUE_LABEL] = queue
+    document["spec"]["suspend"] = queue is not None
+    return document
+
+
 def _cluster_spec(
     name: str, pods: RunPods, *, image: str, least: int | None, autoscales: bool
 ) -> dict[str, Any]:
     """`least`: pods of every group at least; None: what the run always has."""
-    spec: dict[str, Any] = {
-        "rayVersion": RAY_VERSION,
-        "authOptions": {"mode": "token", "secretName": TOKEN_SECRET},
-        "enableInTreeAutoscaling": autoscales,
-    }
-    if autoscales:
-        spec["autoscalerOptions"] = {
-            "version": "v2",
-            "upscalingMode": "Default",
-            "idleTimeoutSeconds": 600,
-            "resources": _same({"cpu": "500m", "memory": "512Mi"}),
-            "securityContext": _container_rights(),
-        }
-    head = _template("ray-head", pods.head, image, config_name=f"{name}-config")
-    head["spec"]["containers"][0]["ports"] = [
-        {"name": port, "containerPort": number}
-        for port, number in (("gcs", 6379), ("dashboard", 8265), ("client", 10001))
-    ]
+    spec = template("cluster")
+    spec["enableInTreeAutoscaling"] = autoscales
+    if not autoscales:
+        del spec["autoscalerOptions"]
+    head, beside = _pod("ray-head", pods.head, image), template("head")
+    container = head["spec"]["containers"][0]
+    container["volumeMounts"].append(beside["mount"])
+    container["ports"] = beside["ports"]
+    head["spec"]["volumes"].append({"name": beside["mount"]["name"], "configMap": {"name": f"{name}-config"}})
     # the operator gives the autoscaler an account of its own
     head["spec"]["automountServiceAccountToken"] = autoscales
-    spec["headGroupSpec"] = {
-        "serviceType": "ClusterIP",
-        "rayStartParams": _start_parameters(pods.head),
-        "template": head,
-    }
+    spec["headGroupSpec"] |= {"rayStartParams": _start_parameters(pods.head), "template": head}
     spec["workerGroupSpecs"] = [
         _worker_group(pool, image, least=pool.least_pods if least is None else least, autoscales=autoscales)
         for pool in pods.pools
@@ -174,9 +129,9 @@ def _cluster_spec(
 
 
 def _worker_group(pods: PoolPods, image: str, *, least: int, autoscales: bool) -> dict[str, Any]:
-    template = _template("ray-worker", pods.pod, image)
+    pod = _pod("ray-worker", pods.pod, image)
     if pods.pool == "generation":
-        template["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": _announce_end()}}}
+        pod["spec"]["containers"][0]["lifecycle"] = template("generation")
     group: dict[str, Any] = {
         "groupName": pods.pool,
         "replicas": least,
@@ -184,30 +139,11 @@ def _worker_group(pods: PoolPods, image: str, *, least: int, autoscales: bool) -
         "maxReplicas": pods.num_pods,
         "labels": {POOL_LABEL: pods.pool},
         "rayStartParams": _start_parameters(pods.pod),
-        "template": template,
+        "template": pod,
     }
     if autoscales:
         group["idleTimeoutSeconds"] = IDLE_TIMEOUT_S[pods.pool]
     return group
-
-
-def end_notice() -> str:
-    """The command by which a pod tells Ray that it ends.
-
-    Ray finds the cluster by RAY_ADDRESS, which KubeRay sets, and the node as that of the pod.
-    """
-    return (
-        "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' "
-        f"--deadline-remaining-seconds {_EMPTYING_S}"
-    )
-
-
-def _announce_end() -> list[str]:
-    """What a pod does before SIGTERM, at which Ray ends: tell Ray, and wait for its instances to be emptied.
-
-    A node that is idle ends by itself once Ray knows, and the pod with it.
-    """
-    return ["/bin/sh", "-c", f"timeout {_NOTICE_S} {end_notice()} && sleep {_EMPTYING_S}"]
 
 
 def _start_parameters(pod: PodSize) -> dict[str, str]:
@@ -215,73 +151,18 @@ def _start_parameters(pod: PodSize) -> dict[str, str]:
     return {"num-cpus": str(pod.ray_cpus), **gpus, "object-store-memory": str(pod.store_bytes)}
 
 
-def _template(container: str, pod: PodSize, image: str, config_name: str | None = None) -> dict[str, Any]:
-    amounts = {"cpu": str(pod.cores), "memory": f"{pod.memory_bytes // MIB}Mi"}
-    if pod.gpus:
-        amounts["nvidia.com/gpu"] = str(pod.gpus)
-    mounts: list[dict[str, Any]] = [
-        {"name": "runs", "mountPath": RUNS_FOLDER},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
-    ]
-    volumes: list[dict[str, Any]] = [
-        {"name": "runs", "persistentVolumeClaim": {"claimName": RUNS_CLAIM}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{_shared_mib(pod)}Mi"}},
-    ]
-    if config_name is not None:
-        mounts.append({"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True})
-        volumes.append({"name": "config", "configMap": {"name": config_name}})
-    spec: dict[str, Any] = {
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": _GRACE_S,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": _USER,
-            "runAsGroup": _USER,
-            "fsGroup": _USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [
-            {
-                "name": container,
-                "image": image,
-                "imagePullPolicy": "IfNotPresent",
-                "env": _environment(),
-                "resources": _same(amounts),
-                "securityContext": _container_rights(),
-                "volumeMounts": mounts,
-            }
-        ],
-        "volumes": volumes,
-    }
-    if pod.gpus:
-        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    return {"metadata": {"labels": dict(POD_LABELS)}, "spec": spec}
-
-
-def _shared_mib(pod: PodSize) -> int:
-    """A little more than the object store: Ray wants it free."""
-    return math.ceil(pod.store_bytes / MIB) + 64
-
-
-def _environment() -> list[dict[str, Any]]:
-    """Said here too, so that an operator too old for `authOptions` starts no open cluster."""
-    token = {"secretKeyRef": {"name": TOKEN_SECRET, "key": TOKEN_KEY}}
-    return [
-        {"name": "RAY_AUTH_MODE", "value": "token"},
-        {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
-        {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
-        # the closing table and the last files take longer than Ray's three seconds
-        {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "60"},
-    ]
-
-
-def _container_rights() -> dict[str, Any]:
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
-def _same(amounts: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Asked for and at most: memory that was not asked for is what pods are ended for."""
-    return {"requests": dict(amounts), "limits": dict(amounts)}
+def _pod(container: str, size: PodSize, image: str) -> dict[str, Any]:
+    pod = template("pod")
+    amounts = {"cpu": str(size.cores), "memory": f"{size.memory_bytes // MIB}Mi"}
+    if size.gpus:
+        amounts["nvidia.com/gpu"] = str(size.gpus)
+        pod["spec"]["tolerations"] = template("gpus")
+    # asked for and at most: memory that was not asked for is what pods are ended for
+    resources = {"requests": amounts, "limits": amounts}
+    pod["spec"]["containers"][0] |= {"name": container, "image": image, "resources": resources}
+    # a little more than the object store: Ray wants it free
+    pod["spec"]["volumes"][1]["emptyDir"]["sizeLimit"] = f"{math.ceil(size.store_bytes / MIB) + 64}Mi"
+    return pod
 
 
 class _Dumper(yaml.SafeDumper):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhfspec.cluster.kuberay.ray_manifests import end_notice
+from rlhfspec.cluster.kuberay.ray_manifests import template
 from tests.helpers.ray_script import answer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
@@ -59,11 +59,12 @@ print(said)
 
 def test_a_node_that_announces_its_end_is_emptied_and_its_instance_replaced(tiny_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("r")
+    before_the_end = template("generation")["preStop"]["exec"]["command"][-1]
     script = SCRIPT.format(
         target=str(tiny_pair.target),
         draft=str(tiny_pair.draft),
         folder=str(folder),
-        notice=end_notice().removeprefix("ray "),
+        notice=before_the_end.partition(" && ")[0].removeprefix("timeout 20 ray "),
     )
     said = answer_of(script, timeout_s=900.0)
     assert said["equal"], said["notes"]

@@ -7,7 +7,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
-from rlhfspec.cluster.kuberay import ray_manifests
+from rlhfspec.cluster.kuberay.ray_manifests import template
 from rlhfspec.cluster.placement.origin import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,7 +81,8 @@ def test_it_leaves_nothing_behind_and_runs_as_the_pods_do() -> None:
     assert any("PIP_NO_CACHE_DIR=1" in each for each in arguments("ENV"))
     assert "sudo" not in text and "curl" not in text
     user = arguments("USER")[-1]
-    assert user == f"{ray_manifests._USER}:{ray_manifests._USER}"
+    rights = template("pod")["spec"]["securityContext"]
+    assert user == f"{rights['runAsUser']}:{rights['runAsGroup']}"
     names = [name for name, _ in steps()]
     assert max(i for i, name in enumerate(names) if name in ("RUN", "COPY")) < names.index("USER")
     assert not re.search(r"(?i)(token|password|secret)\w*=", "\n".join(f"{a} {b}" for a, b in steps()))

@@ -17,8 +17,10 @@ from manifests import ROOT, cluster_spec, groups, of_kind, rendered, smollm2_con
 from ray.scripts.scripts import drain_node
 
 from rlhfspec.actors.serving.reward_deployment import ServerArguments
-from rlhfspec.cluster.kuberay.ray_manifests import RAY_VERSION, TOKEN_SECRET
+from rlhfspec.cluster.kuberay.ray_manifests import template
 
+RAY_VERSION = template("cluster")["rayVersion"]
+TOKEN_SECRET = template("cluster")["authOptions"]["secretName"]
 FOLDER = ROOT / "cluster" / "kuberay"
 KUSTOMIZATIONS = sorted(str(path.parent.relative_to(FOLDER)) for path in FOLDER.rglob("kustomization.yaml"))
 RAY_KUSTOMIZATIONS = [name for name in KUSTOMIZATIONS if name != "base/shared"]
