@@ -31,21 +31,19 @@ from rlhfspec.cluster.folder.folder_watch import removed_when_gone, uninterrupte
 from rlhfspec.cluster.folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.origin import IS_CHECKOUT, ROOT
-from rlhfspec.cluster.placement.private_token import (
+from rlhfspec.cluster.placement.private_ray import (
+    BELOW,
     LOOPBACK_NAMES,
+    environment,
     make_token,
     note_address,
+    temporary_base,
+    temporary_environment,
+    temporary_notes,
     token_of,
     using_token,
 )
 from rlhfspec.cluster.placement.slow_start import PATIENCE, start_twice
-from rlhfspec.cluster.placement.temporary_folder import (
-    BELOW,
-    temporary_base,
-    temporary_environment,
-    temporary_notes,
-)
-from rlhfspec.cluster.placement.variables import environment
 from rlhfspec.cluster.plan.memory_plan import OBJECT_STORE_USUAL_BYTES
 from rlhfspec.core.errors import NodeDied, PlacementError
 from rlhfspec.core.settings.cluster import ClusterConfig

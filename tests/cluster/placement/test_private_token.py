@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.cluster.placement.private_token import make_token, note_address, token_of
+from rlhfspec.cluster.placement.private_ray import environment, make_token, note_address, token_of
 from rlhfspec.cluster.placement.ray_session import _LOCAL_ENVIRONMENT
-from rlhfspec.cluster.placement.variables import environment
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -44,7 +43,7 @@ USING = """
 import os, sys
 from pathlib import Path
 from ray._raylet import AuthenticationMode, get_authentication_mode
-from rlhfspec.cluster.placement.private_token import make_token, using_token
+from rlhfspec.cluster.placement.private_ray import make_token, using_token
 before = dict(os.environ)
 print(get_authentication_mode() == AuthenticationMode.TOKEN)
 with using_token(make_token(Path(sys.argv[1]))):

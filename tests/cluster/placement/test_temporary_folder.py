@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.cluster.placement import temporary_folder
-from rlhfspec.cluster.placement.ray_session import check_local_ray
-from rlhfspec.cluster.placement.temporary_folder import (
+from rlhfspec.cluster.placement import private_ray
+from rlhfspec.cluster.placement.private_ray import (
     LONGEST,
     PYTHON_LONGEST,
     temporary_base,
     temporary_environment,
     temporary_notes,
 )
+from rlhfspec.cluster.placement.ray_session import check_local_ray
 from rlhfspec.core.errors import PlacementError
 from rlhfspec.core.settings.cluster import ClusterConfig
 
@@ -66,7 +66,7 @@ def test_the_longest_folder_that_is_taken_holds_ray_s_longest_socket():
 
 def test_where_no_short_folder_can_be_written_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     at(monkeypatch, tmp_path / ("long" * 20))
-    monkeypatch.setattr(temporary_folder, "SHORT", (tmp_path / "none", tmp_path / "neither"))
+    monkeypatch.setattr(private_ray, "SHORT", (tmp_path / "none", tmp_path / "neither"))
     with pytest.raises(PlacementError, match=r"too long for Ray's sockets.*cannot be written to; set TMPDIR"):
         temporary_base()
 
