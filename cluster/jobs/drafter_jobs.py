@@ -82,7 +82,7 @@ def read_inputs(
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat": True})})
     report.stage("reading model and prompts")
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
-    ends = end_tokens(config, dataset, tokenizer)
+    ends = end_tokens(config.data, config.sampling, name, dataset, tokenizer)
     sampling = config.sampling.model_copy(update={"end_token_ids": ends.token_ids})
     config = config.model_copy(update={"sampling": sampling})
     model = load_causal_lm(name, "float32", trust_remote_code=trust)
