@@ -109,6 +109,16 @@ class Config(Section):
         """True when a draft head drafts and instances are to train it while they have no samples."""
         return trains_head(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
 
+    @property
+    def device_defaults(self) -> dict[str, object]:
+        """By `section.key`: what stands there as the default of instances that decode on GPUs; empty on CPUs."""
+        if not self.decodes_on_gpu:
+            return {}
+        kept = {name: (key, value) for name, (key, value, _) in _GPU_DEFAULTS.items()}
+        return {
+            f"{s}.{key}": value for s, (key, value) in kept.items() if getattr(getattr(self, s), key) == value
+        }
+
     @model_validator(mode="before")
     @classmethod
     def _simple_on_gpus(cls, given: Any) -> Any:

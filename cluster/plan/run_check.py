@@ -108,6 +108,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
         *pattern_notes(config.reward, inputs.dataset.prompts, models.tokenizer),
     )
     adapter, correction, *functions = notes
+    on_gpus = [f"{key} is {value}, the default on GPUs" for key, value in config.device_defaults.items()]
     dataset = f"{len(inputs.dataset)} prompts, the longest {inputs.dataset.max_prompt_tokens} tokens"
     evaluation = () if inputs.evaluation is None else inputs.evaluation.lines
     have = "an unknown amount" if room.memory_bytes is None else gib(room.memory_bytes)
@@ -126,7 +127,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
                 "models": (*models.lines, adapter),
                 "data": (dataset, *inputs.notes(), *evaluation),
                 "reward": functions,
-                "numerics": (numerics, correction),
+                "numerics": (numerics, *on_gpus, correction),
                 f"memory, of {have} available here": rows,
                 "disk": (f"{gib(memory.disk_bytes)} of {gib(room.disk_bytes)} free",),
                 "placement": topology.describe().splitlines(),

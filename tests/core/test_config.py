@@ -382,6 +382,8 @@ def test_on_gpus_what_is_left_open_is_simple(tmp_path: Path) -> None:
     gpus = {"cluster": {"generation": {"num_gpus": 1}}}
     open_ = config_from_dict(SMALLEST | gpus)
     assert (open_.speculation.policy, open_.engine.max_prefill_tokens) == ("fixed", 8192)
+    assert open_.device_defaults == {"speculation.policy": "fixed", "engine.max_prefill_tokens": 8192}
+    assert not config_from_dict(SMALLEST).device_defaults
     dump_config(open_, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml") == open_
     sections: dict[str, Any] = {"models": ModelsConfig(draft="demo"), "engine": EngineConfig()}
