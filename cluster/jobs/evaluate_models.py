@@ -19,7 +19,7 @@ from rlhfspec.cluster.plan.inputs import Inputs, longest_sample, require_cores
 from rlhfspec.cluster.plan.model_check import check_models
 from rlhfspec.cluster.plan.reward_plan import check_reward, reward_columns
 from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.plan.topology import plan as plan_topology
+from rlhfspec.cluster.plan.topology import plan_topology
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.system.system import running_generation
 from rlhfspec.core.config import Config

@@ -11,7 +11,7 @@ from rlhfspec.cluster.placement.ray_session import MIN_OBJECT_STORE_BYTES
 from rlhfspec.cluster.plan.drafts import what_drafts
 from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, MemoryPlan, ModelShapes
 from rlhfspec.cluster.plan.model_files import config_like, count_params, model_shape
-from rlhfspec.cluster.plan.topology import Topology, plan
+from rlhfspec.cluster.plan.topology import Topology, plan_topology
 from rlhfspec.core.config import Config, DataConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.weights.loading import meta_model
@@ -62,7 +62,7 @@ def plan_remote(config: Config, like: Iterable[str]) -> RemotePlan:
         max_total_tokens=longest + config.max_first_words_tokens,
     )
     return RemotePlan(
-        topology=plan(config),
+        topology=plan_topology(config),
         # of every node: each pulls what is published
         memory=needs.plan(object_store_bytes=max(MIN_OBJECT_STORE_BYTES, needs.object_store())),
         profile_threads=config.engine.num_threads if config.speculation.goes_by_profile else 0,

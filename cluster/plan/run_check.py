@@ -41,8 +41,7 @@ from rlhfspec.cluster.plan.model_check import check_models
 from rlhfspec.cluster.plan.reward_plan import check_reward, pattern_notes, require_references, reward_columns
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.run_profile import RunProfile
-from rlhfspec.cluster.plan.topology import Topology, place, require_machine
-from rlhfspec.cluster.plan.topology import plan as plan_topology
+from rlhfspec.cluster.plan.topology import Topology, place, plan_topology, require_machine
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError, DataError, PlacementError
 from rlhfspec.core.settings.cluster import ClusterConfig

@@ -133,7 +133,7 @@ class Topology:
         return "\n".join(lines)
 
 
-def plan(config: Config) -> Topology:
+def plan_topology(config: Config) -> Topology:
     """Lay out the pools. Raises ConfigError for what this version cannot run."""
     cluster = config.cluster
     _check_trainers(cluster.trainer, config.trainer.minibatch_size)

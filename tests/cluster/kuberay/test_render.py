@@ -14,7 +14,7 @@ from rlhfspec.cluster.cli import build_parser, main
 from rlhfspec.cluster.kuberay.manifest_check import quantity
 from rlhfspec.cluster.plan.memory_plan import RAY_PROCESSES_BYTES
 from rlhfspec.cluster.plan.remote_plan import plan_remote
-from rlhfspec.cluster.plan.topology import plan
+from rlhfspec.cluster.plan.topology import plan_topology
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError
 
@@ -68,7 +68,7 @@ def test_the_pods_of_each_pool_hold_its_actors(
         group["labels"]["rlhfspec-pool"]: group
         for group in cluster_spec(of_kind(documents, "RayJob"))["workerGroupSpecs"]
     }
-    topology = plan(settings)
+    topology = plan_topology(settings)
     assert set(by_pool) == set(topology.pools)
     for pool, places in topology.pools.items():
         group = by_pool[pool]

@@ -10,7 +10,7 @@ from tests.helpers.ray_script import answer_of
 SCRIPT = """
 import json, os, ray
 from rlhfspec.actors.waiting.assigned_device import assigned_gpus
-from rlhfspec.cluster.plan.topology import PlacementContext, actor_options, place, plan
+from rlhfspec.cluster.plan.topology import PlacementContext, actor_options, place, plan_topology
 from rlhfspec.core.config import Config
 from ray.util.placement_group import remove_placement_group
 
@@ -33,7 +33,7 @@ for case, gpus in {"one each": (1, 1, 1), "none": (0, 0, 0), "shared": (0.5, 1, 
             "reward": pool | {"num_actors": 1, "num_gpus": reward},
         },
     })
-    topology = plan(config)
+    topology = plan_topology(config)
     group = place(topology, is_local=True)
     context = PlacementContext(group=group, namespace=ray.get_runtime_context().namespace)
     actors = {each.name: seer.options(**actor_options(each, context)).remote() for each in topology.places}

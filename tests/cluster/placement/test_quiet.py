@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.placement.quiet import quiet_environment
-from rlhfspec.cluster.plan.topology import PlacementContext, actor_options, place, plan
+from rlhfspec.cluster.plan.topology import PlacementContext, actor_options, place, plan_topology
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.engine.weights.loading import load_causal_lm
 
@@ -68,7 +68,7 @@ def test_an_actor_prints_no_progress_bars_whatever_its_nodes_environment(local_r
 
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
     models = {"target": "demo", "draft": "demo"}
-    topology = plan(config_from_dict({"models": models, "data": {"task": "chain"}}))
+    topology = plan_topology(config_from_dict({"models": models, "data": {"task": "chain"}}))
     group = place(topology, is_local=True)
     try:
         options = actor_options(topology.trainer[0], PlacementContext(group=group, namespace="test-quiet"))

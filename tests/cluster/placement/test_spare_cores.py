@@ -4,7 +4,7 @@ import pytest
 from ray.util.placement_group import remove_placement_group
 
 from rlhfspec.cluster.placement.spare_cores import nodes_of, shared_by_updates
-from rlhfspec.cluster.plan.topology import place, plan
+from rlhfspec.cluster.plan.topology import place, plan_topology
 from rlhfspec.core.config_io import config_from_dict
 
 
@@ -12,7 +12,7 @@ def shared(cores: float | dict[int, tuple[str, float]], **sections) -> str:
     """By two instances of one thread and a trainer of two, on one machine of so many cores."""
     base = {"data": {"task": "chain"}, "models": {"draft": "demo"}}
     config = config_from_dict(base | sections)
-    topology = plan(config)
+    topology = plan_topology(config)
     where = cores if isinstance(cores, dict) else {place.bundle: ("", cores) for place in topology.places}
     return shared_by_updates(config, topology, where)
 
@@ -40,7 +40,7 @@ def test_a_gpu_of_its_own_is_enough_and_a_shared_one_is_not():
 
 @pytest.mark.ray
 def test_every_bundle_has_a_node_and_cores(local_ray):
-    topology = plan(config_from_dict({"data": {"task": "chain"}, "models": {"draft": "demo"}}))
+    topology = plan_topology(config_from_dict({"data": {"task": "chain"}, "models": {"draft": "demo"}}))
     group = place(topology, is_local=True)
     try:
         found = nodes_of(group, topology)

@@ -7,7 +7,13 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from rlhfspec.cluster.plan.topology import PlacementContext, actor_options, place, plan, require_machine
+from rlhfspec.cluster.plan.topology import (
+    PlacementContext,
+    actor_options,
+    place,
+    plan_topology,
+    require_machine,
+)
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, PlacementError
@@ -19,12 +25,12 @@ def config(**cluster) -> Config:
 
 
 def test_the_defaults_fit_two_cpus_with_room_for_the_driver_of_a_job():
-    wanted = plan(config()).wanted()
+    wanted = plan_topology(config()).wanted()
     assert set(wanted) == {"CPU"} and wanted["CPU"] <= 1.9
 
 
 def test_every_actor_has_a_bundle_of_its_own_and_holds_something():
-    topology = plan(config(generation={"num_actors": 3, "num_cpus": 0.0}, reward={"num_actors": 2}))
+    topology = plan_topology(config(generation={"num_actors": 3, "num_cpus": 0.0}, reward={"num_actors": 2}))
     assert [p.bundle for p in topology.places] == list(range(7))
     assert len({p.name for p in topology.places}) == 7
     assert all(p.resources()["CPU"] > 0 for p in topology.places)
@@ -33,7 +39,7 @@ def test_every_actor_has_a_bundle_of_its_own_and_holds_something():
 def test_episodes_that_bring_their_own_rewards_need_no_reward_actor():
     made = config(reward={"num_actors": 2}, environment={"num_actors": 2}).model_dump()
     episodes = {"reward": {"kind": "environment"}, "environment": {"kind": "calculator"}}
-    topology = plan(config_from_dict(made | episodes))
+    topology = plan_topology(config_from_dict(made | episodes))
     assert topology.reward == () and len(topology.environment) == 2
     assert [place.bundle for place in topology.places] == list(range(len(topology.places)))
     assert "reward" not in topology.describe()
@@ -42,37 +48,37 @@ def test_episodes_that_bring_their_own_rewards_need_no_reward_actor():
 
 
 def test_gpus_and_threads_go_where_the_config_says():
-    topology = plan(config(trainer={"num_gpus": 1}, generation={"num_gpus": 0.5, "num_cpus": 1}))
+    topology = plan_topology(config(trainer={"num_gpus": 1}, generation={"num_gpus": 0.5, "num_cpus": 1}))
     assert topology.wanted()["GPU"] == 2.0 and len(topology.generation) == 2
     assert topology.generation[0].resources() == {"CPU": 1.0, "GPU": 0.5}
     assert (topology.generation[0].num_threads, topology.trainer[0].num_threads) == (1, 2)
 
 
 def test_the_description_names_every_pool_and_the_total():
-    text = plan(config()).describe()
+    text = plan_topology(config()).describe()
     assert "2 x 0.5 CPU" in text and "total" in text and "1.85 CPU" in text
 
 
 def test_a_plan_too_large_for_one_machine_is_refused_before_the_start():
-    require_machine(plan(config()), num_cpus=2, num_gpus=0)
+    require_machine(plan_topology(config()), num_cpus=2, num_gpus=0)
     with pytest.raises(PlacementError, match=r"the machine has 2 CPU and 0 GPU; missing: 6\.85 CPU"):
-        require_machine(plan(config(trainer={"num_cpus": 7.5})), num_cpus=2, num_gpus=0)
+        require_machine(plan_topology(config(trainer={"num_cpus": 7.5})), num_cpus=2, num_gpus=0)
     with pytest.raises(PlacementError, match="missing: 2 GPU"):
-        require_machine(plan(config(generation={"num_gpus": 1})), num_cpus=2, num_gpus=0)
+        require_machine(plan_topology(config(generation={"num_gpus": 1})), num_cpus=2, num_gpus=0)
     with pytest.raises(PlacementError, match="STRICT_SPREAD wants 5 machines"):
-        require_machine(plan(config(placement="STRICT_SPREAD")), num_cpus=2, num_gpus=0)
+        require_machine(plan_topology(config(placement="STRICT_SPREAD")), num_cpus=2, num_gpus=0)
 
 
 def test_each_of_several_trainers_has_a_place_of_its_own():
-    topology = plan(config(trainer={"num_actors": 2, "num_cpus": 1.0}))
+    topology = plan_topology(config(trainer={"num_actors": 2, "num_cpus": 1.0}))
     assert [place.name for place in topology.trainer] == ["trainer-0", "trainer-1"]
     assert [place.bundle for place in topology.places] == list(range(len(topology.places)))
     assert "trainer    2 x 1 CPU" in topology.describe()
 
 
 def test_pinned_pools_want_nodes_of_their_own_with_the_scheduler_beside_the_trainer():
-    assert plan(config()).label_selectors() is None
-    topology = plan(config(pin_pools=True, environment={"num_actors": 1}))
+    assert plan_topology(config()).label_selectors() is None
+    topology = plan_topology(config(pin_pools=True, environment={"num_actors": 1}))
     wanted = [selector["rlhfspec-pool"] for selector in topology.label_selectors()]
     assert wanted == ["generation", "generation", "reward", "trainer", "trainer"]
     with pytest.raises(PlacementError, match="label rlhfspec-pool, which a private Ray has not"):
@@ -81,14 +87,14 @@ def test_pinned_pools_want_nodes_of_their_own_with_the_scheduler_beside_the_trai
 
 def test_several_trainers_that_could_not_learn_as_one_are_refused():
     with pytest.raises(ConfigError, match=r"num_actors is 33, but .*minibatch_size 32 responses"):
-        plan(config(trainer={"num_actors": 33}))
+        plan_topology(config(trainer={"num_actors": 33}))
     with pytest.raises(ConfigError, match=r"num_gpus is 0.5 with 2 trainers: NCCL takes whole GPUs"):
-        plan(config(trainer={"num_actors": 2, "num_gpus": 0.5}))
+        plan_topology(config(trainer={"num_actors": 2, "num_gpus": 0.5}))
 
 
 @pytest.mark.ray
 def test_a_placement_error_names_the_missing_resources(local_ray):
-    topology = plan(config(generation={"num_actors": 2, "num_gpus": 3}, placement_timeout_s=0.5))
+    topology = plan_topology(config(generation={"num_actors": 2, "num_gpus": 3}, placement_timeout_s=0.5))
     with pytest.raises(PlacementError, match=r"missing: (.* and )?6 GPU") as at_once:
         place(topology, is_local=True)
     with pytest.raises(PlacementError, match=r"missing: (.* and )?6 GPU") as after_waiting:
@@ -105,7 +111,7 @@ def test_pools_that_no_node_is_for_are_named(local_ray):
     with pytest.raises(
         PlacementError, match="no node has the label rlhfspec-pool for generation, reward, trainer"
     ):
-        place(plan(config(pin_pools=True, placement_timeout_s=0.5)), is_local=False)
+        place(plan_topology(config(pin_pools=True, placement_timeout_s=0.5)), is_local=False)
 
 
 @pytest.mark.ray
@@ -117,7 +123,7 @@ def test_an_actor_stands_in_its_bundle_with_its_threads_and_leaves_with_the_grou
 
             return os.environ.get("OMP_NUM_THREADS")
 
-    topology = plan(config())
+    topology = plan_topology(config())
     group = place(topology, is_local=True)
     context = PlacementContext(group=group, namespace="test-topology")
     actor = Probe.options(**actor_options(topology.trainer[0], context)).remote()
