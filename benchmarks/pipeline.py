@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from benchmarks.rlhf import CONFIGS, Metrics, train
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
+from rlhfspec.cluster.folder.rollouts import places_in, rollout_files
 from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.cluster.proof.recorded_samples import places_in, rollout_files
 from rlhfspec.cluster.proof.verify_run import verify_run
 
 ONE_CORE_EACH = (

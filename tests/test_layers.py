@@ -13,8 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
 MAX_LINES = 500
 MAX_FILES = 20
-LARGER_FOLDERS = {"cluster/folder": 23}
-"may only fall"
 
 _TORCH = {"torch", "transformers", "tokenizers", "safetensors", "jaxtyping", "numpy"}
 ALLOWED = {
@@ -173,7 +171,7 @@ def packages() -> list[Path]:
 
 @pytest.mark.parametrize("folder", packages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_package_is_small_and_says_what_lives_there(folder: Path) -> None:
-    assert len(list(folder.glob("*.py"))) <= LARGER_FOLDERS.get(str(folder.relative_to(ROOT)), MAX_FILES)
+    assert len(list(folder.glob("*.py"))) <= MAX_FILES
     said = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").splitlines()
     assert [line.split(": ")[0] for line in said[2:]] == ["Lives here", "Must not live here"]
 

@@ -24,7 +24,7 @@ from benchmarks.simulated_runs.machine import Background, CoreWatch, MachineProf
 from benchmarks.support.result import ROOT
 from benchmarks.support.workload import REAL_MODEL, default_cache_dir, demo_workload
 from rlhfspec.actors.generation.decode_loop import GATHER_S
-from rlhfspec.cluster.proof.recorded_samples import rollout_files
+from rlhfspec.cluster.folder.rollouts import rollout_files
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.metrics import read_metrics

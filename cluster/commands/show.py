@@ -68,7 +68,7 @@ def show(
 
 
 def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
-    from rlhfspec.cluster.folder.histograms import read_histograms
+    from rlhfspec.cluster.folder.iteration_logs import read_histograms
     from rlhfspec.cluster.folder.run_status import describe_status
     from rlhfspec.cluster.observe.run_tables import curves_table, histogram_table
     from rlhfspec.cluster.observe.summary import summarise, summarise_supervised

@@ -137,7 +137,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _samples(args: argparse.Namespace) -> tuple[Samples, int]:
     """The rollout's samples and the limit of a response."""
-    from rlhfspec.cluster.folder.recorded_lengths import read_lengths
+    from rlhfspec.cluster.folder.rollouts import read_lengths
     from rlhfspec.core.errors import DataError
     from rlhfspec.policies.simulate.workloads import drawn_lengths, samples_of
 

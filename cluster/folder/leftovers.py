@@ -1,6 +1,8 @@
-"""Removes what dead runs left behind: temporary Ray folders, and files that were being written.
+"""Removes what was left behind: temporary Ray folders and half-written files of dead runs, logs of replaced actors.
 
-Only where it is certain: of this user, written by a process of this machine that is gone, used by none.
+Only where it is certain: of this user, written by a process of this machine that is gone, used by none. A process of
+its own (`python -m` of this module) removes a temporary folder when the process that made it is gone, however that
+ended: Ray ends its driver without a word to Python where its head dies, and a kill leaves no time for anything.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlhfspec.cluster.folder.process_identity import ProcessIdentity, processes_using
+from rlhfspec.cluster.folder.owner import ProcessIdentity, processes_using
 from rlhfspec.cluster.folder.run_status import read_status
 from rlhfspec.core.files import PARTIAL, REPLACED, recover_folder, write_whole
 
@@ -112,3 +117,80 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def removed_when_gone(folder: Path) -> Iterator[None]:
+    """Have the folder, and what runs in it, ended with the block or with this process."""
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "rlhfspec.cluster.folder.leftovers"],
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # a Ctrl-C is for the run
+        start_new_session=True,
+    )
+    assert watch.stdin is not None
+    try:
+        watch.stdin.write(os.fsencode(folder) + b"\0")
+        watch.stdin.flush()
+        yield
+    finally:
+        with uninterrupted():
+            remove_with_processes(folder)
+            with suppress(OSError):
+                watch.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                watch.wait(5.0)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let a second Ctrl-C or SIGTERM not cut the clean-up short; it takes about two seconds."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> None:
+    """Read the folder's name, and remove it when nobody holds the other end of the pipe any more."""
+    folder, told, _ = sys.stdin.buffer.read().partition(b"\0")
+    if told and Path(os.fsdecode(folder)).exists():
+        remove_with_processes(Path(os.fsdecode(folder)))
+
+
+if __name__ == "__main__":
+    main()
+
+
+KEPT_LOGS = 128
+"Files; a process has up to two of 8 MB."
+WRITTEN_S = 3600.0
+"A log that was written to since is another matter: its process may live."
+
+
+def drop_old_logs(folder: Path, *, now: float, most: int = KEPT_LOGS) -> None:
+    """Keep the files that were written to last, and all of the last hour; `now` in seconds since the epoch.
+
+    A living process whose log goes begins a new one with its next line.
+    """
+    found: list[tuple[float, Path]] = []
+    with suppress(OSError):
+        for path in folder.glob("*.jsonl*"):
+            with suppress(OSError):
+                found.append((path.stat().st_mtime, path))
+    for changed, path in sorted(found)[: max(len(found) - most, 0)]:
+        if now - changed > WRITTEN_S:
+            with suppress(OSError):
+                path.unlink()

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rlhfspec.cluster.folder.histograms import Histogram, write_histograms
+from rlhfspec.cluster.folder.iteration_logs import Histogram, note_weights, write_histograms
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
 from rlhfspec.cluster.folder.trackers import Trackers
-from rlhfspec.cluster.folder.weights_log import note_weights
 from rlhfspec.cluster.observe.iteration_metrics import distribution_figures
 from rlhfspec.core.files import storage_errors, write_whole
 from rlhfspec.core.metrics import MetricsLog

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
-from rlhfspec.cluster.folder.process_identity import ProcessIdentity
+from rlhfspec.cluster.folder.owner import ProcessIdentity
 from rlhfspec.core.files import storage_errors, write_whole
 
 SCHEMA_VERSION = 1

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.sample_table import SampleRow
+from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown
 from rlhfspec.core.config_io import read_tree
 from rlhfspec.core.errors import ConfigError, describe_error
+from rlhfspec.core.files import write_whole
 from rlhfspec.core.settings.tracking import TrackingConfig, WandbConfig
 
 Chosen = Sequence[tuple[str, SampleRow]]
@@ -66,9 +71,13 @@ class Trackers:
         """Start the trackers of a run, or of one that goes on after so many iterations: later steps are told anew."""
         makers: dict[str, Callable[[], Tracker]] = {}
         if tracking.tensorboard:
-            makers["TensorBoard"] = lambda: _tensorboard(run_dir, num_done)
+            makers["TensorBoard"] = lambda: TensorBoardTracker(
+                run_dir.path / "tensorboard", num_done=num_done
+            )
         if (wandb := tracking.wandb) is not None:
-            makers["Weights & Biases"] = lambda: _wandb(wandb, run_dir)
+            makers["Weights & Biases"] = lambda: WandbTracker(
+                wandb, run_dir.path, read_tree(run_dir.config_file)
+            )
         return cls(makers, note)
 
     def __bool__(self) -> bool:
@@ -108,13 +117,107 @@ class Trackers:
         return True
 
 
-def _tensorboard(run_dir: RunDir, num_done: int) -> Tracker:
-    from rlhfspec.cluster.folder.tensorboard_tracker import TensorBoardTracker
+class TensorBoardTracker:
+    """Scalars, histograms, and samples as text."""
 
-    return TensorBoardTracker(run_dir.path / "tensorboard", num_done=num_done)
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, *, num_done: int = 0) -> None:
+        """Steps after `num_done` are taken again. Raises ImportError without the package `tensorboard`."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=num_done + 1 if num_done else None)
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take scalars."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """Take raw values by name."""
+        for name, those in values.items():
+            self._writer.add_histogram(f"histogram/{name}", np.asarray(those), step)
+
+    def samples(self, step: int, chosen: Chosen) -> None:
+        """Take samples that people read."""
+        self._writer.add_text("samples", as_markdown(f"After iteration {step}", chosen), step)
+
+    def close(self) -> None:
+        """Write out what is held."""
+        self._writer.close()
 
 
-def _wandb(settings: WandbConfig, run_dir: RunDir) -> Tracker:
-    from rlhfspec.cluster.folder.wandb_tracker import WandbTracker
+_ID_FILE = "rlhfspec-run-id.txt"
+_COLUMNS = (
+    "why",
+    "sample_index",
+    "prompt",
+    "response",
+    "reference",
+    "reward",
+    "parts",
+    "advantage",
+    "finish_reason",
+    "tokens",
+)
 
-    return WandbTracker(settings, run_dir.path, read_tree(run_dir.config_file))
+
+class WandbTracker:
+    """Scalars, histograms and sample tables of one run, which is called like its folder."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, settings: WandbConfig, folder: Path, config: Mapping[str, Any]) -> None:
+        """Raises ImportError without the package, and what the library raises where it cannot begin."""
+        # by name: type checkers need not have it
+        self._wandb: Any = importlib.import_module("wandb")
+        # a run that goes on is the same run there; steps that it has are not taken twice
+        kept = folder / "wandb" / _ID_FILE
+        self._run = self._wandb.init(
+            id=kept.read_text() if kept.is_file() else None,
+            resume="allow",
+            project=settings.project,
+            entity=settings.entity,
+            mode=settings.mode,
+            name=folder.name,
+            dir=str(folder),
+            config=dict(config),
+            settings=self._wandb.Settings(console="off", silent=True),
+        )
+        kept.parent.mkdir(exist_ok=True)
+        write_whole(kept, self._run.id)
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take scalars."""
+        self._run.log(dict(figures), step=step)
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """Take raw values by name."""
+        self._run.log(
+            {f"histogram/{name}": self._wandb.Histogram(list(those)) for name, those in values.items()},
+            step=step,
+        )
+
+    def samples(self, step: int, chosen: Chosen) -> None:
+        """Take samples that people read."""
+        table = self._wandb.Table(columns=list(_COLUMNS))
+        for why, row in chosen:
+            parts = ", ".join(f"{name} {value:.4g}" for name, value in row.parts.items())
+            table.add_data(
+                why,
+                row.sample_index,
+                row.prompt,
+                row.response,
+                row.reference,
+                row.reward,
+                parts,
+                row.advantage,
+                row.finish_reason,
+                row.num_tokens,
+            )
+        self._run.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        """Hand over what is held; `wandb sync` does the rest of an offline run."""
+        self._run.finish()

@@ -24,8 +24,8 @@ from rlhfspec.actors.waiting.process_log import begin_process_log
 from rlhfspec.actors.waiting.stack_page import begin_stack_page, end_stack_page
 from rlhfspec.actors.waiting.vitals import tell_vitals
 from rlhfspec.actors.waiting.watch import open_waits
-from rlhfspec.cluster.folder.kept_logs import drop_old_logs
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.leftovers import drop_old_logs
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.live_page import (
     PAGE_EVERY_S,

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rlhfspec.cluster.folder.histograms import Histogram
+from rlhfspec.cluster.folder.iteration_logs import Histogram
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.summary import STEP_PARTS, Summary, summarise
 from rlhfspec.core.metrics import read_metrics

@@ -27,8 +27,13 @@ import ray
 from ray._private import ray_constants
 
 from rlhfspec.actors.waiting.actor_start import actor_environment
-from rlhfspec.cluster.folder.folder_watch import removed_when_gone, uninterrupted
-from rlhfspec.cluster.folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
+from rlhfspec.cluster.folder.leftovers import (
+    RAY_FOLDER,
+    claim,
+    removed_when_gone,
+    sweep_ray_folders,
+    uninterrupted,
+)
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.origin import IS_CHECKOUT, ROOT
 from rlhfspec.cluster.placement.private_ray import (

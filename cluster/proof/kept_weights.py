@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhfspec.cluster.folder.iteration_logs import read_weights_log
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.weights_log import read_weights_log
 from rlhfspec.cluster.proof.difference import Difference
 from rlhfspec.core.checkpoint_manifest import MANIFEST, CheckpointDamaged, has_manifest, verify_checkpoint
 from rlhfspec.core.errors import ModelError

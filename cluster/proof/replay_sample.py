@@ -9,13 +9,13 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.rollouts import Recorded, read_recorded
 from rlhfspec.cluster.plan.drafts import MtpLayer, what_drafts
 from rlhfspec.cluster.plan.inputs import read_tokenizer
 from rlhfspec.cluster.proof.choice import RecordedRun, all_places, why_not_here
 from rlhfspec.cluster.proof.difference import Difference, completion_differences
 from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
 from rlhfspec.cluster.proof.proof_record import Proof
-from rlhfspec.cluster.proof.recorded_samples import Recorded, read_recorded
 from rlhfspec.cluster.proof.regeneration import Regenerator, Work
 from rlhfspec.core.checkpoint_manifest import has_manifest
 from rlhfspec.core.errors import DataError, ModelError, WeightsError

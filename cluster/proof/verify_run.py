@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.rollouts import Place, Recorded, read_recorded
 from rlhfspec.cluster.placement.machine import memory_bytes, num_cores
 from rlhfspec.cluster.plan.inputs import read_tokenizer
 from rlhfspec.cluster.plan.model_files import count_params
@@ -19,7 +20,6 @@ from rlhfspec.cluster.proof.choice import RecordedRun, all_places, drawn, verifi
 from rlhfspec.cluster.proof.difference import Difference, completion_differences
 from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
 from rlhfspec.cluster.proof.proof_record import Proof
-from rlhfspec.cluster.proof.recorded_samples import Place, Recorded, read_recorded
 from rlhfspec.cluster.proof.regeneration import (
     NotLoaded,
     OtherWeights,

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.recorder import Recorder
-from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.iteration_metrics import evaluation_figures
+from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
 from rlhfspec.cluster.resume.checkpoints import save_best
 from rlhfspec.cluster.resume.run_state import EvaluationMarks

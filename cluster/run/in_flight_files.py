@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhfspec.cluster.folder.rollout_files import write_rollouts
-from rlhfspec.cluster.proof.recorded_samples import places_in, read_recorded
+from rlhfspec.cluster.folder.rollouts import places_in, read_recorded, write_rollouts
 from rlhfspec.cluster.run.pipeline import InFlight, OpenSample
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.files import write_whole

@@ -14,10 +14,10 @@ from typing import Any
 import ray
 
 from rlhfspec.actors.waiting.watch import LOOK_S
-from rlhfspec.cluster.folder.recorder import Recorder
 from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
+from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.run.collect import Collected, collect, receive_late
 from rlhfspec.cluster.run.pipeline import Pipeline
 from rlhfspec.cluster.run.refit_step import refit_draft

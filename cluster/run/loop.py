@@ -9,12 +9,12 @@ from itertools import count
 
 from rlhfspec.actors.waiting.vitals import give_back_free_memory
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.recorder import Recorder
 from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.folder.run_status import STOPPING
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.iteration_metrics import with_evaluation
 from rlhfspec.cluster.observe.observer import Observer, observing
+from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from rlhfspec.cluster.plan.run_plan import RunPlan

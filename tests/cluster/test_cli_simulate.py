@@ -12,7 +12,7 @@ import pytest
 from hand_profile import hand_cost, hand_profile
 
 from rlhfspec.cluster.cli import main
-from rlhfspec.cluster.folder.recorded_lengths import read_lengths
+from rlhfspec.cluster.folder.rollouts import read_lengths
 from rlhfspec.core.errors import DataError
 from rlhfspec.profiles.profile import save_profile
 

@@ -14,10 +14,10 @@ from made_moves import three_moves
 from made_rollouts import rollout
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.recorder import Recorder
 from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.observe.console import PipeConsole, Reporter
 from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
+from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
 from rlhfspec.cluster.run.collect import Collected
 from rlhfspec.core.config_io import config_from_dict

@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfspec.cluster.cli import build_parser, main
-from rlhfspec.cluster.folder.histograms import write_histograms
+from rlhfspec.cluster.folder.iteration_logs import write_histograms
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown
 from rlhfspec.cluster.observe.console import PipeConsole, Reporter
 from rlhfspec.cluster.observe.visible_stream import VisibleStream

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from rlhfspec.cluster.folder.iteration_logs import note_weights
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollout_files import SCHEMA, write_rollouts
-from rlhfspec.cluster.folder.weights_log import note_weights
+from rlhfspec.cluster.folder.rollouts import SCHEMA, write_rollouts
 from rlhfspec.core.checkpoint_manifest import write_manifest
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict

@@ -51,7 +51,7 @@ def cluster(
 def run(args: argparse.Namespace) -> int:
     """Simulate, print tables, write JSON and picture. Raises InputError for bad input."""
     from rlhfspec.cluster.commands.simulating.simulation_bar import simulation_bar
-    from rlhfspec.cluster.folder.recorded_lengths import read_lengths
+    from rlhfspec.cluster.folder.rollouts import read_lengths
     from rlhfspec.cluster.observe.console import PipeConsole
     from rlhfspec.core.config_io import load_config_of
     from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig

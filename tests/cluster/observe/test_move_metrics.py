@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_moves import move, three_moves, two_instances
 
-from rlhfspec.cluster.folder.move_log import append_moves, odd_moves
+from rlhfspec.cluster.folder.iteration_logs import append_moves, odd_moves
 from rlhfspec.cluster.observe.iteration_metrics import move_figures, overhead_share
 from rlhfspec.cluster.observe.timeline import build_timeline
 from rlhfspec.core.decode_records import GenerationStats

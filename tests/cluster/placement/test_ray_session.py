@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import rlhfspec.cluster.placement.ray_session
-from rlhfspec.cluster.folder.process_identity import processes_using
+from rlhfspec.cluster.folder.owner import processes_using
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.ray_session import (
     MIN_OBJECT_STORE_BYTES,

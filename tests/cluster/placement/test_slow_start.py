@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.cluster.folder.process_identity import processes_using
+from rlhfspec.cluster.folder.owner import processes_using
 from rlhfspec.cluster.placement import slow_start
 from rlhfspec.cluster.placement.slow_start import StartFailed, start_twice
 

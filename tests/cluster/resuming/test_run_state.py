@@ -16,7 +16,7 @@ import pytest
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.process_identity import ProcessIdentity
+from rlhfspec.cluster.folder.owner import ProcessIdentity
 from rlhfspec.cluster.resume import resumed_run
 from rlhfspec.cluster.resume.changed_keys import deciding_changes
 from rlhfspec.cluster.resume.resumed_run import newest_run, open_run, take_over

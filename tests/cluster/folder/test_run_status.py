@@ -17,7 +17,7 @@ import pytest
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder import run_status
-from rlhfspec.cluster.folder.process_identity import ProcessIdentity
+from rlhfspec.cluster.folder.owner import ProcessIdentity
 from rlhfspec.cluster.folder.run_status import (
     STATUS_BYTES,
     Status,

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhfspec.actors.actor_messages import LoadedWeights
-from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
 from rlhfspec.cluster.run.rollout_buffer import RolloutBuffer
 from rlhfspec.cluster.weights.publish import confirm

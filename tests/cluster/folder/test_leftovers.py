@@ -19,7 +19,7 @@ from rlhfspec.cluster.folder.leftovers import (
     sweep_ray_folders,
     sweep_run_folders,
 )
-from rlhfspec.cluster.folder.process_identity import ProcessIdentity, processes_using
+from rlhfspec.cluster.folder.owner import ProcessIdentity, processes_using
 from rlhfspec.cluster.folder.run_status import StatusWriter
 
 

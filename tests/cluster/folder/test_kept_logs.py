@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlhfspec.cluster.folder.kept_logs import WRITTEN_S, drop_old_logs
+from rlhfspec.cluster.folder.leftovers import WRITTEN_S, drop_old_logs
 
 NOW = 1_000_000.0
 

@@ -12,10 +12,10 @@ import pytest
 import ray
 from made_moves import move, three_moves, two_instances
 
-from rlhfspec.cluster.folder import recorder as recorder_module
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.recorder import Recorder
+from rlhfspec.cluster.observe import recorder as recorder_module
 from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.timeline import write_kept_trace
 from rlhfspec.cluster.run.collect import Collected
 from rlhfspec.core.decode_records import GenerationStats

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.cluster.folder.histograms import MOST_BINS, Histogram, read_histograms, write_histograms
+from rlhfspec.cluster.folder.iteration_logs import MOST_BINS, Histogram, read_histograms, write_histograms
 
 NUMBERS = st.lists(st.floats(-1e12, 1e12, allow_subnormal=False), min_size=1, max_size=50)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.cluster.folder.folder_watch import removed_when_gone
-from rlhfspec.cluster.folder.leftovers import end_processes, remove_with_processes
+from rlhfspec.cluster.folder.leftovers import end_processes, remove_with_processes, removed_when_gone
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -58,7 +57,7 @@ def test_it_is_removed_at_the_end_of_the_block_also_where_that_fails(tmp_path: P
 HOLDING = """
 import sys
 from pathlib import Path
-from rlhfspec.cluster.folder.folder_watch import removed_when_gone
+from rlhfspec.cluster.folder.leftovers import removed_when_gone
 with removed_when_gone(Path(sys.argv[1])):
     print("in", flush=True)
     input()

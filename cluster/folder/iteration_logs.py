@@ -1,4 +1,6 @@
-"""Histograms whose bins fit together from iteration to iteration: widths are powers of two, edges multiples of them."""
+"""What a run appends a line of JSON to: `weights.jsonl` (checksums of the target's versions), `moves.jsonl` (every move
+that ended), `histograms.jsonl`. `metrics.jsonl` is `core.metrics`' own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,84 @@ from typing import Any
 import numpy as np
 
 from rlhfspec.core.files import append_whole
+from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.policies.migration.move_messages import MoveOutcome
+from rlhfspec.policies.scheduling.events import MoveRecord
+
+
+def note_weights(path: Path, manifest: WeightManifest) -> None:
+    """Append a version that instances have confirmed. Raises StorageError."""
+    line = {
+        "model": manifest.model,
+        "weight_version": manifest.weight_version,
+        "parameter_checksum": manifest.checksum,
+    }
+    append_whole(path, json.dumps(line) + "\n")
+
+
+def read_weights_log(path: Path) -> dict[int, str]:
+    """Checksums by version, the last of each where a run was resumed; empty where there is no such file.
+
+    A line that is cut or damaged is left out.
+    """
+    checksums: dict[int, str] = {}
+    if not path.is_file():
+        return checksums
+    for line in path.read_bytes().splitlines():
+        try:
+            tree = json.loads(line)
+            version, checksum = tree["weight_version"], tree["parameter_checksum"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if isinstance(version, int) and isinstance(checksum, str):
+            checksums[version] = checksum
+    return checksums
+
+
+_ODD = (MoveOutcome.TAKEN_BACK, MoveOutcome.LOST)
+_LINES_SAID = 3
+
+
+def append_moves(path: Path, iteration: int, moves: Sequence[MoveRecord]) -> None:
+    """Append the moves of one iteration; without any, write nothing. Raises StorageError."""
+    if moves:
+        append_whole(path, "".join(json.dumps(_line(iteration, record)) + "\n" for record in moves))
+
+
+def odd_moves(moves: Sequence[MoveRecord]) -> list[str]:
+    """What a person should know: moves that were taken back or lost; no sample is lost with them."""
+    odd = [record for record in moves if record.outcome in _ODD]
+    lines = [
+        f"move {record.order.move_id} of sample {record.order.key.sample_index} from {record.order.source} to "
+        f"{record.order.destination} was {record.outcome}: {record.why_ended or 'no reason given'}"
+        for record in odd[:_LINES_SAID]
+    ]
+    if len(odd) > _LINES_SAID:
+        lines.append(f"{len(odd) - _LINES_SAID} more moves were taken back or lost; see moves.jsonl")
+    return lines
+
+
+def _line(iteration: int, record: MoveRecord) -> dict[str, Any]:
+    order = record.order
+    return {
+        "iteration": iteration,
+        "move": order.move_id,
+        "stream": str(order.key.stream),
+        "sample_index": order.key.sample_index,
+        "epoch": order.epoch,
+        "source": order.source,
+        "destination": order.destination,
+        "mode": str(order.mode),
+        "why_ordered": record.why_ordered,
+        "predicted_gain_s": record.gain_s,
+        "outcome": record.outcome,
+        "why_ended": record.why_ended,
+        # by the scheduler's own clock: to be compared with each other only
+        "ordered_s": record.ordered_s,
+        "ended_s": record.ended_s,
+        "figures": dict(record.figures),
+    }
+
 
 MOST_BINS = 32
 _LEAST_WIDTH = 2.0**-40

@@ -1,10 +1,12 @@
-"""Reads a run's rollout files back: which samples there are, and some of them whole."""
+"""Rollouts as Parquet, one file an iteration, one row a sample by sample index: the schema, its writer and readers."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhfspec.core.errors import DataError
+from rlhfspec.core.files import write_whole
 from rlhfspec.core.records import (
     Completion,
     FinishReason,
@@ -23,6 +26,91 @@ from rlhfspec.core.records import (
     Stream,
     WeightSpan,
 )
+
+SCHEMA_VERSION = "4"
+"1 had no advantages, 2 one weight version a sample, 3 whether caches of older weights were kept."
+
+SCHEMA = pa.schema(
+    [
+        ("run_seed", pa.uint64()),
+        ("stream", pa.string()),
+        ("sample_index", pa.uint64()),
+        ("group_id", pa.int64()),
+        ("prompt_id", pa.int64()),
+        ("prompt", pa.string()),
+        ("reference", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("response", pa.string()),
+        ("response_token_ids", pa.list_(pa.int32())),
+        ("policy_logprobs", pa.list_(pa.float32())),
+        ("sampling_logprobs", pa.list_(pa.float32())),
+        ("response_sampled", pa.list_(pa.bool_())),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("advantage", pa.float32()),
+        ("finish_reason", pa.string()),
+        ("weight_version", pa.int64()),
+        ("span_versions", pa.list_(pa.int32())),
+        ("span_positions", pa.list_(pa.int32())),
+        ("epoch", pa.int32()),
+        ("instance", pa.string()),
+        ("num_decode_steps", pa.int32()),
+        ("num_accepted_tokens", pa.int32()),
+    ],
+    metadata={"schema_version": SCHEMA_VERSION},
+)
+
+
+def write_rollouts(
+    path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
+) -> None:
+    """Write the file whole or not at all. Raises StorageError.
+
+    `advantages` are the samples' means, null of those that it has not computed, or not learned from.
+    """
+    rows = [_row(rollout) for rollout in rollouts]
+    for row, advantage in zip(rows, advantages or [None] * len(rows), strict=True):
+        row["advantage"] = advantage
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    file = BytesIO()
+    pq.write_table(table, file, compression="zstd")
+    write_whole(path, file.getvalue())
+
+
+def _row(rollout: Rollout) -> dict[str, object]:
+    prompt, completion, reward = rollout.prompt, rollout.completion, rollout.reward
+    return {
+        "run_seed": completion.key.run_seed,
+        "stream": str(completion.key.stream),
+        "sample_index": completion.key.sample_index,
+        "group_id": completion.group_id,
+        "prompt_id": prompt.prompt_id,
+        "prompt": prompt.text,
+        "reference": prompt.reference,
+        "prompt_token_ids": prompt.token_ids.astype(np.int32),
+        "response": rollout.response_text,
+        "response_token_ids": completion.token_ids.astype(np.int32),
+        "policy_logprobs": completion.policy_logprobs,
+        "sampling_logprobs": completion.sampling_logprobs,
+        # null where all were sampled
+        "response_sampled": completion.sampled,
+        "reward": reward.value,
+        "reward_parts": list(reward.parts.items()),
+        "finish_reason": str(completion.finish_reason),
+        # of the last token; where a response comes of several: each one, and its first token
+        "weight_version": completion.weight_spans[-1].weight_version,
+        "span_versions": _spans([span.weight_version for span in completion.weight_spans]),
+        "span_positions": _spans([span.first_position for span in completion.weight_spans]),
+        "epoch": completion.epoch,
+        "instance": completion.instance,
+        "num_decode_steps": completion.num_decode_steps,
+        "num_accepted_tokens": completion.num_accepted_tokens,
+    }
+
+
+def _spans(numbers: list[int]) -> list[int] | None:
+    return numbers if len(numbers) > 1 else None
+
 
 _INDEX = ("run_seed", "stream", "sample_index", "weight_version")
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError)
@@ -204,3 +292,72 @@ def _iteration(file: Path) -> int:
 
 def _unreadable(file: Path, error: BaseException) -> DataError:
     return DataError(f"{file} cannot be read as rollouts of a run: {type(error).__name__}: {error}")
+
+
+TOKEN_COLUMN = "response_token_ids"
+LENGTH_COLUMN = "response_tokens"
+
+
+def read_lengths(path: Path) -> np.ndarray:
+    """[n] lengths in the file's order.
+
+    Parquet: a run's rollouts file (token arrays in `response_token_ids`), or numbers in `response_tokens`.
+    JSONL: a number a line, or objects with one of these fields.
+
+    Raises DataError when the file is missing or holds something else.
+    """
+    if not path.is_file():
+        raise DataError(
+            f"no file of lengths at {path}; expected a preset, or a .parquet or .jsonl file of responses"
+        )
+    lengths = _parquet_lengths(path) if path.suffix == ".parquet" else _jsonl_lengths(path)
+    if not len(lengths) or int(lengths.min()) < 1:
+        raise DataError(f"{path} holds no lengths, or some below 1; expected one positive number a response")
+    return lengths
+
+
+def _parquet_lengths(path: Path) -> np.ndarray:
+    try:
+        names = pq.read_schema(path).names
+        if TOKEN_COLUMN in names:
+            chunks = pq.read_table(path, columns=[TOKEN_COLUMN])[TOKEN_COLUMN].chunks
+            return np.concatenate(
+                [np.zeros(0, dtype=np.int64), *(np.asarray(c.value_lengths()) for c in chunks)]
+            )
+        if LENGTH_COLUMN not in names:
+            raise DataError(
+                f"{path} has the columns {', '.join(names)}; expected {TOKEN_COLUMN} (token arrays, as in a "
+                f"run's rollouts) or {LENGTH_COLUMN} (numbers)"
+            )
+        return np.asarray(pq.read_table(path, columns=[LENGTH_COLUMN])[LENGTH_COLUMN], dtype=np.int64)
+    except (pa.ArrowException, AttributeError, ValueError, TypeError, OSError) as error:
+        raise DataError(f"{path} cannot be read as lengths: {error}; expected a Parquet file") from error
+
+
+def _jsonl_lengths(path: Path) -> np.ndarray:
+    lengths = []
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as lengths: {error}; expected JSON lines") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            lengths.append(_length(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{path}, line {number} is no length: {error}; expected a whole number, or an object with "
+                f"{LENGTH_COLUMN} or {TOKEN_COLUMN}"
+            ) from error
+    return np.array(lengths, dtype=np.int64)
+
+
+def _length(row: Any) -> int:
+    if isinstance(row, dict):
+        if TOKEN_COLUMN in row and not isinstance(row[TOKEN_COLUMN], list):
+            raise ValueError(f"{TOKEN_COLUMN} is no list")
+        row = len(row[TOKEN_COLUMN]) if TOKEN_COLUMN in row else row[LENGTH_COLUMN]
+    if isinstance(row, bool) or not isinstance(row, int) or row >= 2**31:
+        raise ValueError(f"got {row!r}")
+    return row

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from made_rollouts import rollout
 
-from rlhfspec.cluster.folder.rollout_files import write_rollouts
+from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
 from rlhfspec.cluster.observe.iteration_metrics import distribution_figures
 
