@@ -15,9 +15,9 @@ from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload, real_workload
 from rlhfspec.cluster.observe.console import PipeConsole
+from rlhfspec.learning.drafts.evaluate_head import OwnResponse, Responder
 from rlhfspec.learning.drafts.head import TargetParts
 from rlhfspec.learning.drafts.make_head import HeadRecipe, learn_head
-from rlhfspec.learning.drafts.own_responses import OwnResponse, Responder
 
 POINTS = {
     "quick": (500, 1_000),

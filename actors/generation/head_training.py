@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from rlhfspec.actors.actor_messages import GenerationSpec, SpotSpec
 from rlhfspec.actors.generation.spot_trainer import SpotTrainer
@@ -12,9 +11,9 @@ from rlhfspec.engine.admission import MB
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.drafters.head.tapping import record_features
 from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.numerics import use_threads
 from rlhfspec.learning.drafts.features import FeatureBuffer
+from rlhfspec.learning.drafts.head import TargetParts
 from rlhfspec.learning.drafts.head_trainer import HeadTrainer
 from rlhfspec.learning.drafts.stoppable import fastest_dtype
 
@@ -33,8 +32,7 @@ def begin_training(spec: GenerationSpec, spot: SpotSpec, engine: Engine, head: H
     runner = engine.runner
     learner = HeadTrainer(
         head,
-        **_target_tensors(runner),
-        final_norm_eps=float(runner.model.config.get_text_config().rms_norm_eps),
+        TargetParts.of(runner.model, head.config.tapped_layers),
         learning_rate=training.head_learning_rate,
         temperature=spot.temperature,
         compute_dtype=fastest_dtype(),
@@ -47,20 +45,10 @@ def begin_training(spec: GenerationSpec, spot: SpotSpec, engine: Engine, head: H
         training=training,
         seed=spot.seed,
         finished=recorder.take,
-        read_target=lambda: learner.take_target(**_target_tensors(runner)),
+        read_target=lambda: learner.take_target(TargetParts.of(runner.model, head.config.tapped_layers)),
         begin=partial(use_threads, spec.engine.num_threads),
         count=partial(_count, spec.instance),
     )
-
-
-def _target_tensors(runner: ModelRunner) -> dict[str, Any]:
-    """What a head's training reads of the target, as `HeadTrainer.take_target` takes it."""
-    model: Any = runner.model
-    return {
-        "embedding": model.base_model.get_input_embeddings().weight,
-        "output_weight": model.get_output_embeddings().weight,
-        "final_norm_gain": model.base_model.norm.weight,
-    }
 
 
 def _count(instance: str, seconds: float, tokens: int) -> None:

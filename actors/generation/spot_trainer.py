@@ -2,7 +2,7 @@
 
 The decode thread brings the features of finished samples into a bounded buffer; a thread of its own learns from them.
 What was learned since the head was last published is handed over at the refit point of the loop
-(`cluster.run.head_step`); averaging, comparing and publishing are the loop's. No token depends on any of it.
+(`cluster.run.draft_step`); averaging, comparing and publishing are the loop's. No token depends on any of it.
 """
 
 from __future__ import annotations

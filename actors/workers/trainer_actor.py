@@ -33,13 +33,12 @@ from rlhfspec.learning.drafts.draft_learner import RefitReport
 from rlhfspec.learning.drafts.refit import DraftRefitter
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer, require_engine_scoring
-from rlhfspec.learning.trainer.forward_count import forwards_made
 from rlhfspec.learning.trainer.learner import Learner
 from rlhfspec.learning.trainer.parallel import DataParallel, OneTrainer, join_group, meet, new_store, store_at
 from rlhfspec.learning.trainer.published_form import PublishedForm
 from rlhfspec.learning.trainer.sharded import Sharded
 from rlhfspec.learning.trainer.trainer_core import Horizon
-from rlhfspec.learning.trainer.training_forward import compute_dtype_on, hold_linears_in
+from rlhfspec.learning.trainer.training_forward import compute_dtype_on, forwards_made, hold_linears_in
 
 _REFIT_STATE = "draft_refit.safetensors"
 

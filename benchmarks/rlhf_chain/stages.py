@@ -10,7 +10,7 @@ from benchmarks.rlhf_chain.task_files import Chain
 from benchmarks.support.processes import run_command
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
-from rlhfspec.learning.models.hf_sampling import sample_responses
+from rlhfspec.learning.models.demo_pair import sample_responses
 from rlhfspec.learning.tasks.preference_task import MAX_ANSWER_WORDS, draw_question, gold_score
 
 STAGES = ("sft", "reward", "ppo")

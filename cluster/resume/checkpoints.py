@@ -8,7 +8,6 @@ is saved is what was sampled from. A folder appears by one rename, with a manife
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,12 @@ from rlhfspec.cluster.system.system import System
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.checkpoint_manifest import write_manifest
 from rlhfspec.core.files import remove_folder, whole_folder
-from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.drafters.head.head_weights import save_head
 from rlhfspec.engine.drafters.head.published_head import is_head, is_mtp, published_head
 from rlhfspec.engine.weights.chunks import load_into, weight_views
-from rlhfspec.engine.weights.generation_settings import ending_at, write_generation_settings
+from rlhfspec.engine.weights.generation_settings import ending_at
 from rlhfspec.engine.weights.loading import build_causal_lm
+from rlhfspec.learning.trainer.finished_model import write_adapter_folder, write_model_folder
 
 _MODELS = ("target", "draft", "adapter")
 
@@ -100,10 +99,12 @@ def _save(
 
 
 def _save_adapter(system: System, run_dir: RunDir, name: str, iteration: int | None = None) -> None:
-    save_adapter(
+    merged = system.target.manifest
+    write_adapter_folder(
         system.trainers.adapter_files(),
         run_dir.checkpoint_dir(name, iteration),
-        merged=system.target.manifest,
+        weight_version=merged.weight_version,
+        merged_checksum=merged.checksum,
     )
 
 
@@ -118,22 +119,21 @@ def save_checkpoint(
 ) -> None:
     """Save model and tokenizer as `folder`, whole or not at all; an earlier one stays until then.
 
-    `generation` is the generation_config.json that the model came with: end tokens stand there that nothing else names.
+    `generation` is the generation_config.json that the model came with.
     Raises WeightsError when a chunk does not match, StorageError when the disk is full.
     """
     chunks = _chunks(weights, timeout_s)
     model = build_causal_lm(weights.manifest.hf_config_json, dtype)
     load_into(model, weight_views(weights.manifest, chunks))
-    with whole_folder(folder) as partial:
-        model.save_pretrained(partial)
-        write_generation_settings(generation, partial)
-        tokenizer.save_pretrained(partial)
-        write_manifest(
-            partial,
-            model=weights.manifest.model,
-            weight_version=weights.manifest.weight_version,
-            parameter_checksum=weights.manifest.checksum,
-        )
+    write_model_folder(
+        model,
+        tokenizer,
+        folder,
+        name=weights.manifest.model,
+        weight_version=weights.manifest.weight_version,
+        checksum=weights.manifest.checksum,
+        generation=generation,
+    )
 
 
 def save_head_checkpoint(weights: PublishedWeights, folder: Path, *, timeout_s: float) -> None:
@@ -157,22 +157,3 @@ def _chunks(weights: PublishedWeights, timeout_s: float) -> list[np.ndarray]:
         order=f"fetch {weights.manifest.model} version {weights.manifest.weight_version}",
         timeout_s=timeout_s,
     )
-
-
-def save_adapter(files: Mapping[str, bytes], folder: Path, *, merged: WeightManifest) -> None:
-    """Write an adapter's files as `folder`, whole or not at all.
-
-    Args:
-        files: name and content of each, as peft wrote them.
-        folder: where `peft.PeftModel.from_pretrained` will find them.
-        merged: the published weights that the adapter is merged into; its version and checksum are noted.
-
-    Raises:
-        StorageError: the disk is full.
-    """
-    with whole_folder(folder) as partial:
-        for name, content in files.items():
-            (partial / name).write_bytes(content)
-        write_manifest(
-            partial, model="adapter", weight_version=merged.weight_version, parameter_checksum=merged.checksum
-        )

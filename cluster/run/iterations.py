@@ -19,8 +19,8 @@ from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
 from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.run.collect import Collected, collect, receive_late
+from rlhfspec.cluster.run.draft_step import refit_draft
 from rlhfspec.cluster.run.pipeline import Pipeline
-from rlhfspec.cluster.run.refit_step import refit_draft
 from rlhfspec.cluster.system.system import System
 from rlhfspec.core.records import Rollout, SampleRequest, UpdateReport
 

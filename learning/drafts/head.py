@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlhfspec.core.errors import ModelError
@@ -266,16 +266,15 @@ class TargetParts:
     final_norm_eps: float
 
     @staticmethod
-    def of(target: PreTrainedModel, taps: Sequence[int] | None = None) -> TargetParts:
+    def of(target: CausalLM, taps: Sequence[int] | None = None) -> TargetParts:
         """Of a model of Llama's kin. Raises ModelError for another."""
         require_kin(target)
         base: Any = target.base_model
-        inputs: Any = target.get_input_embeddings()
         outputs: Any = target.get_output_embeddings()
         config: Any = target.config.get_text_config()
         return TargetParts(
             taps=tuple(taps) if taps is not None else default_taps(len(base.layers)),
-            embedding=inputs.weight.detach(),
+            embedding=base.get_input_embeddings().weight.detach(),
             output_weight=outputs.weight.detach(),
             final_norm_gain=base.norm.weight.detach(),
             final_norm_eps=config.rms_norm_eps,
@@ -289,10 +288,8 @@ ROWS = 256
 @torch.no_grad()
 def expected_counts(
     sequences: Sequence[FeatureSequence],
+    target: TargetParts,
     *,
-    output_weight: Float[Tensor, "V H"],
-    final_norm_gain: Float[Tensor, " H"],
-    final_norm_eps: float,
     temperature: float,
     max_positions: int = MAX_POSITIONS,
 ) -> Float[Tensor, " V"]:
@@ -301,17 +298,17 @@ def expected_counts(
     Measured on SmolLM2-135M-Instruct at T = 1: of the tokens of unseen responses, a vocabulary of 8,192 by these
     counts over 4,600 positions has 95.5%, one by the tokens that 37,000 positions sampled 93.3%.
     """
-    counts = torch.zeros(len(output_weight))
+    counts = torch.zeros(len(target.output_weight))
     total = sum(len(sequence.last) for sequence in sequences)
     if not total:
         return counts
     every = -(-total // max_positions)
     last = torch.cat([sequence.last for sequence in sequences])[::every]
-    device = output_weight.device
+    device = target.output_weight.device
     dtype = fastest_dtype() if device.type == "cpu" else torch.bfloat16
-    weight, gain = output_weight.to(dtype), final_norm_gain.float()
+    weight, gain = target.output_weight.to(dtype), target.final_norm_gain.float()
     for rows in last.split(ROWS):
-        states = F.rms_norm(rows.to(device).float(), gain.shape, gain, final_norm_eps)
+        states = F.rms_norm(rows.to(device).float(), gain.shape, gain, target.final_norm_eps)
         logits = (states.to(dtype) @ weight.t()).float() / (temperature or 1.0)
         counts += logits.softmax(-1).sum(0).cpu()
     return counts * every

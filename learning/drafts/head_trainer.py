@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,7 +21,7 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.learning.drafts.features import PackedFeatures, Stretch, num_anchors, pack_stretches
-from rlhfspec.learning.drafts.head import HeadModule
+from rlhfspec.learning.drafts.head import HeadModule, TargetParts
 from rlhfspec.learning.drafts.soft_loss import LevelRows, SoftTargetLoss, TargetRows
 from rlhfspec.learning.drafts.stoppable import Products, StoppableAdam, Stopped
 from rlhfspec.learning.drafts.unrolled import unroll
@@ -63,24 +62,18 @@ class HeadTrainer:
     def __init__(
         self,
         head: HeadWeights,
+        target: TargetParts,
         *,
-        embedding: Float[Tensor, "V H"],
-        output_weight: Float[Tensor, "V H"],
-        final_norm_gain: Float[Tensor, " H"],
-        final_norm_eps: float,
         learning_rate: float,
         num_unrolled: int = 3,
         temperature: float = 1.0,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Prepare on the device that `embedding` is on.
+        """Prepare on the device that the target is on.
 
         Args:
             head: what training begins with.
-            embedding: the target's, of tokens.
-            output_weight: the target's lm_head.
-            final_norm_gain: of the target's norm before it.
-            final_norm_eps: of that norm.
+            target: what is learned from.
             learning_rate: of Adam, after a warm-up of some steps; `learning_rate` may be set between steps.
             num_unrolled: levels that are trained.
             temperature: that responses are sampled at; 0 learns as 1 does.
@@ -94,21 +87,20 @@ class HeadTrainer:
                 "a draft head's training expects num_unrolled of 1 or more, a temperature of 0 or more and a "
                 f"learning_rate above 0, got {num_unrolled}, {temperature} and {learning_rate}"
             )
-        self.module = HeadModule(head).to(embedding.device)
+        self.module = HeadModule(head).to(target.embedding.device)
         self.learning_rate = learning_rate
         self._head = head
         self._dtype = compute_dtype
         self._num_unrolled = num_unrolled
         self._temperature = temperature or 1.0
-        self._eps = final_norm_eps
-        self.take_target(embedding=embedding, output_weight=output_weight, final_norm_gain=final_norm_gain)
+        self.take_target(target)
         self._optimizer = StoppableAdam(dict(self.module.named_parameters()))
 
-    def take_target(self, *, embedding: Tensor, output_weight: Tensor, final_norm_gain: Tensor) -> None:
+    def take_target(self, target: TargetParts) -> None:
         """Learn from these weights of the target from now on; call it when the target has changed."""
-        self._embedding = embedding.detach()
-        self._output_rows = output_weight.detach()[self.module.token_ids].to(self._dtype)
-        self._final_gain = final_norm_gain.detach().float()
+        self._embedding = target.embedding
+        self._output_rows = target.output_weight[self.module.token_ids].to(self._dtype)
+        self._final_gain, self._eps = target.final_norm_gain.float(), target.final_norm_eps
 
     @property
     def num_steps(self) -> int:

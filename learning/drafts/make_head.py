@@ -18,7 +18,7 @@ from rlhfspec.core.errors import ConfigError, DataError
 from rlhfspec.core.records import Prompt, SamplingParams
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.numerics import on_threads
-from rlhfspec.learning.drafts.evaluate_head import Acceptance, drafted_response
+from rlhfspec.learning.drafts.evaluate_head import Acceptance, OwnResponse, Responder, drafted_response
 from rlhfspec.learning.drafts.features import num_anchors, pack_sequences
 from rlhfspec.learning.drafts.head import (
     DRAFT_VOCABULARY,
@@ -29,7 +29,6 @@ from rlhfspec.learning.drafts.head import (
     fresh_head,
 )
 from rlhfspec.learning.drafts.head_trainer import HeadTrainer
-from rlhfspec.learning.drafts.own_responses import OwnResponse, Responder
 from rlhfspec.learning.drafts.stoppable import fastest_dtype
 
 Tick = Callable[[str, float], None]
@@ -217,13 +216,7 @@ class _Maker:
         self._tick("draft vocabulary")
         parts, recipe = self._parts, self._recipe
         sequences = [each.sequence for each in responses]
-        counts = expected_counts(
-            sequences,
-            output_weight=parts.output_weight,
-            final_norm_gain=parts.final_norm_gain,
-            final_norm_eps=parts.final_norm_eps,
-            temperature=self._sampling.temperature,
-        )
+        counts = expected_counts(sequences, parts, temperature=self._sampling.temperature)
         token_ids = draft_vocabulary(
             min(recipe.draft_vocab_size, vocab_size),
             vocab_size,
@@ -233,10 +226,7 @@ class _Maker:
         )
         return HeadTrainer(
             fresh_head(self._target, token_ids, taps=parts.taps, seed=self._seed),
-            embedding=parts.embedding,
-            output_weight=parts.output_weight,
-            final_norm_gain=parts.final_norm_gain,
-            final_norm_eps=parts.final_norm_eps,
+            parts,
             learning_rate=recipe.learning_rate,
             num_unrolled=recipe.num_unrolled,
             temperature=self._sampling.temperature,

@@ -26,7 +26,7 @@ from rlhfspec.engine.model.prefill import fill_committed, prefill_packs
 from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from rlhfspec.engine.numerics import describe_numerics, on_threads, resolve_device, resolve_numerics
 from rlhfspec.learning.trainer.experience import Experience
-from rlhfspec.learning.trainer.forward_count import note_forward
+from rlhfspec.learning.trainer.training_forward import note_forward
 
 MOST_SLOTS = 16
 "Responses whose caches are held at once."

@@ -1,4 +1,4 @@
-"""Writes what a supervised learner has as plain Hugging Face checkpoints with manifests: the model, and the adapter."""
+"""Writes what has learned as plain Hugging Face checkpoints with manifests: the model, and the adapter."""
 
 from __future__ import annotations
 
@@ -77,12 +77,37 @@ def save_model(
         _name_end(model.config, settings, tokenizer)
     load_into(model, {name: tensor.cpu() for name, tensor in learner.weights()})
     checksum = model_checksum(model)
+    write_model_folder(
+        model,
+        tokenizer,
+        folder,
+        name="model",
+        weight_version=learner.num_steps,
+        checksum=checksum,
+        generation=settings,
+    )
+    return checksum
+
+
+def write_model_folder(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    name: str,
+    weight_version: int,
+    checksum: str,
+    generation: GenerationConfig | None,
+) -> None:
+    """Write model and tokenizer as `folder`, whole or not at all; an earlier one stays until then.
+
+    `generation` is the generation_config.json that the model came with: end tokens stand there that nothing else names.
+    """
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
-        write_generation_settings(settings, partial)
+        write_generation_settings(generation, partial)
         tokenizer.save_pretrained(partial)
-        write_manifest(partial, model="model", weight_version=learner.num_steps, parameter_checksum=checksum)
-    return checksum
+        write_manifest(partial, model=name, weight_version=weight_version, parameter_checksum=checksum)
 
 
 def _name_end(config: Any, settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -97,10 +122,13 @@ def _name_end(config: Any, settings: GenerationConfig, tokenizer: PreTrainedToke
         config.eos_token_id = end
 
 
-def save_adapter_folder(
+def write_adapter_folder(
     files: Mapping[str, bytes], folder: Path, *, weight_version: int, merged_checksum: str
 ) -> None:
-    """Write an adapter's files as `folder`, whole or not at all; the checksum is of the model it is merged into."""
+    """Write an adapter's files, as peft wrote them, as `folder`, whole or not at all.
+
+    Version and checksum are of the model that it is merged into. Raises StorageError.
+    """
     with whole_folder(folder) as partial:
         for name, content in files.items():
             (partial / name).write_bytes(content)

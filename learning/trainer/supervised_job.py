@@ -37,7 +37,7 @@ from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
 from rlhfspec.learning.objectives.supervised_objectives import NextTokens, Preferences
 from rlhfspec.learning.rewards.reward_head import HEAD, load_scorer, set_pad_token
-from rlhfspec.learning.trainer.finished_model import ModelForm, save_adapter_folder, save_model
+from rlhfspec.learning.trainer.finished_model import ModelForm, save_model, write_adapter_folder
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.supervised_learner import SupervisedLearner
 from rlhfspec.learning.trainer.training_forward import compute_dtype_on
@@ -233,7 +233,7 @@ def _save(
     if learner.adapter is not None:
         if is_first:
             files = learner.adapter_files(base_model=job.model.name)
-            save_adapter_folder(
+            write_adapter_folder(
                 files,
                 job.folder / f"adapter{mark}",
                 weight_version=learner.num_steps,

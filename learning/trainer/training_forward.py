@@ -27,7 +27,6 @@ from rlhfspec.engine.attention.backends import plan_attention_once
 from rlhfspec.engine.decoding.logprobs import scaled_logits
 from rlhfspec.engine.model.support import switch_attention
 from rlhfspec.learning.trainer.batching import PackedSequences
-from rlhfspec.learning.trainer.forward_count import note_forward
 from rlhfspec.learning.trainer.packed_attention import ATTENTION_NAME
 
 
@@ -224,3 +223,17 @@ def hold_linears_in(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) not in elsewhere:
             module.to(dtype)
+
+
+_num_forwards = 0
+
+
+def note_forward() -> None:
+    """One more was made."""
+    global _num_forwards
+    _num_forwards += 1
+
+
+def forwards_made() -> int:
+    """So far, of all models; from any thread."""
+    return _num_forwards

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rlhfspec.actors.actor_messages import HeadComparison, HeadProgress
-from rlhfspec.cluster.run import head_step
-from rlhfspec.cluster.run.head_step import train_head
+from rlhfspec.cluster.run import draft_step
+from rlhfspec.cluster.run.draft_step import train_head
 from rlhfspec.cluster.weights import first_weights
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.errors import InstanceLost, WaitTimeout
@@ -107,9 +107,9 @@ def head() -> HeadWeights:
 @pytest.fixture
 def step(head: HeadWeights, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Let instances meet; the system afterwards, with figures and notes."""
-    monkeypatch.setattr(head_step, "get", answered)
+    monkeypatch.setattr(draft_step, "get", answered)
     monkeypatch.setattr(first_weights.ray, "put", lambda chunk: chunk)
-    monkeypatch.setattr(head_step.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(draft_step.ray, "wait", lambda refs, **_: (refs, []))
 
     def meet(iteration_s: float = 100.0, overhead_s: float = 0.0, **instances: Instance) -> Any:
         manifest, chunks = pack_head(head, weight_version=4)
@@ -188,7 +188,7 @@ def test_a_meeting_sets_its_seconds_aside_whatever_comes_of_it(
     step, monkeypatch: pytest.MonkeyPatch, verdict: float
 ) -> None:
     seconds = iter([100.0, 103.0])
-    monkeypatch.setattr(head_step.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(draft_step.time, "perf_counter", lambda: next(seconds))
     system = step(overhead_s=4.0, gen_0=Instance(moved_by=1.0, num_tokens=10, held_out=4, verdict=verdict))
     assert system.refit_overhead_s == 3.0
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import rlhfspec.cluster.run.refit_step
-from rlhfspec.cluster.run.refit_step import refit_draft
+import rlhfspec.cluster.run.draft_step
+from rlhfspec.cluster.run.draft_step import refit_draft
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.learning.drafts.draft_learner import RefitReport
 
@@ -28,7 +28,7 @@ class Bench:
             trainers=SimpleNamespace(refit=self.learn, take="new {}".format),
             generation=SimpleNamespace(publish=self.publish),
         )
-        monkeypatch.setattr(rlhfspec.cluster.run.refit_step.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(rlhfspec.cluster.run.draft_step.time, "perf_counter", lambda: self.now_s)
 
     def learn(self, rollouts: str, budget_s: float) -> RefitReport:
         self.budgets_s.append(budget_s)

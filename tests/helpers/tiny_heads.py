@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.learning.drafts.head import draft_vocabulary, fresh_head
+from rlhfspec.learning.drafts.head import TargetParts, draft_vocabulary, fresh_head
 from rlhfspec.learning.drafts.head_trainer import HeadTrainer
 from tests.helpers.target_features import TargetFeatures
 
@@ -26,10 +26,7 @@ def trainer_of(model, head: HeadWeights, **settings) -> HeadTrainer:
     """A trainer that reads a model's tensors."""
     return HeadTrainer(
         head,
-        embedding=model.get_input_embeddings().weight,
-        output_weight=model.get_output_embeddings().weight,
-        final_norm_gain=model.base_model.norm.weight,
-        final_norm_eps=model.config.rms_norm_eps,
+        TargetParts.of(model, head.config.tapped_layers),
         **{"learning_rate": 0.01, **settings},
     )
 

@@ -14,7 +14,7 @@ from rlhfspec.core.records import UpdateReport
 from rlhfspec.engine.decoding.logprobs import scaled_logits
 from rlhfspec.learning.drafts.cotraining import DraftCotrainer
 from rlhfspec.learning.drafts.soft_targets import whole_kl
-from rlhfspec.learning.models.hf_sampling import sample_responses
+from rlhfspec.learning.models.demo_pair import sample_responses
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner import Learner
 from rlhfspec.learning.trainer.training_forward import response_logits

@@ -14,7 +14,7 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.decoding.logprobs import scaled_logits, token_logprobs
 from rlhfspec.learning.drafts.refit import DraftRefitter, distillation_batches
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
-from rlhfspec.learning.models.hf_sampling import sample_responses
+from rlhfspec.learning.models.demo_pair import sample_responses
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.training_forward import response_logits
 from tests.learning.conftest import tiny_model

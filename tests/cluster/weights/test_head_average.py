@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhfspec.cluster.run.head_average import HeadAverage
 from rlhfspec.core.errors import WeightsError
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.learning.drafts.head_average import HeadAverage
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
 

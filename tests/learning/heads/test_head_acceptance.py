@@ -15,11 +15,11 @@ from rlhfspec.learning.drafts.evaluate_head import (
     NO_RANK,
     Acceptance,
     DraftedResponse,
+    Responder,
     _ranks,
     drafted_response,
 )
 from rlhfspec.learning.drafts.head import HeadModule
-from rlhfspec.learning.drafts.own_responses import Responder
 from tests.learning.heads.test_unrolled import drafted
 
 LEVELS = 3

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.drafters.head.head_weights import load_head, save_head
-from rlhfspec.learning.drafts.head import draft_vocabulary, fresh_head
+from rlhfspec.learning.drafts.head import TargetParts, draft_vocabulary, fresh_head
 from rlhfspec.learning.drafts.head_trainer import HeadTrainer
 from rlhfspec.learning.drafts.stoppable import Products
 
@@ -146,11 +146,7 @@ def test_the_target_that_has_changed_is_learned_from():
     head = tiny_head(model)
     sequences = random_sequences(model, head, SHAPES)
     trainer = trainer_of(model, head)
-    trainer.take_target(
-        embedding=changed.get_input_embeddings().weight,
-        output_weight=changed.get_output_embeddings().weight,
-        final_norm_gain=changed.base_model.norm.weight,
-    )
+    trainer.take_target(TargetParts.of(changed, head.config.tapped_layers))
     got, expected = trainer.step(sequences), trainer_of(changed, head).step(sequences)
     assert got == expected and got is not None
 

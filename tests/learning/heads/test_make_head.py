@@ -11,10 +11,9 @@ from tiny_llama import tiny_llama
 from rlhfspec.core.errors import ConfigError, DataError, ModelError
 from rlhfspec.core.records import Prompt, SamplingParams
 from rlhfspec.engine.drafters.head.head_weights import require_whole
-from rlhfspec.learning.drafts.evaluate_head import evaluate_head
-from rlhfspec.learning.drafts.head import expected_counts
+from rlhfspec.learning.drafts.evaluate_head import Responder, evaluate_head
+from rlhfspec.learning.drafts.head import TargetParts, expected_counts
 from rlhfspec.learning.drafts.make_head import HeadRecipe, learn_head, make_head
-from rlhfspec.learning.drafts.own_responses import Responder
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=12, stop_token_ids=(1,))
 RECIPE = HeadRecipe(num_tokens=150, draft_vocab_size=12, max_passes=2, step_anchors=40, num_levels=3)
@@ -167,13 +166,7 @@ def test_expected_counts_are_the_targets_own_probabilities():
     target = model()
     responder = Responder(target, (0, 1, 1), vocab_size=19, max_total_tokens=32, num_slots=4)
     sequences = [each.sequence for each in responder.responses(prompts(4), SAMPLING, seed=0)]
-    counts = expected_counts(
-        sequences,
-        output_weight=target.lm_head.weight,
-        final_norm_gain=target.model.norm.weight,
-        final_norm_eps=target.config.rms_norm_eps,
-        temperature=0.7,
-    )
+    counts = expected_counts(sequences, TargetParts.of(target), temperature=0.7)
     expected = torch.zeros(19)
     for sequence in sequences:
         ids = torch.from_numpy(sequence.token_ids)[None]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhfspec.learning.models.hf_sampling import sample_responses
+from rlhfspec.learning.models.demo_pair import sample_responses
 
 EOS, PAD = 1, 0
 PROMPTS = [np.array([3]), np.array([4, 5, 6, 7]), np.array([8, 9]), np.array([10, 11, 12])]

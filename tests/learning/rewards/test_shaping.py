@@ -6,7 +6,7 @@ from pytest import approx, mark
 
 from rlhfspec.core.records import FinishReason, ResponseFacts, Reward
 from rlhfspec.core.settings.reward import OverlongConfig, Scorer, ShapingConfig
-from rlhfspec.learning.rewards.shaping import shape, soft_overlong_punishment, standardise
+from rlhfspec.learning.rewards.reward_stage import shape, soft_overlong_punishment, standardise
 
 
 def facts(num_tokens: int, finish_reason: FinishReason = FinishReason.STOP) -> ResponseFacts:
