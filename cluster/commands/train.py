@@ -149,6 +149,7 @@ def _run(prepared: PreparedRun, report: Reporter) -> None:
     from rlhfspec.cluster.folder.leftovers import sweep_run_folders
     from rlhfspec.cluster.folder.remote_copy import copying
     from rlhfspec.cluster.plan.run_profile import RunProfile
+    from rlhfspec.core.config_io import config_text
 
     plan, path, resumed = prepared.plan, prepared.path, prepared.resumed
     config, inputs = plan.config, plan.inputs
@@ -156,7 +157,9 @@ def _run(prepared: PreparedRun, report: Reporter) -> None:
         plan = replace(plan, profile=RunProfile(config, inputs).resolve(report))
     for line in (*plan.notes, *(inputs if resumed is None else inputs.dataset).notes()):
         report.note(line)
-    run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config, report.note)
+    run_dir = (
+        RunDir.create(config, path) if resumed is None else resumed.begin(config_text(config), report.note)
+    )
     if run_dir.path != path:
         report.note(f"run folder {run_dir.path} (another run took the first name)")
     for line in sweep_run_folders(path.parent):

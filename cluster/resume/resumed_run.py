@@ -17,8 +17,9 @@ from rlhfspec.cluster.resume.rewind import rewind
 from rlhfspec.cluster.resume.run_state import RunState, last_state
 from rlhfspec.core.checkpoint_manifest import state_folders
 from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import dump_config, load_config
+from rlhfspec.core.config_io import load_config
 from rlhfspec.core.errors import ConfigError, DataError, describe_error
+from rlhfspec.core.files import write_whole
 from rlhfspec.learning.data.cursor import PromptCursor
 from rlhfspec.learning.data.prompts import PromptDataset
 
@@ -49,15 +50,17 @@ class ResumedRun:
                 f"{config.run.template_time} was taken, and --set run.template_time=... gives another"
             ) from error
 
-    def begin(self, config: Config, note: Callable[[str], None]) -> RunDir:
-        """Take the folder back to the state and call it running; `note` is told of what was lost or put back.
+    def begin(self, config_text: str, note: Callable[[str], None]) -> RunDir:
+        """Take the folder back to the state and call it running, by the config that is resolved by now.
+
+        `note` is told of what was lost or put back.
 
         Raises StorageError, ConfigError: it runs again.
         """
         take_over(self.run_dir)
         try:
             rewind(self.run_dir, self.state, note)
-            dump_config(config, self.run_dir.config_file)
+            write_whole(self.run_dir.config_file, config_text)
         except Exception as error:
             self.run_dir.set_status("failed", describe_error(error))
             raise
@@ -90,7 +93,12 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
             f"{run_dir.path} cannot be resumed: expected a whole state in checkpoints/, got none; a run keeps one "
             "every run.state_every iterations; start it anew with --config"
         )
-    _require_config_of(state, run_dir, before)
+    kept = state.config_file
+    if kept.is_file():
+        # it was not cut, and not changed by hand; states of earlier versions have none to compare with
+        then = with_absolute_paths(load_config(kept), Path.cwd())
+        then, own = with_time(then, before.run.template_time), with_time(before, then.run.template_time)
+        require_own_config(run_dir.config_file, kept, deciding_changes(then, own))
     if _is_done(run_dir, config.run.iterations):
         raise ConfigError(
             f"{run_dir.path} is finished, after {before.run.iterations} iterations: nothing is left to do; go on with "
@@ -156,18 +164,6 @@ def _kept_config(run_dir: RunDir) -> Config | None:
         with suppress(ConfigError):
             return with_absolute_paths(load_config(folder / run_dir.config_file.name), Path.cwd())
     return None
-
-
-def _require_config_of(state: RunState, run_dir: RunDir, own: Config) -> None:
-    """Raise ConfigError where the run's config is not that of its state: it was cut, or changed by hand.
-
-    States of earlier versions have none to compare with.
-    """
-    kept = state.config_file
-    if kept.is_file():
-        then = with_absolute_paths(load_config(kept), Path.cwd())
-        then, own = with_time(then, own.run.template_time), with_time(own, then.run.template_time)
-        require_own_config(run_dir.config_file, kept, deciding_changes(then, own))
 
 
 def _is_done(run_dir: RunDir, iterations: int) -> bool:

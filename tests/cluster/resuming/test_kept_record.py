@@ -17,7 +17,7 @@ from rlhfspec.cluster.resume.run_state import EvaluationMarks, last_state, read_
 from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper
 from rlhfspec.core.checkpoint_manifest import write_manifest
 from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import apply_overrides, config_from_dict
+from rlhfspec.core.config_io import apply_overrides, config_from_dict, config_text
 from rlhfspec.core.errors import ConfigError, ModelError
 
 NUM_DONE = 4
@@ -76,7 +76,7 @@ def resume(run_dir: RunDir) -> list[str]:
     """What is noted when the run is gone on with."""
     notes: list[str] = []
     resumed = open_run(run_dir.path, (), lambda line: None)
-    resumed.begin(resumed.config, notes.append)
+    resumed.begin(config_text(resumed.config), notes.append)
     return notes
 
 
@@ -184,7 +184,7 @@ def test_auto_goes_by_the_config_that_the_state_keeps(run_dir: RunDir) -> None:
     assert "algorithm.kl_coef was 0.3, now " in notes[0]
     resumed = newest_run(config("algorithm.kl_coef=0.3"), base, print)
     assert resumed is not None
-    resumed.begin(resumed.config, pytest.fail)
+    resumed.begin(config_text(resumed.config), pytest.fail)
     assert "kl_coef: 0.3" in file.read_text()
 
 
@@ -197,7 +197,9 @@ def test_a_config_cut_within_its_last_value_is_refused(run_dir: RunDir) -> None:
 
 def test_changes_by_set_are_no_damage(run_dir: RunDir) -> None:
     resumed = open_run(run_dir.path, ["run.keep_states=3", "tracking.samples=0"], print)
-    resumed.begin(resumed.config, pytest.fail).set_status("interrupted", "killed again, before another state")
+    resumed.begin(config_text(resumed.config), pytest.fail).set_status(
+        "interrupted", "killed again, before another state"
+    )
     assert open_run(run_dir.path, (), print).config.run.keep_states == 3
 
 

@@ -26,7 +26,7 @@ from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper, state_tree
 from rlhfspec.cluster.run.pipeline import InFlight
 from rlhfspec.core.checkpoint_manifest import write_manifest
 from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import apply_overrides, config_from_dict
+from rlhfspec.core.config_io import apply_overrides, config_from_dict, config_text
 from rlhfspec.core.errors import ConfigError, RunTaken
 from rlhfspec.core.records import SampleKey
 
@@ -159,7 +159,7 @@ def test_a_living_run_is_refused_and_a_killed_one_is_not(run_dir: RunDir, state:
     status = json.loads(run_dir.status_file.read_text())
     run_dir.status_file.write_text(json.dumps(status | {"pid": int(child.stdout)}))
     resumed = open_run(run_dir.path, (), print)
-    assert resumed.begin(resumed.config, pytest.fail).status().get("pid") == os.getpid()
+    assert resumed.begin(config_text(resumed.config), pytest.fail).status().get("pid") == os.getpid()
 
 
 @pytest.mark.parametrize(
