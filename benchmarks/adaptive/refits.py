@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.origin import ROOT
-from rlhfspec.cluster.plan.named_models import resolve_models
+from rlhfspec.cluster.plan.names import resolve_models
 from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.run.loop import run_training
 from rlhfspec.core.config_io import load_config

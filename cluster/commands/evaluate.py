@@ -67,7 +67,7 @@ def evaluate(
             plan_evaluation,
             write_results,
         )
-        from rlhfspec.cluster.plan.named_models import resolve_models
+        from rlhfspec.cluster.plan.names import resolve_models
 
         now = datetime.now()
         configs = [
@@ -121,7 +121,7 @@ def profile(
     from rlhfspec.cluster.observe.console import Reporter
     from rlhfspec.cluster.observe.pictures import draw_profile
     from rlhfspec.cluster.plan.inputs import read_inputs
-    from rlhfspec.cluster.plan.named_models import resolve_models
+    from rlhfspec.cluster.plan.names import resolve_models
     from rlhfspec.cluster.plan.run_profile import RunProfile
     from rlhfspec.core.config_io import load_config
     from rlhfspec.profiles.profile import save_profile

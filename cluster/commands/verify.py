@@ -148,8 +148,7 @@ def _replay_sample(run_dir: Path, index: int) -> int:
     with Reporter() as report:
         report.stage("loading torch and transformers")
         from rlhfspec.cluster.proof.choice import RecordedRun
-        from rlhfspec.cluster.proof.replay_sample import replay_sample
-        from rlhfspec.cluster.proof.sample_text import sample_lines
+        from rlhfspec.cluster.proof.replay_sample import replay_sample, sample_lines
 
         replayed = replay_sample(RecordedRun.open(run_dir), index)
     for line in sample_lines(replayed):

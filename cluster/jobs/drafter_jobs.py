@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.plan.inputs import end_tokens, read_tokenizer
-from rlhfspec.cluster.plan.named_models import resolve_models
+from rlhfspec.cluster.plan.names import resolve_models
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import DataError

@@ -15,7 +15,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.plan.memory_plan import ModelShape
-from rlhfspec.cluster.plan.named_models import DEMO
+from rlhfspec.cluster.plan.names import DEMO
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.outside import is_file, quote
 from rlhfspec.core.settings.run import ModelsConfig

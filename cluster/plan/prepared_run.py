@@ -54,7 +54,7 @@ def prepare_run(
         config, resumed = _named_run(resume, file, overrides, report)
     path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from rlhfspec.cluster.folder.run_time import with_time
-    from rlhfspec.cluster.plan.named_models import resolve_models
+    from rlhfspec.cluster.plan.names import resolve_models
 
     report.stage("loading torch and transformers")
     config = with_time(resolve_models(config, report))
@@ -94,7 +94,7 @@ def _of_config(
     file: Path | None, overrides: list[str], report: Reporter, *, may_resume: bool
 ) -> tuple[Config, ResumedRun | None]:
     from rlhfspec.cluster.folder.layout import run_base
-    from rlhfspec.cluster.plan.absolute_paths import with_absolute_paths
+    from rlhfspec.cluster.plan.names import with_absolute_paths
     from rlhfspec.core.config_io import load_config
     from rlhfspec.core.errors import ConfigError
 
@@ -103,7 +103,7 @@ def _of_config(
     config = with_absolute_paths(load_config(file, overrides), Path.cwd())
     if not may_resume:
         return config, None
-    from rlhfspec.cluster.plan.named_models import resolve_models
+    from rlhfspec.cluster.plan.names import resolve_models
     from rlhfspec.cluster.resume.resumed_run import newest_run
 
     # what a run's own config has

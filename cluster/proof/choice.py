@@ -12,9 +12,8 @@ import torch
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollouts import Place, places_in, rollout_files
 from rlhfspec.cluster.folder.run_time import of_folder
-from rlhfspec.cluster.proof.difference import Difference
 from rlhfspec.cluster.proof.kept_weights import KeptWeights
-from rlhfspec.cluster.proof.proof_record import Proof
+from rlhfspec.cluster.proof.proof_record import Difference, Proof
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.errors import ConfigError, DataError

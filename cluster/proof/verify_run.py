@@ -17,9 +17,8 @@ from rlhfspec.cluster.placement.machine import memory_bytes, num_cores
 from rlhfspec.cluster.plan.inputs import read_tokenizer
 from rlhfspec.cluster.plan.model_files import count_params
 from rlhfspec.cluster.proof.choice import RecordedRun, all_places, drawn, verifiable
-from rlhfspec.cluster.proof.difference import Difference, completion_differences
 from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
-from rlhfspec.cluster.proof.proof_record import Proof
+from rlhfspec.cluster.proof.proof_record import Difference, Proof, completion_differences
 from rlhfspec.cluster.proof.regeneration import (
     NotLoaded,
     OtherWeights,

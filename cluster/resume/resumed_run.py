@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhfspec.cluster.folder.layout import RunDir, of_run
 from rlhfspec.cluster.folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
 from rlhfspec.cluster.folder.run_time import folder_time, of_folder, with_time
-from rlhfspec.cluster.plan.absolute_paths import with_absolute_paths
+from rlhfspec.cluster.plan.names import with_absolute_paths
 from rlhfspec.cluster.resume.changed_keys import deciding_changes, kept_config, require_own_config
 from rlhfspec.cluster.resume.rewind import rewind
 from rlhfspec.cluster.resume.run_state import RunState, last_state

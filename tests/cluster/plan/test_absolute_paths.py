@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.plan.absolute_paths import FILES, PLACES, with_absolute_paths
+from rlhfspec.cluster.plan.names import FILES, PLACES, with_absolute_paths
 from rlhfspec.cluster.resume.resumed_run import newest_run, open_run
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict

@@ -12,7 +12,7 @@ from tiny_gguf import write_tiny_gguf, write_wheel
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.plan.inputs import read_inputs
-from rlhfspec.cluster.plan.named_models import resolve_models
+from rlhfspec.cluster.plan.names import resolve_models
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError
 
