@@ -19,9 +19,8 @@ from rlhfspec.engine.draft_policies import build_policy
 from rlhfspec.engine.drafters.drafter import Drafter
 from rlhfspec.engine.drafters.drafter_list import DrafterList
 from rlhfspec.engine.drafters.head.head_drafter import HeadDrafter
-from rlhfspec.engine.drafters.head.head_forward import HeadForward
+from rlhfspec.engine.drafters.head.head_forward import HeadForward, MtpForward
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
-from rlhfspec.engine.drafters.head.mtp_forward import MtpForward
 from rlhfspec.engine.drafters.head.mtp_weights import MtpConfig
 from rlhfspec.engine.drafters.head.tapping import tap_for_head
 from rlhfspec.engine.drafters.level_drafter import LevelDrafter

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
-from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
+from rlhfspec.policies.drafting.baselines import BanditPolicy, FixedPolicy, OffPolicy
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 from rlhfspec.profiles.profile import Profile
 

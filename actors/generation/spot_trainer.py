@@ -21,7 +21,7 @@ from rlhfspec.actors.actor_messages import HeadComparison, HeadProgress
 from rlhfspec.actors.generation.spare_time import SpareTime
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.engine.admission import MB
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 from rlhfspec.learning.drafts.learning_rate import LearningRate
 
 if TYPE_CHECKING:

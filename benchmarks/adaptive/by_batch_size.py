@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 from rlhfspec.core.errors import ConfigError
-from rlhfspec.policies.drafting.baselines.fixed import (
+from rlhfspec.policies.drafting.baselines import (
     bounded_tree,
     clip_depth,
     max_tree_nodes,

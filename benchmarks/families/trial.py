@@ -24,7 +24,7 @@ from rlhfspec.core.errors import NumericsError, RlhfSpecError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
+from rlhfspec.policies.drafting.baselines import FixedPolicy, OffPolicy
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
 TOLERANCE = 1e-3

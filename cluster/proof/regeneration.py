@@ -34,7 +34,7 @@ from rlhfspec.engine.weights.causal_lm import CausalLM
 from rlhfspec.engine.weights.chunks import pack_tensors, pack_weights, weight_views
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
 from rlhfspec.engine.weights.stored_weights import stored_weights
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.baselines import FixedPolicy
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
 NUM_NODES = 16

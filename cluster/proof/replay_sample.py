@@ -28,7 +28,7 @@ from rlhfspec.engine.drafters.drafter import Drafter
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.weights.causal_lm import CausalLM
 from rlhfspec.learning.data.prompts import sampling_params
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.baselines import FixedPolicy
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
 

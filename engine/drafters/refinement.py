@@ -159,7 +159,7 @@ class Refinement:
         return DraftLog(
             scores=scores,
             level_sizes=sizes,
-            num_nodes=np.sum(self._counts, axis=0),
+            num_nodes=sum(self._counts[1:], start=self._counts[0]),
             num_accepted=num_accepted,
             look_up=look_up,
         )

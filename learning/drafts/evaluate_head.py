@@ -21,7 +21,7 @@ from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.decoding.noise import gumbel_noise, key_words
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
 from rlhfspec.engine.drafters.head.tapping import record_features
 from rlhfspec.engine.engine import Engine

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 
 
 def first_anchor(sequence: FeatureSequence) -> int:

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlhfspec.core.errors import ModelError
 from rlhfspec.engine.drafters.head.config_keys import ROPE_NEEDS, rope_of
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import (
     LAYER,
     HeadConfig,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.learning.drafts.features import PackedFeatures, Stretch, num_anchors, pack_stretches
 from rlhfspec.learning.drafts.head import HeadModule, TargetParts

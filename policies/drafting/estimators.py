@@ -15,8 +15,7 @@ import numpy as np
 from rlhfspec.core.decode_records import DecodeState, StepRecord
 from rlhfspec.policies.drafting.collapse import CollapseDetector
 from rlhfspec.policies.drafting.planner import Chosen
-from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration, CostRecalibration
-from rlhfspec.policies.drafting.track_record import TrackRecord
+from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
 from rlhfspec.profiles.cost import Shape
 from rlhfspec.profiles.profile import Profile
 

@@ -15,9 +15,8 @@ from copy import copy
 import numpy as np
 
 from rlhfspec.policies.drafting.cost_view import BatchCosts
-from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration
-from rlhfspec.policies.drafting.shapes import ShapeTable
-from rlhfspec.policies.drafting.track_record import TrackRecord
+from rlhfspec.policies.drafting.planner import ShapeTable
+from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration, TrackRecord
 from rlhfspec.profiles.profile import Profile
 
 FACTOR_STEP = 0.05

@@ -1,6 +1,6 @@
 """An instance from a data sheet: seconds of a decode step with any draft, and the rate curve that policies see.
 
-What is drafted is the project's own choice (`policies.drafting.shapes`), on costs of the roofline instead of measured
+What is drafted is the project's own choice (`policies.drafting.planner`), on costs of the roofline instead of measured
 ones; or one fixed draft for every batch. And what a measured profile says beside its rate: prompts, wasted tokens.
 """
 
@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 
 from rlhfspec.policies.drafting.cost_view import BatchCosts, CostView
-from rlhfspec.policies.drafting.shapes import ShapeTable
-from rlhfspec.policies.drafting.track_record import TrackRecord
+from rlhfspec.policies.drafting.planner import ShapeTable
+from rlhfspec.policies.drafting.recalibration import TrackRecord
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.simulate.roofline import Roofline
 from rlhfspec.profiles.cost import CostModel, Shape

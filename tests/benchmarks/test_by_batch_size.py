@@ -5,7 +5,7 @@ import pytest
 from benchmarks.adaptive.by_batch_size import DEFAULT_TABLE, BatchTablePolicy, CapacityPolicy
 from rlhfspec.core.decode_records import Budget, DecodeState
 from rlhfspec.core.errors import ConfigError
-from rlhfspec.policies.drafting.baselines.fixed import max_tree_nodes
+from rlhfspec.policies.drafting.baselines import max_tree_nodes
 
 TABLE = ((1, 8, 3, 2), (4, 5, 5, 1), (10, 2, 2, 1), (12, 0, 0, 1))
 

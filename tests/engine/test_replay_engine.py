@@ -19,7 +19,7 @@ from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.draft_policies import build_policy
 from rlhfspec.engine.engine import Engine
 from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
-from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
+from rlhfspec.policies.drafting.baselines import BanditPolicy
 from rlhfspec.policies.drafting.cadence import COST_STEPS
 from rlhfspec.policies.drafting.draft_policy import DraftLaw, DraftPolicy, Proposal
 from rlhfspec.policies.drafting.replay import replay

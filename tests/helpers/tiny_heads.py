@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.learning.drafts.head import TargetParts, draft_vocabulary, fresh_head
 from rlhfspec.learning.drafts.head_trainer import HeadTrainer

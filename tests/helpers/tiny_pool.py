@@ -16,7 +16,7 @@ from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, 
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.weights.loading import freeze
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.baselines import FixedPolicy
 
 VOCAB_SIZE = 64
 MAX_TOTAL_TOKENS = 160

@@ -26,7 +26,7 @@ from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree
 from rlhfspec.engine.decoding.noise import Noise
 from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.drafters.head.layer_forward import LayerForward
+from rlhfspec.engine.drafters.head.head_forward import LayerForward
 from rlhfspec.engine.drafters.head.published_head import head_checksum
 from rlhfspec.engine.drafters.level_drafter import LevelDrafter, level_plan
 from rlhfspec.engine.drafters.refinement import Refinement

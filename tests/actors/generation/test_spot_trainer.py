@@ -14,7 +14,7 @@ from rlhfspec.actors.generation.loop_orders import CallOrder, StopOrder, SubmitO
 from rlhfspec.actors.generation.spare_time import SpareTime
 from rlhfspec.actors.generation.spot_trainer import HELD_OUT_EVERY, SpotTrainer
 from rlhfspec.core.config import DrafterTrainingConfig
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 from tests.helpers.hand_learner import LIMIT_S, HandLearner, ListBuffer, sequence
 
 PASSES = 3

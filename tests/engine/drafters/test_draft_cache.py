@@ -20,7 +20,7 @@ from rlhfspec.engine.decoding.running_batch import RunningBatch
 from rlhfspec.engine.decoding.verify import Verdict
 from rlhfspec.engine.drafters.model_drafter import MAX_CATCH_UP_TOKENS, ModelDrafter
 from rlhfspec.engine.engine import Engine
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.baselines import FixedPolicy
 
 TOLERANCE = 1e-4
 CHAIN = FixedPolicy(num_nodes=4, depth=4, branching=1)

@@ -10,7 +10,7 @@ from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import Completion, SampleRequest
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.drafters.record_drafter import RecordDrafter
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.baselines import FixedPolicy
 
 NODES = 5
 REQUESTS = tiny_pool.requests(6, new_tokens=30)

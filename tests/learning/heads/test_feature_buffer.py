@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 from rlhfspec.learning.drafts.features import FeatureBuffer
 
 HIDDEN = 4

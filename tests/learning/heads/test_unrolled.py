@@ -8,7 +8,7 @@ from tiny_llama import tiny_llama
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.learning.drafts.features import PackedFeatures
 from rlhfspec.learning.drafts.head import HeadModule

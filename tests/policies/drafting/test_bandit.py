@@ -5,7 +5,7 @@ import pytest
 from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.core.decode_records import Budget, DecodeState, StepRecord
 from rlhfspec.engine.draft_policies import build_policy
-from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy, bucket
+from rlhfspec.policies.drafting.baselines import BanditPolicy, bucket
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
 

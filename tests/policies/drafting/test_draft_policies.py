@@ -5,8 +5,8 @@ import pytest
 from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState
 from rlhfspec.engine.draft_policies import build_policy
-from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
-from rlhfspec.policies.drafting.baselines.fixed import (
+from rlhfspec.policies.drafting.baselines import (
+    BanditPolicy,
     FixedPolicy,
     OffPolicy,
     clip_depth,

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
-from rlhfspec.policies.drafting.baselines.bandit import BanditPolicy
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.baselines import BanditPolicy, FixedPolicy
 from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
 from rlhfspec.policies.drafting.replay import Difference, replay
 

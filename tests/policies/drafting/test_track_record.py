@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlhfspec.policies.drafting.track_record import DOUBT, RANGE, TrackRecord
+from rlhfspec.policies.drafting.recalibration import DOUBT, RANGE, TrackRecord
 
 
 def test_a_ratio_goes_from_one_towards_delivered_over_expected() -> None:

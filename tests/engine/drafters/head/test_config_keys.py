@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.drafters.head.head_forward import _rotations
 from rlhfspec.engine.drafters.head.head_weights import (
     HeadConfig,
     HeadWeights,
@@ -17,7 +18,6 @@ from rlhfspec.engine.drafters.head.head_weights import (
     load_head_config,
     save_head,
 )
-from rlhfspec.engine.drafters.head.layer_forward import _rotations
 from rlhfspec.learning.drafts.head import Rotation
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama

@@ -15,7 +15,7 @@ from rlhfspec.engine.decoding.noise import gumbel_noise
 from rlhfspec.engine.drafters.head.head_drafter import MAX_WAITING, HeadDrafter
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, save_head
 from rlhfspec.engine.engine import Engine
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.baselines import FixedPolicy
 from tests.helpers.random_heads import random_head
 
 CHAIN = SpeculationConfig(policy="fixed", drafter="head", num_nodes=4, depth=4, branching=1)

@@ -28,7 +28,7 @@ from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import weight_views
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config
-from rlhfspec.policies.drafting.baselines.fixed import FixedPolicy
+from rlhfspec.policies.drafting.baselines import FixedPolicy
 from tests.helpers.hand_profile import hand_cost, hand_profile
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_mimo import stored_mtp, write_tiny_mimo

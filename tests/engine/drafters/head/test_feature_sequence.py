@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhfspec.engine.drafters.head.feature_sequence import FeatureSequence
+from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
 
 HIDDEN = 4
 
