@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlhfspec.actors.actor_messages import GenerationSpec, SchedulerSettings, SpotSpec, TrainerSpec
+from rlhfspec.cluster.plan.drafts import what_drafts
 from rlhfspec.cluster.plan.inputs import Inputs
 from rlhfspec.cluster.plan.memory_plan import MemoryPlan
 from rlhfspec.cluster.plan.model_check import CheckedModels
@@ -59,7 +60,9 @@ class RunPlan:
         """What generates and scores of it, without trainers; no head is trained, which nobody would collect."""
         frozen = self.config.drafter_training.model_copy(update={"spot": "off"})
         config = self.config.model_copy(update={"drafter_training": frozen})
-        return replace(self, config=config, topology=replace(self.topology, trainer=()))
+        # a head that stays as it is is published in the models' type
+        models = replace(self.models, drafts=what_drafts(config))
+        return replace(self, config=config, models=models, topology=replace(self.topology, trainer=()))
 
     def generation_spec(self, instance: str) -> GenerationSpec:
         """What an instance is told when it is made."""

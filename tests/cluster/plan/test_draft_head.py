@@ -69,6 +69,14 @@ def test_the_check_describes_a_head_and_reckons_it(head: Path, check, config, ti
     assert afar.generation_bytes >= report.memory.generation_bytes > 0
 
 
+def test_what_only_generates_trains_no_head(head: Path, check) -> None:
+    plan = check(head)
+    assert plan.models.drafts.frozen_because == "" and plan.generation_spec("gen-0").spot is not None
+    alone = plan.generating()
+    assert alone.models.drafts.frozen_because == "drafter_training.spot is off"
+    assert alone.generation_spec("gen-0").spot is None and not alone.topology.trainer
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
