@@ -25,8 +25,8 @@ from rlhfspec.learning.objectives.losses import kl_estimate
 from rlhfspec.learning.objectives.off_policy import importance_weights
 from rlhfspec.learning.trainer.engine_scoring import EngineValues
 from rlhfspec.learning.trainer.experience import Experience
-from rlhfspec.learning.trainer.first_forwards import FirstValues
 from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.policy_forward import FirstValues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

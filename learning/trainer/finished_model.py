@@ -23,7 +23,7 @@ from rlhfspec.core.files import whole_folder
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import load_into, model_checksum
 from rlhfspec.engine.weights.generation_settings import write_generation_settings
-from rlhfspec.learning.trainer.supervised_learner import SupervisedLearner
+from rlhfspec.learning.trainer.trainer_core import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,7 @@ class ModelForm:
         return GenerationConfig.from_dict(json.loads(self.generation_json))
 
 
-def save_model(
-    learner: SupervisedLearner, form: ModelForm, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> str:
+def save_model(learner: Trainer, form: ModelForm, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
     """Write model and tokenizer as `folder`, whole or not at all; the parameters' checksum.
 
     By the first trainer, while the others `accompany_weights`. Raises StorageError, NotFiniteError.

@@ -39,10 +39,9 @@ from rlhfspec.learning.objectives.targets import Targets, update_targets
 from rlhfspec.learning.trainer.batching import Pack
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer, EngineValues, with_values
 from rlhfspec.learning.trainer.experience import Experience, collate
-from rlhfspec.learning.trainer.first_forwards import FirstForwards, Part
 from rlhfspec.learning.trainer.learner_state import LearnerState
 from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.policy_forward import PolicyForward
+from rlhfspec.learning.trainer.policy_forward import FirstForwards, Part, PolicyForward
 from rlhfspec.learning.trainer.trainer_core import Horizon, Trainer, rate_factor
 from rlhfspec.learning.trainer.training_forward import token_statistics
 

@@ -13,7 +13,7 @@ from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
 from rlhfspec.learning.objectives.supervised_objectives import NextTokens, Preferences
 from rlhfspec.learning.rewards.reward_head import HEAD
 from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.supervised_learner import SupervisedLearner
+from rlhfspec.learning.trainer.supervised_job import SupervisedLearner
 
 VOCABULARY, PAD = 20, 0
 KINDS = ("sft", "reward")
