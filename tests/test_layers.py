@@ -186,8 +186,8 @@ def test_a_file_name_tells_which_file_it_is() -> None:
 
 
 # Ratchets: these figures may only fall. Whoever makes the tree smaller lowers them.
-MAX_SOURCE_FILES = 636
-MAX_SOURCE_LINES = 79_120
+MAX_SOURCE_FILES = 515
+MAX_SOURCE_LINES = 75_000
 MAX_FUNCTION_LINES = 80
 LONGER_FUNCTIONS = {
     "cluster/run/collect.py collect": 136,
