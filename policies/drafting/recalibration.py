@@ -181,7 +181,7 @@ RANGE = (0.85, 1.15)
 "Acceptance and costs have corrections of their own: this one is for the rest."
 PRIOR_STEPS = 10.0
 "Decode steps that what is believed of an untried shape counts for."
-DECAY = 0.99
+USED_DECAY = 0.99
 UNUSED_DECAY = 0.995
 "Of the record of a shape, while another is used on batches of this size."
 COMMON = 0.75
@@ -245,7 +245,7 @@ class TrackRecord:
         of = self._steps.setdefault(num_samples.bit_length(), {})
         mine = of.setdefault(branching, _Steps())
         for steps in of.values():
-            steps.fade((DECAY if steps is mine else UNUSED_DECAY) ** num_steps)
+            steps.fade((USED_DECAY if steps is mine else UNUSED_DECAY) ** num_steps)
         mine.delivered += num_steps * delivered
         mine.expected += num_steps * expected
 
