@@ -46,11 +46,17 @@ from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError, DataError, PlacementError
 from rlhfspec.core.settings.cluster import ClusterConfig
 from rlhfspec.core.settings.correction import correction_warning
+from rlhfspec.core.settings.environment import EnvironmentConfig
 from rlhfspec.core.settings.generation import EngineConfig
 from rlhfspec.engine.admission import MB, require_room_for_one
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
-from rlhfspec.learning.environments.environment_protocol import environment_maker, is_raw, stop_texts
+from rlhfspec.learning.environments.environment_protocol import (
+    Environment,
+    environment_maker,
+    is_raw,
+    stop_texts,
+)
 from rlhfspec.learning.trainer.engine_scoring import require_engine_scoring
 
 
@@ -81,11 +87,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     )
     models.require_served(config.speculation, max_total_tokens=inputs.max_total_tokens)
     reward = check_reward(config.reward, reward_columns(config.data, config.evaluation))
-    environment = None
-    if config.environment.kind is not None:
-        environment = environment_maker(config.environment)()
-        stop_texts(environment)
-        is_raw(environment)
+    environment = _made_environment(config.environment)
     evaluated = inputs.evaluation.prompts if inputs.evaluation is not None else ()
     require_references(
         config.reward, config.environment, environment, chain(inputs.dataset.prompts, evaluated)
@@ -165,6 +167,16 @@ def _check_engine(engine: EngineConfig, num_gpus: float) -> str:
     device = resolve_device(engine)
     attention_for(engine, resolve_numerics(engine, device), ComputeBackend(device))
     return describe_numerics(engine, device)
+
+
+def _made_environment(settings: EnvironmentConfig) -> Environment | None:
+    """Make the environment and ask it what a run asks, None where there is none. Raises ConfigError."""
+    if settings.kind is None:
+        return None
+    environment = environment_maker(settings)()
+    stop_texts(environment)
+    is_raw(environment)
+    return environment
 
 
 def _require_place_here(topology: Topology, cluster: ClusterConfig) -> None:
