@@ -44,7 +44,7 @@ def commands() -> dict[str, Command | Group]:
     from rlhfspec.cluster.commands.observe import diagnose, monitoring, status, trace
     from rlhfspec.cluster.commands.show import show
     from rlhfspec.cluster.commands.simulate import simulate
-    from rlhfspec.cluster.commands.simulating.simulate_cluster import cluster
+    from rlhfspec.cluster.commands.simulate_cluster import cluster
     from rlhfspec.cluster.commands.supervised import sft, train_reward
     from rlhfspec.cluster.commands.train import check, demo, train
     from rlhfspec.cluster.commands.verify import replay, verify

@@ -2,68 +2,92 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rlhfspec.cluster.commands.arguments import SEED
+from rlhfspec.cluster.commands.arguments import SEED, number
 from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.core.errors import ConfigError, DataError
 from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from rlhfspec.policies.reallocation.rate_curve import RateCurve
     from rlhfspec.policies.simulate.compare import Comparison
-    from rlhfspec.policies.simulate.simulation_records import PoolSetup, Samples
+    from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
 
 PRESETS = ("skewed", "long_tail", "balanced")
+SHOW_AFTER_S = 2.0
 POLLS = 500
 "The pool is looked at about so often in a rollout where no interval is given, at most every tenth of a second."
 PROFILE_KV_BYTES = 16384.0
 
-RANGES = {
-    "instances": (1, 10**4),
-    "slots": (1, 10**5),
-    "samples": (1, 10**7),
-    "max_new_tokens": (1, 10**7),
-    "prompt_tokens": (0, 10**7),
-    "max_instances": (1, 10**4),
-    "start_up": (0.0, 1e6),
-    "idle_timeout": (1e-3, 1e6),
-    "rollouts_ahead": (0, 10**6),
-    "poll": (1e-3, 1e6),
-    "kv_bytes_per_token": (1.0, 1e9),
-    "speed_sigma": (0.0, 3.0),
-}
-"Least and largest value of each number: what can be simulated in a time that somebody waits."
+
+def _from_to(lowest: float, highest: float, convert: type[int] | type[float] = int) -> Any:
+    """A number in a range: what can be simulated in a time that somebody waits."""
+    words = f"a number from {lowest:g} to {highest:g}"
+    return number(words, convert, lambda value: lowest <= value <= highest)  # a NaN is in no range
 
 
 def simulate(
     *,
-    instances: Annotated[int, Arg("K", "instances (%(default)s)")] = 8,
-    slots: Annotated[int, Arg("N", "samples that run at once on each (%(default)s)")] = 64,
-    samples: Annotated[int, Arg("N", "samples of the rollout (as many as there are slots)")] | None = None,
-    lengths: Annotated[str, Arg("WHAT", f"{', '.join(PRESETS)} or a file (%(default)s)")] = "skewed",
-    max_new_tokens: Annotated[int, Arg("N", "limit of a response (4096; of a file: its longest)")]
+    instances: Annotated[int, Arg("K", "instances (%(default)s)", parse=_from_to(1, 10**4))] = 8,
+    slots: Annotated[
+        int, Arg("N", "samples that run at once on each (%(default)s)", parse=_from_to(1, 10**5))
+    ] = 64,
+    samples: Annotated[
+        int, Arg("N", "samples of the rollout (as many as there are slots)", parse=_from_to(1, 10**7))
+    ]
     | None = None,
-    prompt_tokens: Annotated[int, Arg("N", "of each prompt (%(default)s)")] = 128,
+    lengths: Annotated[str, Arg("WHAT", f"{', '.join(PRESETS)} or a file (%(default)s)")] = "skewed",
+    max_new_tokens: Annotated[
+        int, Arg("N", "limit of a response (4096; of a file: its longest)", parse=_from_to(1, 10**7))
+    ]
+    | None = None,
+    prompt_tokens: Annotated[int, Arg("N", "of each prompt (%(default)s)", parse=_from_to(0, 10**7))] = 128,
     profile: Annotated[Path, Arg("DIR", "a folder made by `rlhfspec profile`", group="rates")] | None = None,
     device: Annotated[
         Literal["h100-class", "h100-class-plain"], Arg(help="analytic (%(default)s)", group="rates")
     ] = "h100-class",
-    kv_bytes_per_token: Annotated[float, Arg("N", "size of both caches (of the device; 16384)")]
+    kv_bytes_per_token: Annotated[
+        float, Arg("N", "size of both caches (of the device; 16384)", parse=_from_to(1.0, 1e9, float))
+    ]
     | None = None,
     policy: Annotated[
         Literal["all", "static", "pull", "recompute_only", "paper_rule", "finish_time"],
         Arg(help="beside static and pull (%(default)s)"),
     ] = "all",
-    poll: Annotated[float, Arg("SECONDS", f"between two looks at the pool (a {POLLS}th of the rollout)")]
+    poll: Annotated[
+        float,
+        Arg(
+            "SECONDS",
+            f"between two looks at the pool (a {POLLS}th of the rollout)",
+            parse=_from_to(1e-3, 1e6, float),
+        ),
+    ]
     | None = None,
-    speed_sigma: Annotated[float, Arg("S", "log-normal spread of speeds (%(default)s)")] = 0.1,
-    max_instances: Annotated[int, Arg("K", "let the pool grow from --instances to so many, and shrink")]
+    speed_sigma: Annotated[
+        float, Arg("S", "log-normal spread of speeds (%(default)s)", parse=_from_to(0.0, 3.0, float))
+    ] = 0.1,
+    max_instances: Annotated[
+        int, Arg("K", "let the pool grow from --instances to so many, and shrink", parse=_from_to(1, 10**4))
+    ]
     | None = None,
-    start_up: Annotated[float, Arg("SECONDS", "of an added instance (%(default)s)")] = 30.0,
-    idle_timeout: Annotated[float, Arg("SECONDS", "until one leaves (%(default)s)")] = 120.0,
-    rollouts_ahead: Annotated[int, Arg("N", "rollouts still to come (%(default)s)")] = 0,
+    start_up: Annotated[
+        float, Arg("SECONDS", "of an added instance (%(default)s)", parse=_from_to(0.0, 1e6, float))
+    ] = 30.0,
+    idle_timeout: Annotated[
+        float, Arg("SECONDS", "until one leaves (%(default)s)", parse=_from_to(1e-3, 1e6, float))
+    ] = 120.0,
+    rollouts_ahead: Annotated[
+        int, Arg("N", "rollouts still to come (%(default)s)", parse=_from_to(0, 10**6))
+    ] = 0,
     seed: Annotated[int, Arg(help="of drawn lengths and speeds (%(default)s)", parse=SEED)] = 0,
     out: Annotated[Path, Arg("FILE", "gets the figures as JSON")] | None = None,
 ) -> int:
@@ -82,128 +106,143 @@ def simulate(
     static binds sample i to instance i mod K; pull binds when a slot frees; the other policies pull, then move.
     perfect spreads all samples evenly at every moment, at no cost; no schedule whatever is faster than the bound.
     """
-    return run(argparse.Namespace(**locals()))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Simulate, print a table, write JSON. Raises InputError for bad input."""
-    from rlhfspec.cluster.commands.simulating.simulation_bar import simulation_bar
     from rlhfspec.cluster.observe.console import PipeConsole
-    from rlhfspec.policies.simulate.compare import COMPARED, compare
+    from rlhfspec.policies.simulate.compare import COMPARED, compare, least_finish_s
+    from rlhfspec.policies.simulate.simulation_records import Elastic, PoolSetup
+    from rlhfspec.policies.simulate.workloads import samples_of
 
-    _check(args)
+    require_file("--out", out)
+    if max_instances is not None and max_instances < instances:
+        raise ConfigError(
+            f"--max-instances {max_instances} is below --instances {instances}, which the pool begins with"
+        )
+    counts, limit = _lengths(lengths, samples, instances, slots, max_new_tokens, seed)
+    drawn = samples_of(counts, prompt_tokens=prompt_tokens, speed_sigma=speed_sigma, seed=seed)
+    context = prompt_tokens + int(drawn.response_tokens.mean())
+    curve, moves, label = _rates(profile, device, kv_bytes_per_token, slots, context)
+    elastic = None
+    if max_instances is not None:
+        elastic = Elastic(
+            least=instances,
+            most=max_instances,
+            start_up_s=start_up,
+            idle_timeout_s=idle_timeout,
+            rollouts_ahead=rollouts_ahead,
+        )
+    setup = PoolSetup(
+        num_instances=instances,
+        num_slots=slots,
+        curve=curve,
+        max_new_tokens=limit,
+        moves=moves,
+        elastic=elastic,
+    )
+    setup = replace(setup, poll_interval_s=poll or max(least_finish_s(drawn, setup) / POLLS, 0.1))
+    wanted = COMPARED if policy == "all" else tuple(dict.fromkeys(("static", "pull", policy)))
     console = PipeConsole(highlight=False)
-    samples, max_new_tokens = _samples(args)
-    setup, label = _setup(args, samples, max_new_tokens)
-    wanted = COMPARED if args.policy == "all" else tuple(dict.fromkeys(("static", "pull", args.policy)))
-    with simulation_bar(len(samples) * len(wanted), console) as tick:
-        made = compare(samples, setup, wanted, progress=tick)
+    with simulation_bar(len(drawn) * len(wanted), console) as tick:
+        made = compare(drawn, setup, wanted, progress=tick)
     console.print(
-        f"{args.instances} instances of {args.slots} slots, {len(samples)} samples "
-        f"({int(samples.response_tokens.sum())} tokens, the longest {int(samples.response_tokens.max())}), {label}",
+        f"{instances} instances of {slots} slots, {len(drawn)} samples ({int(drawn.response_tokens.sum())} tokens, "
+        f"the longest {int(drawn.response_tokens.max())}), {label}",
         soft_wrap=True,
     )
+    _print(console, made)
+    if out is not None:
+        tree = {"rates": label, "lengths": lengths, "seed": seed} | _tree(drawn, setup, made)
+        out.write_text(json.dumps(tree, indent=2) + "\n")
+        console.print(f"written {out}", soft_wrap=True)
+    return 0
+
+
+@contextmanager
+def simulation_bar(total: int, console: Any) -> Iterator[Callable[[str, int], None]]:
+    """Yield `tick(name, done)`; a bar appears when it takes longer than two seconds."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    progress = Progress(
+        TextColumn("{task.description:<22}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    task = progress.add_task("simulating", total=total)
+    began_s = time.monotonic()
+    finished: dict[str, int] = {}
+
+    def tick(name: str, done: int) -> None:
+        finished[name] = done
+        if not progress.live.is_started and time.monotonic() - began_s > SHOW_AFTER_S:
+            progress.start()
+        progress.update(task, description=name, completed=sum(finished.values()))
+
+    try:
+        yield tick
+    finally:
+        progress.stop()
+
+
+def require_file(flag: str, path: Path | None) -> None:
+    """Raise ConfigError where no file can be written."""
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; name a file in it")
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: the folder does not exist; make it first")
+
+
+def _lengths(
+    name: str, num_samples: int | None, instances: int, slots: int, max_new_tokens: int | None, seed: int
+) -> tuple[np.ndarray, int]:
+    """[samples] lengths of the responses, and their limit. Raises DataError."""
+    if name in PRESETS:
+        from rlhfspec.policies.simulate.workloads import drawn_lengths
+
+        limit, count = max_new_tokens or 4096, num_samples or instances * slots
+        return drawn_lengths(name, count, instances, max_new_tokens=limit, seed=seed), limit
+    from rlhfspec.cluster.folder.rollouts import read_lengths
+
+    lengths = read_lengths(user_path(name))
+    if num_samples is not None and num_samples > len(lengths):
+        raise DataError(f"--samples {num_samples}: {name} holds {len(lengths)} lengths only")
+    lengths = lengths[:num_samples]
+    limit = max_new_tokens or int(lengths.max())
+    return lengths.clip(max=limit), limit
+
+
+def _rates(
+    folder: Path | None, device: str, kv_bytes: float | None, slots: int, context: int
+) -> tuple[RateCurve, MoveTruth, str]:
+    """How fast an instance is at `context` tokens a sample, what moves cost, and what both come from."""
+    from rlhfspec.policies.simulate.simulation_records import MoveTruth
+
+    if folder is not None:
+        from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
+        from rlhfspec.profiles.profile import load_profile
+
+        profile = load_profile(folder)
+        curve = rate_curve_from_profile(profile, context_tokens=context)
+        moves = MoveTruth(kv_bytes_per_token=kv_bytes or PROFILE_KV_BYTES)
+        return curve, moves, f"profile of {profile.provenance.target_model} on {profile.provenance.device}"
+    from rlhfspec.policies.simulate.described_cluster import H100_CLASS, H100_LABEL, describe
+
+    has_drafts, cluster = device == "h100-class", describe(H100_CLASS)
+    curve = cluster.instance.rate_curve(
+        context_tokens=context, max_samples=slots, speculation="adaptive" if has_drafts else "off"
+    )
+    moves = cluster.moves()
+    if kv_bytes is not None:
+        moves = replace(moves, kv_bytes_per_token=kv_bytes)
+    return curve, moves, H100_LABEL + (", speculation" if has_drafts else ", plain decoding")
+
+
+def _print(console: Any, made: Comparison) -> None:
     console.print(_table(made))
     for name, result in made.results.items():
         for at_s, change in result.resizes:
             console.print(
                 f"{name}: {at_s:.1f} s: to {change.target} instances: {change.reason}", soft_wrap=True
             )
-    if args.out is not None:
-        args.out.write_text(json.dumps(_tree(args, samples, setup, label, made), indent=2) + "\n")
-        console.print(f"written {args.out}", soft_wrap=True)
-    return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    from rlhfspec.core.errors import ConfigError
-
-    for name, (lowest, highest) in RANGES.items():
-        value = getattr(args, name)
-        # a NaN is in no range
-        if value is not None and not lowest <= value <= highest:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} expects a number from {lowest:g} to {highest:g}, got {value}"
-            )
-    if args.max_instances is not None and args.max_instances < args.instances:
-        raise ConfigError(
-            f"--max-instances {args.max_instances} is below --instances {args.instances}, which the pool begins with"
-        )
-    if args.out is not None and args.out.is_dir():
-        raise ConfigError(f"--out {args.out} is a folder; name a file in it")
-    if args.out is not None and not args.out.resolve().parent.is_dir():
-        raise ConfigError(f"--out {args.out}: the folder does not exist; make it first")
-
-
-def _samples(args: argparse.Namespace) -> tuple[Samples, int]:
-    """The rollout's samples and the limit of a response."""
-    from rlhfspec.cluster.folder.rollouts import read_lengths
-    from rlhfspec.core.errors import DataError
-    from rlhfspec.policies.simulate.workloads import drawn_lengths, samples_of
-
-    if args.lengths in PRESETS:
-        limit = args.max_new_tokens or 4096
-        count = args.samples or args.instances * args.slots
-        lengths = drawn_lengths(args.lengths, count, args.instances, max_new_tokens=limit, seed=args.seed)
-    else:
-        lengths = read_lengths(user_path(args.lengths))
-        if args.samples is not None and args.samples > len(lengths):
-            raise DataError(f"--samples {args.samples}: {args.lengths} holds {len(lengths)} lengths only")
-        lengths = lengths[: args.samples]
-        limit = args.max_new_tokens or int(lengths.max())
-        lengths = lengths.clip(max=limit)
-    samples = samples_of(
-        lengths, prompt_tokens=args.prompt_tokens, speed_sigma=args.speed_sigma, seed=args.seed
-    )
-    return samples, limit
-
-
-def _setup(args: argparse.Namespace, samples: Samples, max_new_tokens: int) -> tuple[PoolSetup, str]:
-    """The pool, and what its rates come from."""
-    from dataclasses import replace
-
-    from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
-    from rlhfspec.policies.simulate.compare import least_finish_s
-    from rlhfspec.policies.simulate.described_cluster import H100_CLASS, H100_LABEL, describe
-    from rlhfspec.policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup
-    from rlhfspec.profiles.profile import load_profile
-
-    context = args.prompt_tokens + int(samples.response_tokens.mean())
-    if args.profile is not None:
-        profile = load_profile(args.profile)
-        curve = rate_curve_from_profile(profile, context_tokens=context)
-        moves = MoveTruth(kv_bytes_per_token=args.kv_bytes_per_token or PROFILE_KV_BYTES)
-        label = f"profile of {profile.provenance.target_model} on {profile.provenance.device}"
-    else:
-        speculation = args.device == "h100-class"
-        cluster = describe(H100_CLASS)
-        curve = cluster.instance.rate_curve(
-            context_tokens=context,
-            max_samples=args.slots,
-            speculation="adaptive" if speculation else "off",
-        )
-        moves = cluster.moves()
-        if args.kv_bytes_per_token is not None:
-            moves = replace(moves, kv_bytes_per_token=args.kv_bytes_per_token)
-        label = H100_LABEL + (", speculation" if speculation else ", plain decoding")
-    setup = PoolSetup(
-        num_instances=args.instances,
-        num_slots=args.slots,
-        curve=curve,
-        max_new_tokens=max_new_tokens,
-        moves=moves,
-        elastic=None
-        if args.max_instances is None
-        else Elastic(
-            least=args.instances,
-            most=args.max_instances,
-            start_up_s=args.start_up,
-            idle_timeout_s=args.idle_timeout,
-            rollouts_ahead=args.rollouts_ahead,
-        ),
-    )
-    poll_s = args.poll or max(least_finish_s(samples, setup) / POLLS, 0.1)
-    return replace(setup, poll_interval_s=poll_s), label
 
 
 def _table(made: Comparison) -> Any:
@@ -239,9 +278,7 @@ def _table(made: Comparison) -> Any:
     return table
 
 
-def _tree(
-    args: argparse.Namespace, samples: Samples, setup: PoolSetup, label: str, made: Comparison
-) -> dict[str, Any]:
+def _tree(samples: Samples, setup: PoolSetup, made: Comparison) -> dict[str, Any]:
     results = {
         name: {
             "finish_s": result.finish_s,
@@ -264,15 +301,12 @@ def _tree(
     }
     return {
         "schema_version": 1,
-        "rates": label,
-        "lengths": str(args.lengths),
         "num_instances": setup.num_instances,
         "num_slots": setup.num_slots,
         "num_samples": len(samples),
         "num_tokens": int(samples.response_tokens.sum()),
         "max_new_tokens": setup.max_new_tokens,
         "poll_interval_s": setup.poll_interval_s,
-        "seed": args.seed,
         "policies": results,
         "perfect_s": made.perfect_s,
         "bound_s": made.least_s,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rlhfspec.cluster.commands.arguments import ConfigFile, Overrides
 from rlhfspec.cluster.commands.declare import Arg
+from rlhfspec.cluster.commands.simulate import require_file, simulation_bar
+from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
@@ -45,12 +46,6 @@ def cluster(
     Every key, its default and its meaning: core/settings/simulated_cluster.py. What it assumes is printed with its
     source; how far it is from published figures: docs/simulator.md.
     """
-    return run(argparse.Namespace(**locals()))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Simulate, print tables, write JSON and picture. Raises InputError for bad input."""
-    from rlhfspec.cluster.commands.simulating.simulation_bar import simulation_bar
     from rlhfspec.cluster.folder.rollouts import read_lengths
     from rlhfspec.cluster.observe.console import PipeConsole
     from rlhfspec.core.config_io import load_config_of
@@ -58,23 +53,24 @@ def run(args: argparse.Namespace) -> int:
     from rlhfspec.policies.simulate.assumptions import assumptions
     from rlhfspec.policies.simulate.cluster_simulation import num_played, require_bounded, simulate_cluster
     from rlhfspec.policies.simulate.described_cluster import describe
-    from rlhfspec.policies.simulate.sweep import best, default_axes, planned, sweep
+    from rlhfspec.policies.simulate.sweep import best, default_axes, planned
+    from rlhfspec.policies.simulate.sweep import sweep as run_sweep
     from rlhfspec.profiles.profile import load_profile
 
-    _check(args)
-    config = load_config_of(SimulatedClusterConfig, args.config, args.overrides)
-    recorded = None if config.lengths.file is None else read_lengths(user_path(config.lengths.file))
-    profile = None if config.device.profile is None else load_profile(user_path(config.device.profile))
-    cluster = describe(config, recorded)
+    _check(sweep, picture, out)
+    setup = load_config_of(SimulatedClusterConfig, config, overrides)
+    recorded = None if setup.lengths.file is None else read_lengths(user_path(setup.lengths.file))
+    profile = None if setup.device.profile is None else load_profile(user_path(setup.device.profile))
+    described = describe(setup, recorded)
     console = PipeConsole(highlight=False)
-    rows = assumptions(cluster, profiled=profile is not None)
-    tree: dict[str, Any] = {"schema_version": 1, "config": config.model_dump(mode="json")}
-    if args.sweep:
-        axes = config.sweep or default_axes(config)
-        plans = planned(config, axes, recorded=recorded)
+    rows = assumptions(described, profiled=profile is not None)
+    tree: dict[str, Any] = {"schema_version": 1, "config": setup.model_dump(mode="json")}
+    if sweep:
+        axes = setup.sweep or default_axes(setup)
+        plans = planned(setup, axes, recorded=recorded)
         total = sum(num_played(plan.cluster.config) for plan in plans if plan.cluster is not None)
         with simulation_bar(total, console) as tick:
-            tried = sweep(config, axes, recorded=recorded, profile=profile, progress=tick)
+            tried = run_sweep(setup, axes, recorded=recorded, profile=profile, progress=tick)
         chosen = best(tried)
         console.print(_sweep_table(tried, chosen))
         if chosen is None:
@@ -83,50 +79,37 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"best: {chosen.label}", soft_wrap=True)
         tree["sweep"] = [_tried_tree(row) for row in tried]
         tree["best"] = None if chosen is None else chosen.values
-        if args.picture is not None:
+        if picture is not None:
             from rlhfspec.cluster.observe.pictures import draw_sweep
 
-            draw_sweep(tried, args.picture)
-            console.print(f"written {args.picture}", soft_wrap=True)
+            draw_sweep(tried, picture)
+            console.print(f"written {picture}", soft_wrap=True)
     else:
-        with simulation_bar(require_bounded([config]), console) as tick:
-            made = simulate_cluster(cluster, profile=profile, progress=tick)
+        with simulation_bar(require_bounded([setup]), console) as tick:
+            made = simulate_cluster(described, profile=profile, progress=tick)
         console.print(_table(made))
-        for line in _lines(made, has_draft=cluster.instance.draft is not None):
+        for line in _lines(made, has_draft=described.instance.draft is not None):
             console.print(line, soft_wrap=True)
         tree |= result_tree(made)
     console.print()
     console.print(_assumption_table(rows))
     tree["assumptions"] = [{"name": row.name, "value": row.value, "source": row.source} for row in rows]
-    if args.out is not None:
+    if out is not None:
         from rlhfspec.core.files import storage_errors
 
-        with storage_errors(args.out):
-            args.out.write_text(json.dumps(tree, indent=2) + "\n")
-        console.print(f"written {args.out}", soft_wrap=True)
+        with storage_errors(out):
+            out.write_text(json.dumps(tree, indent=2) + "\n")
+        console.print(f"written {out}", soft_wrap=True)
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    from rlhfspec.core.errors import ConfigError
-
-    if args.picture is not None and not args.sweep:
+def _check(sweep: bool, picture: Path | None, out: Path | None) -> None:
+    if picture is not None and not sweep:
         raise ConfigError("--picture draws a sweep; add --sweep")
-    if args.picture is not None and args.picture.suffix not in PICTURES:
-        raise ConfigError(f"--picture {args.picture}: expected a name that ends with {', '.join(PICTURES)}")
-    for name, path in (("--out", args.out), ("--picture", args.picture)):
-        _check_file(name, path)
-
-
-def _check_file(name: str, path: Path | None) -> None:
-    from rlhfspec.core.errors import ConfigError
-
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"{name} {path} is a folder; name a file in it")
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{name} {path}: the folder does not exist; make it first")
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ConfigError(f"--picture {picture}: expected a name that ends with {', '.join(PICTURES)}")
+    require_file("--out", out)
+    require_file("--picture", picture)
 
 
 def result_tree(made: ClusterResult) -> dict[str, Any]:
