@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import ray
 
@@ -37,14 +36,6 @@ class Played:
     seconds: float = 0.0
 
 
-class _Queue:
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
-        ask(self._scheduler.enqueue.remote(requests), "enqueue")
-
-
 def play_over(
     pool: ActorPool,
     workload: Workload,
@@ -65,7 +56,7 @@ def play_over(
         EnvironmentPool(actors, config.environment, order_timeout_s=LIMIT_S),
     )
     scheduler = pool.new_scheduler(reallocation, interval_s=0.02)
-    played, struck, queue = Played(), False, _Queue(scheduler)
+    played, struck = Played(), False
     began_s = time.perf_counter()
     episodes.begin(requests)
     try:
@@ -79,7 +70,9 @@ def play_over(
                     advice="look at the actors' logs",
                 )
             taken = ask(scheduler.take.remote(0.02), "take")
-            ended = episodes.advance(taken.completions, queue)
+            ended = episodes.advance(
+                taken.completions, lambda requests: ask(scheduler.enqueue.remote(requests), "enqueue")
+            )
             played.completions.update((completion.key, completion) for _, completion, _ in ended)
             played.moves += taken.moves
             played.alarms += taken.alarms

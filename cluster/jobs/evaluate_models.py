@@ -21,6 +21,7 @@ from rlhfspec.cluster.plan.reward_plan import check_reward, reward_columns
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.topology import plan_topology
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
+from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import running_generation
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
@@ -87,7 +88,7 @@ def evaluation_config(
 
 
 def evaluate_model(plan: RunPlan, report: Reporter) -> ModelResult:
-    """Evaluate the target of a plan on Ray. Raises what `collect` raises."""
+    """Evaluate the target of a plan on Ray. Raises what the stream raises."""
     evaluation = plan.inputs.evaluation
     assert evaluation is not None
     for line in evaluation.lines:
@@ -97,7 +98,7 @@ def evaluate_model(plan: RunPlan, report: Reporter) -> ModelResult:
         running_generation(plan, session, note=report.note) as system,
     ):
         report.start(1)
-        done = evaluate(system, evaluation_requests(evaluation, asking=0), report)
+        done = evaluate(RolloutStream(system, report), evaluation_requests(evaluation, asking=0))
         report.stop()
     return ModelResult(
         model=plan.config.models.target,

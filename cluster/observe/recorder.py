@@ -23,7 +23,7 @@ from rlhfspec.core.errors import RlhfSpecError, StorageError, describe_error
 from rlhfspec.core.files import storage_errors, write_whole
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.run.collect import Collected
+    from rlhfspec.cluster.run.stream import Collected
     from rlhfspec.cluster.system.phases import FinalReport
 
 SPANS_TIMEOUT_S = 2.0

@@ -12,7 +12,6 @@ from rlhfspec.cluster.resume.checkpoints import save_head_checkpoint
 from rlhfspec.cluster.resume.rewind import keep_record
 from rlhfspec.cluster.resume.run_state import SCHEMA_VERSION, WITHOUT_UNSCORED, EvaluationMarks, RunState
 from rlhfspec.cluster.run.in_flight_files import read_in_flight, write_in_flight
-from rlhfspec.cluster.run.pipeline import InFlight, Pipeline
 from rlhfspec.cluster.system.system import System
 from rlhfspec.cluster.weights.first_weights import put_head
 from rlhfspec.cluster.weights.publish import PublishedWeights
@@ -23,6 +22,7 @@ from rlhfspec.core.files import remove_folder, whole_folder
 from rlhfspec.core.weight_records import kind_of
 from rlhfspec.engine.drafters.head.head_weights import load_head
 from rlhfspec.engine.drafters.head.published_head import is_head
+from rlhfspec.policies.schedule.rollout_schedule import InFlight, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +117,8 @@ def state_tree(state: RunState, in_flight: InFlight) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION if in_flight.unscored else WITHOUT_UNSCORED} | tree
 
 
-def take_up(system: System, state: RunState, pipeline: Pipeline | None = None) -> None:
-    """Put trainers, instances and cursor where the state was taken.
+def take_up(system: System, state: RunState, schedule: Schedule) -> None:
+    """Put trainers, instances, cursor and schedule where the state was taken.
 
     Trainers begin with the first weights all the same: an adapter's base and a reference are made of them.
     Raises ConfigError, DataError: the config is not that of the state; StorageError: other weights come of it;
@@ -132,8 +132,8 @@ def take_up(system: System, state: RunState, pipeline: Pipeline | None = None) -
         )
     system.trainers.load_state(state.trainer_folder)
     system.cursor.restore(state.cursor)
-    if pipeline is not None:
-        pipeline.restore(read_in_flight(state.in_flight_folder, system.cursor.dataset, system.sampling))
+    if state.in_flight_folder.is_dir():
+        schedule.restore(read_in_flight(state.in_flight_folder, system.cursor.dataset, system.sampling))
     system.target = system.trainers.take(checksums=kind_of(state.parameter_checksum))
     _require(system.target, state, state.weight_version, state.parameter_checksum)
     system.generation.publish(system.target)

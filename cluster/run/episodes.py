@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -20,7 +19,6 @@ from rlhfspec.core.records import (
     Completion,
     FinishReason,
     Prompt,
-    ResponseFacts,
     Reward,
     SampleKey,
     SampleRequest,
@@ -38,14 +36,6 @@ Ended = tuple[SampleRequest, Completion, str]
 "An episode that is over: its request, the whole completion, the text of it."
 Asked = tuple[Episode, Completion | None]
 "What an environment is asked about: the turn that has ended, or None to begin."
-
-
-class Queue(Protocol):
-    """Takes requests for turns (`cluster.system.scheduler_client`)."""
-
-    def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
-        """Ask for them."""
-        ...
 
 
 class Episodes:
@@ -112,10 +102,12 @@ class Episodes:
             episode = self._open[request.key] = Episode(request, self._limits)
             self._pool.ask((episode, None), request.key, request.prompt, ())
 
-    def advance(self, completions: Sequence[Completion], queue: Queue, *, wait_s: float = 0.0) -> list[Ended]:
-        """Take turns that have ended, put those that follow into the queue; return the episodes that are over.
+    def advance(
+        self, completions: Sequence[Completion], enqueue: Callable[[tuple[SampleRequest, ...]], None]
+    ) -> list[Ended]:
+        """Take turns that have ended, enqueue those that follow; return the episodes that are over.
 
-        Waits up to `wait_s` for an environment's answer. Raises EpisodeError where `environment.on_error` is fail, and
+        Waits for nothing. Raises EpisodeError where `environment.on_error` is fail, and
         what the pool raises.
         """
         for completion in completions:
@@ -126,7 +118,7 @@ class Episodes:
             self._pool.ask((episode, completion), request.key, episode.prompt, tuple(episode.responses))
         ended: list[Ended] = []
         following: list[SampleRequest] = []
-        for (episode, completion), answer in self._pool.collect(wait_s=wait_s):
+        for (episode, completion), answer in self._pool.collect(wait_s=0.0):
             try:
                 then = self._then(episode, completion, answer)
             except EpisodeError as error:
@@ -139,7 +131,7 @@ class Episodes:
             else:
                 ended.append(self._end(episode, then))
         if following:
-            queue.enqueue(tuple(following))
+            enqueue(tuple(following))
         return ended
 
     def skipped(self) -> list[tuple[SampleRequest, Unscored]]:
@@ -230,39 +222,6 @@ class Episodes:
             parts=episode.parts | {"num_turns": float(episode.num_turns)},
         )
         return episode.request, completion, response_text(self._tokenizer, completion)
-
-
-class EpisodeRewards:
-    """In the reward pool's place where `reward.kind` is environment: the episodes' own rewards."""
-
-    def __init__(self, episodes: Episodes) -> None:
-        self._episodes = episodes
-        self._items: list[Ended] = []
-
-    num_idle = 1
-    "nothing is computed"
-
-    def prove(self, *, timeout_s: float) -> None:
-        """Nothing to build."""
-
-    def submit(
-        self,
-        items: Sequence[Ended],
-        prompts: Sequence[Prompt],
-        responses: Sequence[str],
-        facts: Sequence[ResponseFacts] = (),
-    ) -> None:
-        """See `RewardPool.submit`."""
-        self._items += items
-
-    def skipped(self) -> list[tuple[Ended, Unscored]]:
-        """See `RewardPool.skipped`: every episode that ends has a reward."""
-        return []
-
-    def collect(self, *, wait_s: float) -> list[tuple[Ended, Reward]]:
-        """See `RewardPool.collect`."""
-        items, self._items = self._items, []
-        return [(item, self._episodes.reward(item[1].key)) for item in items]
 
 
 def start_episodes(

@@ -20,8 +20,8 @@ from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
 from rlhfspec.cluster.resume.checkpoints import save_best
 from rlhfspec.cluster.resume.run_state import EvaluationMarks
-from rlhfspec.cluster.run.collect import Collected, collect
-from rlhfspec.cluster.system.system import GeneratingSystem, System
+from rlhfspec.cluster.run.stream import Collected, RolloutStream
+from rlhfspec.cluster.system.system import System
 from rlhfspec.core.files import append_whole, storage_errors
 from rlhfspec.core.records import EPOCHS_OF_AN_ASKING, SampleKey, SampleRequest, Stream
 from rlhfspec.core.settings.evaluation import MAX_SAMPLES_PER_PROMPT
@@ -61,10 +61,10 @@ def evaluation_requests(evaluation: EvaluationPrompts, *, asking: int) -> list[S
     ]
 
 
-def evaluate(system: GeneratingSystem, requests: Sequence[SampleRequest], report: Reporter) -> Evaluated:
-    """Generate and score the samples with the weights that the instances hold. Raises what `collect` raises."""
+def evaluate(stream: RolloutStream, requests: Sequence[SampleRequest]) -> Evaluated:
+    """Generate and score the samples with the weights that the instances hold. Raises what the stream raises."""
     began_s = time.perf_counter()
-    collected = collect(system, requests, report, phase="evaluate")
+    collected = stream.collect(requests, label="evaluate")
     figures = evaluation_figures(collected.rollouts, collected.skipped_groups)
     return Evaluated(collected=collected, figures=figures, seconds=time.perf_counter() - began_s)
 
@@ -75,13 +75,15 @@ class Evaluator:
     def __init__(
         self,
         system: System,
+        stream: RolloutStream,
         run_dir: RunDir,
         report: Reporter,
         recorder: Recorder,
         marks: EvaluationMarks | None = None,
     ) -> None:
         """`marks`: of the run that is gone on with."""
-        self._system, self._run_dir, self._report, self._recorder = system, run_dir, report, recorder
+        self._system, self._stream, self._run_dir = system, stream, run_dir
+        self._report, self._recorder = report, recorder
         self._settings = system.config.evaluation
         marks = marks or EvaluationMarks()
         self._metric = marks.metric or self._settings.metric
@@ -108,7 +110,7 @@ class Evaluator:
         is_last = num_iterations == self._system.config.run.iterations
         if self._system.evaluation is None or (num_iterations % self._settings.every and not is_last):
             return {}
-        if self._system.late_failure is not None:
+        if self._stream.failure is not None:
             self._report.note("no evaluation: there are no more rewards; a resumed run makes the next one")
             self._num_done += 1
             return {}
@@ -119,7 +121,7 @@ class Evaluator:
         system = self._system
         requests = evaluation_requests(evaluation, asking=self._num_done)
         self._num_done += 1
-        done = evaluate(system, requests, self._report)
+        done = evaluate(self._stream, requests)
         self._recorder.pass_over(system.generation.instances)
         self._write_samples(done, num_iterations)
         is_best = self._take_mark(done.figures) and num_iterations > 0

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from rlhfspec.cluster.folder.rollouts import places_in, read_recorded, write_rollouts
-from rlhfspec.cluster.run.pipeline import InFlight, OpenSample
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.files import write_whole
 from rlhfspec.core.records import (
@@ -32,6 +31,7 @@ from rlhfspec.core.records import (
     as_asked,
 )
 from rlhfspec.learning.data.prompts import PromptDataset
+from rlhfspec.policies.schedule.rollout_schedule import InFlight, OpenSample
 
 ENDED = "ended.json"
 _OPEN, _UNSCORED = "_open", "_unscored"

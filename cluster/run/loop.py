@@ -1,47 +1,37 @@
-"""The RL loop: iterations one after the other (`cluster.run.iterations`), what is written of them, how a run ends."""
+"""The RL loop: sample, score, update, publish, refit; in turns, or with generation ahead of learning.
+
+cursor -> schedule -> scheduler -> generation instances -> completions as they finish -> reward pool
+       -> schedule -> trainer -> weights by manifest -> generation instances
+                             -> draft model refit, its weights the same way
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 
 from rlhfspec.actors.waiting.vitals import give_back_free_memory
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.folder.run_status import STOPPING
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.iteration_metrics import with_evaluation
+from rlhfspec.cluster.observe.iteration_metrics import iteration_figures, with_evaluation
 from rlhfspec.cluster.observe.observer import Observer, observing
-from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.resume.checkpoints import kept_models, save_checkpoints
-from rlhfspec.cluster.resume.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
+from rlhfspec.cluster.resume.checkpoints import save_checkpoints
+from rlhfspec.cluster.resume.restarts import LOSSES, TrainerRestarts
 from rlhfspec.cluster.resume.run_state import RunState
-from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper, take_up
-from rlhfspec.cluster.run.collect import attend
-from rlhfspec.cluster.run.counted_pipeline import CountedPipeline
-from rlhfspec.cluster.run.evaluate import Evaluator
-from rlhfspec.cluster.run.free_pipeline import FreePipeline
-from rlhfspec.cluster.run.iterations import next_batch, next_prompts, run_iteration, run_pipelined_iteration
-from rlhfspec.cluster.run.pipeline import InFlight, Pipeline
+from rlhfspec.cluster.run.draft_step import refit_draft
+from rlhfspec.cluster.run.lifetime import Run, ending_well
+from rlhfspec.cluster.run.stream import Collected
+from rlhfspec.cluster.run.update import Update
 from rlhfspec.cluster.system.system import System, running_system
-from rlhfspec.core.checkpoint_manifest import state_folders, state_number
-from rlhfspec.core.errors import (
-    NumericsError,
-    PlacementError,
-    RewardServerLost,
-    RlhfSpecError,
-    RunTaken,
-    StorageError,
-    TrainerLost,
-)
+from rlhfspec.core.errors import NumericsError, PlacementError, TrainerLost
+from rlhfspec.core.records import Rollout, UpdateReport
 from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.policies.pipelining.free_admission import FreeAdmission
-from rlhfspec.policies.pipelining.phase_plan import PhasePlan
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
 
@@ -132,137 +122,141 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
     `resume`: what the system, which has its first weights, is to go on from. Raises TrainerLost: see
     `cluster.resume.restarts`.
     """
-    first, pipeline = 0, _pipeline(system)
-    if resume is not None:
-        with telling_trainer_loss(system):
-            take_up(system, resume, pipeline)
-        first = resume.num_iterations
-    run = system.config.run
-    log = RunLog.begin(system.config.tracking, run_dir, report.note, num_done=first)
-    recorder = Recorder(run_dir, report, step_log=run.step_log)
-    evaluator = Evaluator(system, run_dir, report, recorder, None if resume is None else resume.evaluations)
-    states = StateKeeper(system, run_dir, report.note)
-    system.trainers.meanwhile = lambda: attend(system, report)
+    run, settings = Run(system, run_dir, report, resume), system.config.run
     report.on_progress = run_dir.progress
-    report.start(run.iterations, done=first)
-    boundary: Boundary | None = None
-
-    def here(num_iterations: int) -> Boundary:
-        return Boundary(
-            num_iterations=num_iterations,
-            cursor=system.cursor.state(),
-            evaluations=evaluator.marks,
-            in_flight=InFlight() if pipeline is None else pipeline.in_flight(),
-        )
-
-    try:
+    report.start(settings.iterations, done=run.first)
+    with ending_well(run):
         if resume is None:
-            log.weights(system.target.manifest)
-            log.before_training(evaluator.at_start())
-        boundary = here(first)
-        for iteration in range(first, run.iterations):
+            run.log.weights(system.target.manifest)
+            run.log.before_training(run.evaluator.at_start())
+        run.stand_at(run.first)
+        for iteration in range(run.first, settings.iterations):
             system.is_learning = False
             try:
-                if pipeline is None:
-                    figures = run_iteration(system, iteration, report, recorder, log)
-                else:
-                    figures = run_pipelined_iteration(system, pipeline, iteration, report, recorder, log)
+                figures = with_signal(step(run, iteration))
             except NumericsError as error:
-                raise type(error)(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
-            figures = with_signal(figures)
+                raise type(error)(f"iteration {iteration + 1} of {settings.iterations}: {error}") from error
             # instances and trainers hold the same version again
-            system.is_learning, boundary = False, here(iteration + 1)
+            system.is_learning, boundary = False, run.stand_at(iteration + 1)
             try:
-                figures = with_evaluation(figures, evaluator.after(iteration))
+                figures = with_evaluation(figures, run.evaluator.after(iteration))
             finally:
                 # one that fails is over as well
-                boundary = replace(boundary, evaluations=evaluator.marks)
+                run.boundary = replace(boundary, evaluations=run.evaluator.marks)
                 # what was trained is told, however an evaluation ends
-                log.write(iteration, figures)
+                run.log.write(iteration, figures)
             report.iteration(iteration, figures)
             if (line := signal_line(iteration, figures)) is not None:
                 report.note(line)
-            if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
+            if settings.checkpoint_every and (iteration + 1) % settings.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
-            boundary = here(iteration + 1)
-            states.at(boundary)
+            run.states.at(run.stand_at(iteration + 1))
             give_back_free_memory()
         save_checkpoints(system, run_dir)
-    except RewardServerLost as error:
-        recorder.write_timeline()
-        kept = _keep_what_was_learned(system, run_dir, states, boundary)
-        raise RewardServerLost(f"{error}; {kept}") from error
-    except (StorageError, SystemExit, RunTaken):
-        # a full disk has no room for pictures, SIGTERM leaves no time for them, and another's folder is not ours
-        raise
-    except RlhfSpecError as error:
-        recorder.write_timeline()
-        if error is system.late_failure and boundary is not None:
-            # whatever is lost besides: the run was let go on so far for this
-            with suppress(RlhfSpecError):
-                states.save(boundary)
-        lost = as_trainer_lost(system, error)
-        if lost is not None:
-            raise lost from error
-        with suppress(RlhfSpecError):
-            # what ended the run is what is told; weights are here, whoever died
-            report.note(_keep_what_was_learned(system, run_dir, states, boundary))
-        raise
-    except BaseException:
-        recorder.write_timeline()
-        raise
-    finally:
-        log.close()
-    recorder.write_timeline()
 
 
-def _pipeline(system: System) -> Pipeline | None:
-    """What keeps samples that run ahead of learning; None where nothing does."""
-    config, rollout = system.config, system.config.rollout
-    if not rollout.max_staleness:
-        return None
-    if rollout.schedule == "free":
-        admission = FreeAdmission(
-            max_staleness=rollout.max_staleness,
-            over_provisioning=rollout.over_provisioning or 1.0,
-            groups_per_batch=rollout.prompts_per_iteration,
-            num_iterations=config.run.iterations,
-        )
-        return FreePipeline(admission, partial(next_prompts, system))
-    plan = PhasePlan(
-        max_staleness=rollout.max_staleness,
-        weight_load=rollout.weight_load,
-        max_new_tokens=config.sampling.max_new_tokens,
-        num_iterations=config.run.iterations,
+def step(run: Run, iteration: int) -> dict[str, float]:
+    """Sample, score, update, publish, refit; return the iteration's figures.
+
+    Where the schedule runs ahead, the phase beside the update samples later batches; weights are published, and the
+    draft refit, while no sample is open.
+    """
+    system, schedule, report = run.system, run.schedule, run.report
+    began_s = time.perf_counter()
+    phases: list[Collected] = []
+    if schedule.needs_filling(iteration):
+        phases.append(_phase(run, iteration - 1))
+        run.recorder.pass_over(system.generation.instances)
+    update = Update(system, schedule, iteration, run.log)
+    phases.append(_phase(run, iteration, beside=update))
+
+    waited_from_s = time.perf_counter() if schedule.max_staleness else update.began_s
+    moves = run.recorder.record(
+        iteration, phases[-1], system.generation.instances, system.generation.final_reports()
     )
-    return CountedPipeline(plan, partial(next_batch, system))
+    report.progress("update", 0, 1)
+    learned = update.wait()
+    publish_began_s = time.perf_counter()
+    late, num_late_skipped = run.stream.receive(schedule)
+    _remember(run, iteration, [*(rollout for phase in phases for rollout in phase.rollouts), *late])
+    update.log_advantages()
+    parts = _publish(run, learned)
+    refit_began_s = time.perf_counter()
+    report.progress("refit", 0, 1)
+    draft = refit_draft(system, update.batch, iteration_s=refit_began_s - began_s, report=report)
+    ended_s = time.perf_counter()
+
+    seconds = {
+        "generate": sum(phase.generate_s for phase in phases),
+        "score": sum(phase.score_s for phase in phases),
+        # seconds add up to those of the iteration: what a phase hid is told beside them
+        "update": publish_began_s - waited_from_s,
+        "publish": refit_began_s - publish_began_s,
+        "refit": ended_s - refit_began_s,
+        "evaluate": 0.0,
+        "iteration": ended_s - began_s,
+    }
+    figures = iteration_figures(update.sampled, phases[-1].stats, learned, seconds) | parts
+    if schedule.max_staleness:
+        figures = _ahead(figures, phases) | {
+            "time/update_hidden_s": update.seconds - min(seconds["update"], update.seconds),
+            "time/batch_wait_s": update.began_s - began_s,
+        }
+    kept = run.log.record(iteration, update.learned, learned)
+    num_skipped = num_late_skipped + sum(phase.num_skipped for phase in phases)
+    of_pool = _pool_figures(run, phases[-1], num_skipped)
+    return figures | schedule.figures() | of_pool | moves | draft | kept
 
 
-def _keep_what_was_learned(
-    system: System, run_dir: RunDir, states: StateKeeper, boundary: Boundary | None
-) -> str:
-    """Save state and weights of the iterations that are finished; how to go on from them."""
-    # what ended the run would end this too
-    system.trainers.meanwhile = None
-    finished = system.target.manifest.weight_version
-    if not finished:
-        return "no iteration was finished"
-    if boundary is not None and not system.is_learning:
-        with suppress(RlhfSpecError):
-            states.save(boundary)
-    if state_folders(run_dir.checkpoints_folder):
-        with suppress(RlhfSpecError):
-            save_checkpoints(system, run_dir, with_adapter=False)
-        last = state_number(state_folders(run_dir.checkpoints_folder)[0])
-        again = f", which repeats from iteration {last + 1} on" if last < finished else ""
-        return (
-            f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`{again}"
-        )
-    save_checkpoints(system, run_dir, with_adapter=False)
-    paths = [f"--set models.{model}={path}" for model, path in kept_models(system, run_dir).items()]
-    return (
-        f"{finished} iterations are finished and their weights kept; go on from them with `rlhfspec train --config "
-        f"{run_dir.config_file} {' '.join(paths)} --set run.iterations={system.config.run.iterations - finished} "
-        f"--set run.seed={system.config.run.seed + 1}` (prompts in another order; the optimizer, its schedule and the "
-        "reference of the KL control begin anew)"
+def _phase(run: Run, number: int, *, beside: Update | None = None) -> Collected:
+    """Decode what a phase asks for; what is cut, or waits for a reward, stays in the schedule."""
+    run.system.generation.rollouts_ahead(max(run.schedule.num_phases - number - 1, 0))
+    return run.stream.phase(run.schedule, number, beside=beside)
+
+
+def _remember(run: Run, iteration: int, rollouts: Sequence[Rollout]) -> None:
+    """Let drafters that look up have finished responses whose prompts come again."""
+    config, cursor = run.system.config, run.system.cursor
+    prompts_ahead = (config.run.iterations - iteration - 1) * config.rollout.prompts_per_iteration
+    comes_again = config.algorithm.dynamic_sampling or cursor.comes_again(prompts_ahead)
+    if config.speculation.remembers and comes_again:
+        run.system.generation.remember(rollouts)
+
+
+def _publish(run: Run, learned: UpdateReport) -> dict[str, float]:
+    """Bring every instance the trainers' version; no sample is open. The figures of what it took."""
+    system = run.system
+    run.report.progress("publish", 0, 1)
+    # a joiner may come while the trainer is further on: what instances decode from must be at hand then
+    broadcast = (
+        None
+        if run.schedule.max_staleness
+        else system.broadcast.publish(system.target, learned.weight_version, system.generation.instances)
     )
+    system.target = broadcast or system.trainers.take()
+    (system.generation.keep if broadcast else system.generation.publish)(system.target)
+    run.log.weights(system.target.manifest)
+    return {f"time/publish_{part}_s": seconds for part, seconds in system.target.part_seconds.items()}
+
+
+def _ahead(figures: dict[str, float], phases: Sequence[Collected]) -> dict[str, float]:
+    """Where generation runs ahead: of what was decoded here, which is not what was learned from here."""
+    decoded = sum(phase.stats.num_emitted_tokens for phase in phases)
+    figures["rollout/goodput_tokens_per_s"] = decoded / max(figures["time/generate_s"], 1e-9)
+    if not phases[-1].stats.num_decode_steps:
+        # the last update has nothing beside it
+        for name in ("goodput_tokens_per_s", "mean_acceptance_length", "acceptance_rate"):
+            del figures[f"rollout/{name}"]
+    return figures
+
+
+def _pool_figures(run: Run, phase: Collected, num_skipped: int) -> dict[str, float]:
+    """Of the pool, the data and the environment."""
+    system = run.system
+    return {
+        "rollout/invariant": float(system.generation.is_invariant),
+        "reward/num_skipped": float(num_skipped),
+        "data/epoch": system.cursor.num_passes,
+        **phase.environment,
+        **system.generation.figures(),
+    }

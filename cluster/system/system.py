@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +24,7 @@ from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
 from rlhfspec.cluster.plan.reward_plan import scoring_timeout_s
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.topology import PlacementContext, Topology, actor_options, place
-from rlhfspec.cluster.run.dynamic_sampling import UsefulGroups
-from rlhfspec.cluster.run.episodes import EpisodeRewards, Episodes, start_episodes
+from rlhfspec.cluster.run.episodes import Episodes, start_episodes
 from rlhfspec.cluster.system.generation_pool import GenerationPool
 from rlhfspec.cluster.system.instance_table import InstanceTable
 from rlhfspec.cluster.system.places import Places, lost_machines
@@ -35,11 +34,9 @@ from rlhfspec.cluster.weights.first_weights import first_draft, load_and_put
 from rlhfspec.cluster.weights.group_publication import Broadcast
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.config import Config
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.records import Completion, Reward, SampleRequest, SamplingParams, Unscored
+from rlhfspec.core.records import Completion, SampleRequest, SamplingParams
 from rlhfspec.learning.data.cursor import PromptCursor
 from rlhfspec.learning.data.prompts import sampling_params
-from rlhfspec.policies.scheduling.events import MoveRecord
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +52,13 @@ class GeneratingSystem:
     tokenizer: PreTrainedTokenizerBase
     scheduler: SchedulerClient
     generation: GenerationPool
-    rewards: RewardPool[Scored] | EpisodeRewards
+    rewards: RewardPool[Scored] | None
+    "None: environments give them"
     episodes: Episodes | None
     "None: every response is one turn"
     target: PublishedWeights
     draft: PublishedWeights | None
     evaluation: EvaluationPrompts | None = None
-    late_moves: list[MoveRecord] = field(default_factory=list)
-    "that were told of after the rollout in which they were ordered; the next one's record has them"
-    late_rewards: list[tuple[Scored, Reward | Unscored]] = field(default_factory=list)
-    "that came while others were scored; the next phase takes them"
-    late_failure: RlhfSpecError | None = None
-    "of rewards that no update waited for: the next phase raises it"
     is_learning: bool = False
     "whether an iteration has begun to change what the trainers hold: no state can be taken then"
 
@@ -101,18 +93,6 @@ class System(GeneratingSystem):
         """Whether ratios are over the trainer's own log-probabilities (`algorithm.correction.old_logprobs`)."""
         return self.config.algorithm.correction.recomputes_old(
             is_exact=self.generation.is_invariant, max_staleness=self.config.rollout.max_staleness
-        )
-
-    def useful_groups(self, requests: Sequence[SampleRequest]) -> UsefulGroups | None:
-        """What replaces groups of equal rewards; None where none are."""
-        algorithm, rollout = self.config.algorithm, self.config.rollout
-        if not algorithm.dynamic_sampling:
-            return None
-        return UsefulGroups(
-            lambda: self.cursor.next_requests(1, rollout.samples_per_prompt, self.sampling),
-            requests,
-            max_extra=round(algorithm.max_extra_groups * rollout.prompts_per_iteration),
-            metric=algorithm.dynamic_sampling_metric,
         )
 
 
@@ -227,7 +207,7 @@ def _make_generation(plan: RunPlan, made: _Placed) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "scheduler": scheduler,
         "generation": generation,
-        "rewards": _rewards(plan, made, episodes),
+        "rewards": _rewards(plan, made),
         "episodes": episodes,
         "target": load_and_put(config.models.target, "target", config.models),
         "draft": first_draft(plan.models.drafts),
@@ -237,7 +217,8 @@ def _make_generation(plan: RunPlan, made: _Placed) -> dict[str, Any]:
 
 def _bring_up_generation(system: GeneratingSystem) -> None:
     start_timeout_s = system.config.cluster.start_timeout_s
-    system.rewards.prove(timeout_s=start_timeout_s)
+    if system.rewards is not None:
+        system.rewards.prove(timeout_s=start_timeout_s)
     if system.episodes is not None:
         system.episodes.prove(timeout_s=start_timeout_s)
     system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
@@ -255,10 +236,10 @@ def _bring_up(system: System) -> None:
     system.trainers.confirm_loaded()
 
 
-def _rewards(plan: RunPlan, made: _Placed, episodes: Episodes | None) -> RewardPool[Scored] | EpisodeRewards:
+def _rewards(plan: RunPlan, made: _Placed) -> RewardPool[Scored] | None:
     cluster, reward, time_told = plan.config.cluster, plan.reward, plan.config.run.template_time
-    if episodes is not None and reward.kind == "environment":
-        return EpisodeRewards(episodes)
+    if reward.kind == "environment":
+        return None
 
     def make(actor: int, number: int) -> Handle:
         where = made.topology.reward[actor]

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlhfspec.core.errors import ConfigError
-from rlhfspec.policies.pipelining.free_admission import FreeAdmission
-from rlhfspec.policies.pipelining.phase_plan import PhasePlan
 from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
 from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
 from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
+from rlhfspec.policies.schedule.free import FreeAdmission
+from rlhfspec.policies.schedule.recorded import PhasePlan
 from rlhfspec.policies.simulate.analytic_instance import Speculation, last_step_tokens, prompt_cost
 from rlhfspec.policies.simulate.compare import least_finish_s
 from rlhfspec.policies.simulate.described_cluster import DescribedCluster

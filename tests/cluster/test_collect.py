@@ -1,4 +1,4 @@
-"""Collecting one iteration, over a scheduler and a reward pool made by hand. No Ray, no torch models."""
+"""The stream of rollouts, over a scheduler and a reward pool made by hand. No Ray, no torch models."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import pytest
 from made_moves import move
 
 from rlhfspec.actors.actor_messages import LostInstance, Taken
-from rlhfspec.cluster.run.collect import attend, collect
+from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.errors import RewardError, RlhfSpecError, WeightsError
 from rlhfspec.core.records import (
@@ -161,7 +161,7 @@ def system(*script: Taken, batch_size: int = 2) -> Any:
         generation=Generation(),
         tokenizer=TOKENIZER,
         target=SimpleNamespace(manifest=SimpleNamespace(weight_version=2)),
-        late_moves=[],
+        is_learning=False,
         config=SimpleNamespace(
             rollout=SimpleNamespace(max_staleness=0),
             reward=SimpleNamespace(batch_size=batch_size),
@@ -175,7 +175,7 @@ def taken(*indices: int, **fields: Any) -> Taken:
 
 
 def collected(made: Any, *indices: int, report: Any = None) -> Any:
-    return collect(made, [request(i) for i in indices], report or Report())
+    return RolloutStream(made, report or Report()).collect([request(i) for i in indices])
 
 
 def test_rollouts_come_by_sample_index_with_their_own_prompt_text_and_reward():
@@ -223,11 +223,12 @@ def test_moves_and_planning_are_those_of_this_iteration():
 def test_what_is_told_between_two_rollouts_is_kept_and_a_completion_then_is_a_fault():
     made = system()
     made.scheduler.script = [Taken(moves=(move("0-0"),)), Taken(moves=(move("0-1"),)), taken(0), taken(1)]
-    attend(made, Report())
-    found = collected(made, 0)
-    assert [record.order.move_id for record in found.moves] == ["0-0", "0-1"] and not made.late_moves
+    stream: Any = RolloutStream(made, Report())  # pyright: ignore[reportArgumentType]
+    stream.attend()
+    found = stream.collect([request(0)])
+    assert [record.order.move_id for record in found.moves] == ["0-0", "0-1"]
     with pytest.raises(RlhfSpecError, match="1 samples were completed while the loop waited"):
-        attend(made, Report())
+        stream.attend()
 
 
 def test_a_lost_instance_is_replaced_once():
@@ -281,10 +282,9 @@ def test_samples_without_a_reward_leave_the_iteration_with_a_count_and_their_rea
 def test_an_iteration_without_any_reward_is_an_error():
     made = system(taken(0, 1))
     made.rewards = Rewards(refused=[0, 1])
-    with pytest.raises(
-        RewardError, match=r"none of the 2 samples of the iteration could be scored.*is refused"
-    ):
-        collected(made, 0, 1)
+    with pytest.raises(RewardError, match="none of the 2 samples could be scored"):
+        collected(made, 0, 1, report=(report := Report()))
+    assert report.notes == ["skipped: sample 0 is refused", "skipped: sample 1 is refused"]
 
 
 def test_an_episode_is_scored_by_the_policys_own_words():

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhfspec.cluster.run.dynamic_sampling import UsefulGroups
 from rlhfspec.core.errors import ConfigError, NumericsError
 from rlhfspec.core.metrics import require_declared
 from rlhfspec.core.records import (
@@ -20,6 +19,7 @@ from rlhfspec.core.records import (
     SamplingParams,
     WeightSpan,
 )
+from rlhfspec.policies.schedule.in_turns import UsefulGroups
 
 SIZE = 2
 

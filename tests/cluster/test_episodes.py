@@ -1,6 +1,5 @@
 """Episodes: environments are reset with the data set's prompt, failed ones leave the batch, parts are kept."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,46 +78,45 @@ def completion(text: str, key: SampleKey) -> Completion:
     )
 
 
-def begun(on_error: str = "fail") -> tuple[Episodes, Pool, SimpleNamespace, list[SampleRequest]]:
+def begun(on_error: str = "fail") -> tuple[Episodes, Pool, list[SampleRequest]]:
     pool, queued = Pool(), []
     episodes = Episodes(config(on_error), TOKENIZER, pool)  # type: ignore[arg-type]
-    queue = SimpleNamespace(enqueue=queued.extend)
     episodes.begin([request()])
-    return episodes, pool, queue, queued
+    return episodes, pool, queued
 
 
 def test_an_environment_is_always_reset_with_the_data_sets_prompt():
-    episodes, pool, queue, queued = begun()
+    episodes, pool, queued = begun()
     pool.answers = ["more"]
-    episodes.advance([], queue)
+    episodes.advance([], queued.extend)
     assert queued[0].prompt.text == "askmore"
-    episodes.advance([completion("a", queued[0].key)], queue)
+    episodes.advance([completion("a", queued[0].key)], queued.extend)
     assert [prompt.text for _, prompt in pool.asked] == ["ask", "ask"]
 
 
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_a_failed_episode_may_leave_the_batch_and_is_counted(at):
-    episodes, pool, queue, queued = begun("skip")
+    episodes, pool, queued = begun("skip")
     ended: list[Completion] = []
     if at == "step":
         pool.answers = [None]
-        episodes.advance([], queue)
+        episodes.advance([], queued.extend)
         ended = [completion("a", queued[0].key)]
     pool.answers = [EpisodeError("broke")]
-    assert episodes.advance(ended, queue) == []
+    assert episodes.advance(ended, queued.extend) == []
     ((skipped, unscored),) = episodes.skipped()
     assert skipped.key == request().key and unscored.reason == "broke" and episodes.skipped() == []
     assert pool.forgotten == [skipped.key] and episodes.figures()["environment/num_failed"] == 1.0
 
 
 def test_parts_of_the_steps_are_summed_and_kept_with_the_reward():
-    episodes, pool, queue, queued = begun()
+    episodes, pool, queued = begun()
     pool.answers = [None]
-    episodes.advance([], queue)
+    episodes.advance([], queued.extend)
     pool.answers = [Step("b", reward=0.5, parts={"correct": 0.0, "calls": 1.0})]
-    episodes.advance([completion("a", queued[0].key)], queue)
+    episodes.advance([completion("a", queued[0].key)], queued.extend)
     pool.answers = [Step(reward=1.0, done=True, parts={"correct": 1.0, "calls": 1.0})]
-    ((asked, whole, _),) = episodes.advance([completion("abc", queued[1].key)], queue)
+    ((asked, whole, _),) = episodes.advance([completion("abc", queued[1].key)], queued.extend)
     assert asked.key == whole.key
     reward = episodes.reward(whole.key)
     assert reward.value == 1.5 and reward.parts == {"correct": 1.0, "calls": 2.0, "num_turns": 2.0}

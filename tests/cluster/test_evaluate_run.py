@@ -15,6 +15,7 @@ from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import running_system
 from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.config import Config
@@ -73,7 +74,7 @@ def run(made: Config, folder: Path, namespace: str) -> Ended:
         train(system, run_dir, report)
         if plan.inputs.evaluation is not None:
             requests = evaluation_requests(plan.inputs.evaluation, asking=900)
-            again = evaluate(system, requests, report).collected.rollouts
+            again = evaluate(RolloutStream(system, report), requests).collected.rollouts
         checksum = system.target.manifest.checksum
     return Ended(run_dir=run_dir, checksum=checksum, again=again, notes=report.notes)
 

@@ -19,7 +19,7 @@ from rlhfspec.cluster.observe.console import PipeConsole, Reporter
 from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
 from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
-from rlhfspec.cluster.run.collect import Collected
+from rlhfspec.cluster.run.stream import Collected
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.records import UpdateReport

@@ -25,8 +25,8 @@ from rlhfspec.cluster.observe.summary import STEP_PARTS
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.proof.verify_run import verify_run
-from rlhfspec.cluster.run.collect import collect
 from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import System, running_system
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
@@ -282,13 +282,13 @@ def test_an_instance_killed_mid_iteration_loses_no_sample_and_changes_none(train
     system = trained.system
     requests = system.cursor.next_requests(LATE_SAMPLES, 1, system.sampling)
     killer = kill_when_busy(system)
-    disturbed = collect(system, requests, Reporter())
+    disturbed = RolloutStream(system, Reporter()).collect(requests)
     killer.join(timeout=60)
     deadline_s = time.monotonic() + 300.0
     while sorted(system.generation.instances) != ["gen-0-r1", "gen-1"]:
         # the replacement starts beside the run, which may be done before
         assert time.monotonic() < deadline_s
-        collect(system, [], Reporter())
+        RolloutStream(system, Reporter()).collect([])
         time.sleep(0.1)
     assert any(rollout.completion.epoch > 0 for rollout in disturbed.rollouts)
     undisturbed = alone(config, trained.run_dir.checkpoint_dir("target"), requests)
@@ -341,7 +341,7 @@ def test_a_scheduler_killed_mid_iteration_is_replaced_and_changes_no_sample(trai
     requests = system.cursor.next_requests(LATE_SAMPLES, 1, system.sampling)
     killer = SchedulerKiller(system)
     before = system.scheduler.stats
-    disturbed = collect(system, requests, killer)
+    disturbed = RolloutStream(system, killer).collect(requests)
     assert killer.killed_at is not None
     (note,) = killer.notes
     assert note.startswith("scheduler died") and "scheduler-r1 takes its place" in note

@@ -17,8 +17,8 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
-from rlhfspec.cluster.run.collect import collect
 from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import System, running_system
 from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.config import Config
@@ -159,7 +159,7 @@ def test_a_version_of_the_draft_model_goes_with_each_of_the_target(trained, tiny
 def test_a_dead_trainer_is_named_by_whoever_waits_for_the_group(trained):
     system = trained.system
     requests = system.cursor.next_requests(GROUPS, SIZE, system.sampling)
-    batch = collect(system, requests, Reporter()).rollouts
+    batch = RolloutStream(system, Reporter()).collect(requests).rollouts
     ray.kill(ray.get_actor("trainer-1", namespace=NAMESPACE))
     with pytest.raises(InstanceLost, match="trainer-1 died while the loop waited for 'update"):
         system.trainers.update(batch)

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import ray
+from loop_hooks import before_updates
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
-from rlhfspec.cluster.run import iterations
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system
 from rlhfspec.core.config import Config
@@ -142,15 +142,13 @@ def test_idle_instances_train_the_head_and_no_token_is_another(
 def test_an_instance_that_is_killed_while_it_trains_is_replaced_and_no_token_is_another(
     run: Callable[..., Ran], frozen: Ran, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really, killed = iterations.collect, []
+    killed = []
 
-    def collect_and_kill(system: System, *arguments: Any) -> Any:
-        collected = really(system, *arguments)
+    def strike(system: System) -> None:
         if system.target.manifest.weight_version == 1 and not killed:
             killed.append(kill_a_training_one(system))
-        return collected
 
-    monkeypatch.setattr(iterations, "collect", collect_and_kill)
+    before_updates(monkeypatch, strike)
     survived = run("on")
     assert killed and any(killed[0] in note for note in survived.notes)
     same(survived, frozen)

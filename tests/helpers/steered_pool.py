@@ -14,7 +14,7 @@ from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
-from rlhfspec.cluster.run.collect import attend, collect
+from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import GeneratingSystem, running_generation
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
@@ -69,6 +69,7 @@ class SteeredPool(Reporter):
         self.cursor = PromptCursor(plan.inputs.dataset, run_seed=self.config.run.seed, shuffle=True)
         with running_generation(plan, session, note=self.notes.append) as system:
             self.system: GeneratingSystem = system
+            self.stream = RolloutStream(system, self)  # pyright: ignore[reportArgumentType]
             yield self
 
     def resize(self, target: int) -> None:
@@ -85,7 +86,7 @@ class SteeredPool(Reporter):
     ) -> list[Rollout]:
         self.at = at
         try:
-            return collect(self.system, asked, self).rollouts
+            return self.stream.collect(asked).rollouts
         finally:
             self.at = lambda done: None
 
@@ -94,7 +95,7 @@ class SteeredPool(Reporter):
         ends_s = time.monotonic() + LIMIT_S
         while not ready():
             assert time.monotonic() < ends_s, self.notes
-            attend(self.system, self)
+            self.stream.attend()
             time.sleep(0.02)
 
     @property

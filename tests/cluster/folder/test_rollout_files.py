@@ -1,4 +1,4 @@
-"""Rollout buffer, Parquet files and iteration figures, on hand-made rollouts."""
+"""Order and age of rollouts, Parquet files and iteration figures, on hand-made rollouts."""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -7,7 +7,6 @@ import pytest
 from rlhfspec.actors.actor_messages import LoadedWeights
 from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
-from rlhfspec.cluster.run.rollout_buffer import RolloutBuffer
 from rlhfspec.cluster.weights.publish import confirm
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.errors import WeightsError
@@ -22,6 +21,7 @@ from rlhfspec.core.records import (
     WeightSpan,
 )
 from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.policies.schedule.rollout_schedule import in_order, require_fresh
 
 
 def rollout(index: int, *, reward: float = 1.0, tokens: int = 2, version: int = 3, **parts: float) -> Rollout:
@@ -48,25 +48,15 @@ def rollout(index: int, *, reward: float = 1.0, tokens: int = 2, version: int = 
     )
 
 
-def test_the_buffer_gives_rollouts_out_by_sample_index_and_is_empty_then():
-    buffer = RolloutBuffer(max_staleness=0)
-    for index in (5, 1, 3):
-        buffer.add(rollout(index), weight_version=3)
-    assert [r.completion.key.sample_index for r in buffer.drain()] == [1, 3, 5]
-    assert len(buffer) == 0
+def test_rollouts_are_put_in_order_by_sample_index():
+    ordered = in_order([rollout(index) for index in (5, 1, 3)])
+    assert [r.completion.key.sample_index for r in ordered] == [1, 3, 5]
 
 
 @pytest.mark.parametrize("trainer_version", [2, 4])
-def test_the_buffer_refuses_what_other_weights_have_sampled(trainer_version):
+def test_what_other_weights_have_sampled_is_refused(trainer_version):
     with pytest.raises(WeightsError, match="sample 1 holds tokens of weight version 3 from gen-0"):
-        RolloutBuffer(max_staleness=0).add(rollout(1), weight_version=trainer_version)
-
-
-def test_the_buffer_refuses_a_sample_twice():
-    buffer = RolloutBuffer(max_staleness=0)
-    buffer.add(rollout(1), weight_version=3)
-    with pytest.raises(WeightsError, match="twice"):
-        buffer.add(rollout(1), weight_version=3)
+        require_fresh(rollout(1), weight_version=trainer_version, max_staleness=0)
 
 
 def test_rollouts_read_back_from_parquet_as_they_were(tmp_path):

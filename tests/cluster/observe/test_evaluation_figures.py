@@ -79,6 +79,7 @@ def test_a_metric_that_the_rewards_do_not_have_gives_way_and_is_told():
     parts: Any = (
         SimpleNamespace(config=SimpleNamespace(evaluation=settings)),
         None,
+        None,
         SimpleNamespace(note=notes.append),
         None,
     )

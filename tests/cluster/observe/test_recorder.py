@@ -17,7 +17,7 @@ from rlhfspec.cluster.observe import recorder as recorder_module
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.timeline import write_kept_trace
-from rlhfspec.cluster.run.collect import Collected
+from rlhfspec.cluster.run.stream import Collected
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.errors import ConfigError
 

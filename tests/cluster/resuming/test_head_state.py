@@ -24,6 +24,7 @@ from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, s
 from rlhfspec.engine.drafters.head.published_head import pack_head
 from rlhfspec.engine.weights.chunks import pack_weights
 from rlhfspec.engine.weights.loading import load_tokenizer
+from rlhfspec.policies.schedule.in_turns import InTurns
 from tests.conftest import TinyPair
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
@@ -96,7 +97,7 @@ def test_a_resumed_run_drafts_with_the_head_of_its_state(run_dir: RunDir, config
     learned = random_head(tiny_llama(), draft_vocab_size=7, seed=8)
     state = keep(run_dir, system_of(config, published(learned, 3)))
     again = system_of(config, published(random_head(tiny_llama(), draft_vocab_size=7, seed=1), 0))
-    taking_up.take_up(again, state)
+    taking_up.take_up(again, state, InTurns(list))
     assert again.draft.manifest == published(learned, 3).manifest
     assert [one.manifest.model for one in again.sent] == ["target", "draft"]
 
@@ -108,7 +109,7 @@ def test_a_run_that_drafted_otherwise_before_begins_with_the_head_that_the_confi
     model = PublishedWeights(manifest=manifest, chunk_refs=tuple(chunks))
     state = keep(run_dir, system_of(config, model))
     again = system_of(config, published(random_head(tiny_llama(), seed=1), 0))
-    taking_up.take_up(again, state)
+    taking_up.take_up(again, state, InTurns(list))
     assert again.draft.manifest.weight_version == 0 and [one.manifest.model for one in again.sent] == [
         "target"
     ]
@@ -123,7 +124,7 @@ def test_a_run_that_drafted_with_a_head_before_begins_with_the_model_that_the_co
     )
     manifest, chunks = pack_weights(tiny_llama(), name="draft", weight_version=0)
     again = system_of(by_model, PublishedWeights(manifest=manifest, chunk_refs=tuple(chunks)))
-    taking_up.take_up(again, state)
+    taking_up.take_up(again, state, InTurns(list))
     assert again.draft.manifest.weight_version == 0 and [one.manifest.model for one in again.sent] == [
         "target"
     ]
@@ -133,7 +134,7 @@ def test_a_state_whose_head_is_another_is_refused(run_dir: RunDir, config: Confi
     state = keep(run_dir, system_of(config, published(random_head(tiny_llama(), seed=8), 3)))
     save_head(state.head_folder, random_head(tiny_llama(), seed=9))
     with pytest.raises(StorageError, match="expected draft version 3 with checksum"):
-        taking_up.take_up(system_of(config, published(random_head(tiny_llama()), 0)), state)
+        taking_up.take_up(system_of(config, published(random_head(tiny_llama()), 0)), state, InTurns(list))
 
 
 def test_a_checkpoint_of_a_head_is_one_that_others_load(run_dir: RunDir, config: Config) -> None:

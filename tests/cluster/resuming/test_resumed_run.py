@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import ray
+from loop_hooks import before_updates
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.run import iterations
 from rlhfspec.cluster.system.system import System
 from rlhfspec.core.checkpoint_manifest import state_folders
 from rlhfspec.core.metrics import read_metrics
@@ -107,16 +107,14 @@ def test_a_run_that_is_cut_off_and_loses_its_trainer_ends_as_the_one_left_alone(
     finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = cut_off(finished, tmp_path / "cut", after=1)
-    really, killed = iterations.collect, []
+    killed = []
 
-    def collect_and_kill(system: System, *args):
-        collected = really(system, *args)
+    def strike(system: System) -> None:
         if system.target.manifest.weight_version == 2 and not killed:
             killed.append(system.trainers.first_name)
             ray.kill(system.trainers.first)
-        return collected
 
-    monkeypatch.setattr(iterations, "collect", collect_and_kill)
+    before_updates(monkeypatch, strike)
     assert main(["train", "--resume", str(cut.path)]) == 0
     out = capsys.readouterr().out
     assert "resumed after iteration 1 of 3" in out
@@ -206,17 +204,15 @@ def test_one_trainer_of_two_that_freezes_before_there_is_a_state_makes_the_run_b
     file = write_config(tmp_path, tiny_pair, "iterations: 3, state_every: 0", **(case | {"cluster": cluster}))
     assert main(["train", "--config", str(file)]) == 0
     (alone,) = (RunDir(path=path) for path in (tmp_path / "runs").iterdir())
-    really, frozen = iterations.collect, []
+    frozen = []
 
-    def collect_and_freeze(system: System, *args):
-        collected = really(system, *args)
+    def strike(system: System) -> None:
         if system.target.manifest.weight_version == 1 and not frozen:
             trainer = system.trainers.handles["trainer-1"]
             frozen.append(ray.get(trainer.__ray_call__.remote(lambda _: os.getpid())))
             os.kill(frozen[0], signal.SIGSTOP)
-        return collected
 
-    monkeypatch.setattr(iterations, "collect", collect_and_freeze)
+    before_updates(monkeypatch, strike)
     assert main(["train", "--config", str(file)]) == 0
     out = capsys.readouterr().out
     assert "trainer-1 was lost: trainer-1 gave no sign of life for 1" in out
@@ -229,15 +225,12 @@ def test_a_process_whose_run_another_has_taken_ends_and_writes_nothing_more(
     finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = cut_off(finished, tmp_path / "cut", after=1)
-    really = iterations.collect
 
-    def collect_and_lose(system: System, *args):
-        collected = really(system, *args)
+    def strike(system: System) -> None:
         if system.target.manifest.weight_version == 2:
             assert (other := RunDir.open(cut.path)).owner.claim(after=other.owner.last())
-        return collected
 
-    monkeypatch.setattr(iterations, "collect", collect_and_lose)
+    before_updates(monkeypatch, strike)
     assert main(["train", "--resume", str(cut.path)]) == 1
     assert f"was taken up by process {os.getpid()} on " in capsys.readouterr().err
     assert cut.rollouts_file(1).exists() and not cut.rollouts_file(2).exists()

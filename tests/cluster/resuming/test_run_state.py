@@ -23,12 +23,12 @@ from rlhfspec.cluster.resume.resumed_run import newest_run, open_run, take_over
 from rlhfspec.cluster.resume.rewind import rewind
 from rlhfspec.cluster.resume.run_state import EvaluationMarks, RunState, last_state
 from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper, state_tree
-from rlhfspec.cluster.run.pipeline import InFlight
 from rlhfspec.core.checkpoint_manifest import write_manifest
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict, config_text
 from rlhfspec.core.errors import ConfigError, RunTaken
 from rlhfspec.core.records import SampleKey
+from rlhfspec.policies.schedule.rollout_schedule import InFlight
 
 STAMP = "20260101-120000"
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.pipelining.free_admission import FreeAdmission
 from rlhfspec.policies.reallocation.no_moves import NoMoves
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from rlhfspec.policies.schedule.free import FreeAdmission
 from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
 from rlhfspec.policies.simulate.described_cluster import describe
 from rlhfspec.policies.simulate.rollout_player import FreeRun, joined, phase_samples

@@ -7,7 +7,6 @@ off and resumed from a state with samples in flight.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import yaml
+from loop_hooks import before_updates, beside_updates
 
+from rlhfspec.actors.workers.reward_actors import RewardPool
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.proof.verify_run import verify_run
-from rlhfspec.cluster.run import iterations
-from rlhfspec.cluster.run.collect import Collected
-from rlhfspec.cluster.run.counted_pipeline import CountedPipeline
+from rlhfspec.cluster.run.stream import Collected, RolloutStream
+from rlhfspec.cluster.run.update import Update
 from rlhfspec.cluster.system.system import System
 from rlhfspec.core.checkpoint_manifest import state_folders
 from rlhfspec.core.config import Config
@@ -37,7 +37,7 @@ from rlhfspec.learning.data.prompts import load_prompts, sampling_params
 from rlhfspec.learning.rewards.reward_function import build_reward
 from rlhfspec.learning.rewards.written_text import response_text
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.policies.pipelining.phase_plan import PhasePlan
+from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
 from tests.conftest import TinyPair
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -100,18 +100,18 @@ def in_one_process(config: Config) -> tuple[list[list[Rollout]], str]:
         max_new_tokens=TOKENS,
         num_iterations=config.run.iterations,
     )
-    pipeline = CountedPipeline(plan, lambda: cursor.next_requests(SAMPLES, 1, sampling))
+    schedule = Recorded(plan, lambda: cursor.next_requests(SAMPLES, 1, sampling))
     batches = []
     for phase in range(-1, config.run.iterations):
         if phase >= 0:
-            batches.append(pipeline.take(phase))
-        for completion in engine.generate(pipeline.begin(phase)):
-            if (one := pipeline.whole(completion)) is not None:
+            batches.append(schedule.take(phase))
+        for completion in engine.generate(schedule.begin(phase)):
+            if (one := schedule.whole(completion)) is not None:
                 request, done = one
                 text = response_text(tokenizer, done)
                 (value,) = reward.score([request.prompt], [text])
                 rollout = Rollout(prompt=request.prompt, completion=done, response_text=text, reward=value)
-                pipeline.ended(done.key, rollout)
+                schedule.ended(done.key, rollout)
         if phase >= 0:
             learner.update(batches[-1], recompute_old=True)
             manifest, chunks = pack_weights(
@@ -129,62 +129,47 @@ def train(config: dict, folder: Path) -> RunDir:
     return RunDir.open(path)
 
 
-def kill_an_instance(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[..., Collected], list[str]]:
-    """Kill gen-1 once it decodes from version 1; what collects otherwise, and who was killed."""
-    really, killed = iterations.collect, list[str]()
+def kill_an_instance(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kill gen-1 once it decodes from version 1; who was killed."""
+    killed, before = list[str](), dict[Update, int]()
 
-    def collect_and_kill(system: System, requests, report, **more):
-        look, before = more.pop("meanwhile", None), system.scheduler.stats.num_emitted_tokens
+    def look(update: Update, system: System) -> None:
+        emitted = system.scheduler.stats.num_emitted_tokens
+        has_begun = emitted > before.setdefault(update, emitted)
+        if system.target.manifest.weight_version == 1 and has_begun and not killed:
+            killed.append("gen-1")
+            ray.kill(system.generation.instances["gen-1"])
 
-        def meanwhile() -> None:
-            if look is not None:
-                look()
-            has_begun = system.scheduler.stats.num_emitted_tokens > before
-            if system.target.manifest.weight_version == 1 and has_begun and not killed:
-                killed.append("gen-1")
-                ray.kill(system.generation.instances["gen-1"])
-
-        return really(system, requests, report, meanwhile=meanwhile, **more)
-
-    monkeypatch.setattr(iterations, "collect", collect_and_kill)
-    return really, killed
+    beside_updates(monkeypatch, look)
+    return killed
 
 
 def delay_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rewards come only while an update waits for them: every version comes before those of its phase."""
-    really, waiting = iterations.collect, [lambda: False]
+    really, waiting = RolloutStream.phase, [lambda: False]
 
-    def collect_late(system: System, requests, report, **more):
-        receive, waiting[0] = type(system.rewards).collect, more["awaits_rewards"] or waiting[0]
-        system.rewards.collect = lambda *, wait_s: (
-            receive(system.rewards, wait_s=wait_s) if waiting[0]() else []
-        )
-        return really(system, requests, report, **more)
+    def phase(stream: RolloutStream, schedule, number=0, *, beside=None, **more) -> Collected:
+        rewards = stream._system.rewards
+        receive, waiting[0] = type(rewards).collect, waiting[0] if beside is None else beside.awaits_rewards
+        rewards.collect = lambda *, wait_s: receive(rewards, wait_s=wait_s) if waiting[0]() else []
+        return really(stream, schedule, number, beside=beside, **more)
 
-    monkeypatch.setattr(iterations, "collect", collect_late)
+    monkeypatch.setattr(RolloutStream, "phase", phase)
 
 
 @pytest.mark.long
 def test_rewards_that_are_lost_beside_an_update_cost_no_iteration(
     local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    really = iterations.collect
+    receive, learning = RewardPool.collect, list[System]()
 
-    def collect_until_lost(system: System, requests, report, **more):
-        receive = system.rewards.collect
+    def receive_or_lose(rewards: RewardPool, *, wait_s: float):
+        if learning and learning[0].is_learning and learning[0].target.manifest.weight_version == 1:
+            raise RewardServerLost("the reward server does not answer")
+        return receive(rewards, wait_s=wait_s)
 
-        def receive_or_lose(*, wait_s: float):
-            if system.is_learning and system.target.manifest.weight_version == 1:
-                raise RewardServerLost("the reward server does not answer")
-            return receive(wait_s=wait_s)
-
-        system.rewards.collect = receive_or_lose
-        try:
-            return really(system, requests, report, **more)
-        finally:
-            system.rewards.collect = receive
-
-    monkeypatch.setattr(iterations, "collect", collect_until_lost)
+    before_updates(monkeypatch, lambda system: learning.insert(0, system))
+    monkeypatch.setattr(RewardPool, "collect", receive_or_lose)
     config = tree(tiny_pair, tmp_path)
     config["run"]["state_every"] = 10
     config["evaluation"] = {"every": 1, "at_start": False, "data": {"task": "chain", "limit": 2}}
@@ -196,7 +181,6 @@ def test_rewards_that_are_lost_beside_an_update_cost_no_iteration(
     assert "2 iterations are finished; go on with `rlhfspec train --resume" in said.out + said.err
     (path,) = (tmp_path / "runs").iterdir()
     assert [folder.name for folder in state_folders(path / "checkpoints")] == ["state_0002"]
-    monkeypatch.setattr(iterations, "collect", really)
     assert main(["train", "--resume", str(path)]) == 0
     _, checksum = in_one_process(config_from_dict(config))
     assert f"parameter checksum {checksum} (weight version {ITERATIONS})" in capsys.readouterr().out
@@ -206,7 +190,7 @@ def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
     local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     delay_rewards(monkeypatch)
-    really, killed = kill_an_instance(monkeypatch)
+    killed = kill_an_instance(monkeypatch)
     run = train(tree(tiny_pair, tmp_path), tmp_path)
     assert killed
     batches, checksum = in_one_process(config_from_dict(tree(tiny_pair, tmp_path)))
@@ -230,7 +214,6 @@ def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
     assert proof.holds and proof.num_regenerated == ITERATIONS * SAMPLES
     assert all("time/update_hidden_s" in row for row in read_metrics(run.metrics_file))
 
-    monkeypatch.setattr(iterations, "collect", really)
     cut = shutil.copytree(run.path, tmp_path / "cut")
     for folder in state_folders(cut / "checkpoints"):
         if folder.name > "state_0001":

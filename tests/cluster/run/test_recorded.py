@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhfspec.cluster.run.counted_pipeline import CountedPipeline
 from rlhfspec.cluster.run.in_flight_files import read_in_flight, write_in_flight
 from rlhfspec.core.errors import DataError, RewardError, WeightsError
 from rlhfspec.core.records import (
@@ -23,7 +22,7 @@ from rlhfspec.core.records import (
     SamplingParams,
     WeightSpan,
 )
-from rlhfspec.policies.pipelining.phase_plan import PhasePlan
+from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
 from rlhfspec.policies.scheduling.open_samples import is_whole
 
 
@@ -90,23 +89,23 @@ def scored(completion: Completion) -> Rollout:
 
 
 def play_phase(
-    pipeline: CountedPipeline,
+    schedule: Recorded,
     phase: int,
     lengths: list[int],
     chance: random.Random,
     late: list[Completion] | None = None,
 ) -> int:
     """Let the samples of a phase end in any order; how many there were. Some rewards are `late`."""
-    requests = pipeline.begin(phase)
+    requests = schedule.begin(phase)
     assert len({request.key for request in requests}) == len(requests)
     for request in chance.sample(requests, len(requests)):
         length = lengths[request.key.sample_index]
-        whole = pipeline.whole(
+        whole = schedule.whole(
             decoded(
                 request,
                 length=length,
-                version=pipeline.plan.weight_version(phase),
-                longest=pipeline.plan.max_new_tokens,
+                version=schedule.plan.weight_version(phase),
+                longest=schedule.plan.max_new_tokens,
             )
         )
         if whole is not None:
@@ -115,20 +114,18 @@ def play_phase(
             if late is not None and chance.random() < 0.5:
                 late.append(completion)
             else:
-                pipeline.ended(completion.key, scored(completion))
+                schedule.ended(completion.key, scored(completion))
     return len(requests)
 
 
-def score_until_there(
-    pipeline: CountedPipeline, batch: int, late: list[Completion], chance: random.Random
-) -> None:
+def score_until_there(schedule: Recorded, batch: int, late: list[Completion], chance: random.Random) -> None:
     """Let late rewards come, in any order, until a batch is there."""
     chance.shuffle(late)
-    while not pipeline.has(batch):
+    while not schedule.has(batch):
         with pytest.raises(WeightsError, match="whole or not scored"):
-            pipeline.take(batch)
+            schedule.take(batch)
         completion = late.pop()
-        pipeline.ended(completion.key, scored(completion))
+        schedule.ended(completion.key, scored(completion))
 
 
 def test_random_schedules_keep_every_promise() -> None:
@@ -142,26 +139,26 @@ def test_random_schedules_keep_every_promise() -> None:
         )
         lengths = [chance.randint(1, tokens) for _ in range(iterations * size)]
         cursor, learned, late = Cursor(size, tokens), [], list[Completion]()
-        pipeline = CountedPipeline(plan, cursor)
+        schedule = Recorded(plan, cursor)
         for iteration in range(iterations):
-            assert pipeline.needs_filling(iteration) == (iteration == 0), "late rewards are no reason to"
+            assert schedule.needs_filling(iteration) == (iteration == 0), "late rewards are no reason to"
             if iteration == 0:
-                play_phase(pipeline, -1, lengths, chance, late)
-            score_until_there(pipeline, iteration, late, chance)
-            batch = pipeline.take(iteration)
+                play_phase(schedule, -1, lengths, chance, late)
+            score_until_there(schedule, iteration, late, chance)
+            batch = schedule.take(iteration)
             learned += [rollout.completion.key.sample_index for rollout in batch]
             for rollout in batch:
                 versions = [span.weight_version for span in rollout.completion.weight_spans]
                 assert versions == sorted(set(versions)) and versions[-1] <= iteration
                 assert iteration - versions[0] <= staleness
                 assert plan.weight_load == "reprefill" or len(versions) == 1
-            play_phase(pipeline, iteration, lengths, chance, late)
-            held = pipeline.in_flight()
+            play_phase(schedule, iteration, lengths, chance, late)
+            held = schedule.in_flight()
             assert held.unscored.keys() == {completion.key for completion in late}
             in_flight = len(held.open_samples) + len(late) + sum(len(ready) for ready in held.ready.values())
             assert in_flight <= plan.lag * size
         assert learned == list(range(iterations * size))
-        assert cursor.given == iterations * size and not pipeline.num_open and not pipeline.num_unscored
+        assert cursor.given == iterations * size and not schedule.num_open and not schedule.num_unscored
 
 
 def test_a_response_is_cut_at_equal_shares_of_the_longest() -> None:
@@ -169,77 +166,86 @@ def test_a_response_is_cut_at_equal_shares_of_the_longest() -> None:
     assert plan.lag == 2 and plan.share == 5
     assert list(plan.batches(-1)) == [0, 1] and list(plan.batches(1)) == [2, 3] and not plan.batches(3)
     assert [plan.limit(0, -1), plan.limit(1, -1), plan.limit(1, 0), plan.limit(2, 0)] == [9, 5, 9, 5]
-    pipeline = CountedPipeline(plan, Cursor(1, 9))
-    play_phase(pipeline, -1, [9] * 4, random.Random(0))
-    pipeline.take(0)
-    play_phase(pipeline, 0, [9] * 4, random.Random(0))
-    pipeline.take(1)
-    play_phase(pipeline, 1, [9] * 4, random.Random(0))
-    (third,) = pipeline.take(2)
+    schedule = Recorded(plan, Cursor(1, 9))
+    play_phase(schedule, -1, [9] * 4, random.Random(0))
+    schedule.take(0)
+    play_phase(schedule, 0, [9] * 4, random.Random(0))
+    schedule.take(1)
+    play_phase(schedule, 1, [9] * 4, random.Random(0))
+    (third,) = schedule.take(2)
     spans = [(span.weight_version, span.first_position) for span in third.completion.weight_spans]
     assert spans == [(0, 0), (1, 5)]
 
 
 def test_a_stale_or_missing_sample_is_refused() -> None:
-    pipeline = CountedPipeline(plan_of(1, tokens=4, iterations=5), Cursor(1, 4))
-    (request,) = pipeline.begin(-1)
+    schedule = Recorded(plan_of(1, tokens=4, iterations=5), Cursor(1, 4))
+    (request,) = schedule.begin(-1)
     with pytest.raises(WeightsError, match="1 of its samples are not whole or not scored, sample 0"):
-        pipeline.take(0)
-    pipeline.ended(request.key, scored(decoded(request, length=4, version=3)))
+        schedule.take(0)
+    schedule.ended(request.key, scored(decoded(request, length=4, version=3)))
     with pytest.raises(WeightsError, match=r"weight version 3 .* trainer is at 0"):
-        pipeline.take(0)
+        schedule.take(0)
 
 
 def test_a_whole_response_that_waits_for_its_reward_is_not_asked_for_again() -> None:
-    pipeline = CountedPipeline(plan_of(2, tokens=9, iterations=4), Cursor(1, 9))
-    for request in pipeline.begin(-1):
-        pipeline.whole(decoded(request, length=3, version=0))
-    assert pipeline.num_unscored == 2 and not pipeline.num_open and not pipeline.num_cut
-    assert not pipeline.has(0) and not pipeline.needs_filling(0)
-    assert [request.key.sample_index for request in pipeline.begin(0)] == [2]
-    (first, second) = pipeline.in_flight().unscored.values()
+    schedule = Recorded(plan_of(2, tokens=9, iterations=4), Cursor(1, 9))
+    for request in schedule.begin(-1):
+        schedule.whole(decoded(request, length=3, version=0))
+    assert schedule.num_unscored == 2 and not schedule.num_open and not schedule.num_cut
+    assert not schedule.has(0) and not schedule.needs_filling(0)
+    assert [request.key.sample_index for request in schedule.begin(0)] == [2]
+    (first, second) = schedule.in_flight().unscored.values()
     assert first.so_far is not None and second.so_far is not None
-    pipeline.ended(second.request.key, scored(second.so_far))
-    assert not pipeline.has(0), "the other batch's reward does not help"
-    pipeline.ended(first.request.key, scored(first.so_far))
-    assert [rollout.completion.key for rollout in pipeline.take(0)] == [first.request.key]
+    schedule.ended(second.request.key, scored(second.so_far))
+    assert not schedule.has(0), "the other batch's reward does not help"
+    schedule.ended(first.request.key, scored(first.so_far))
+    assert [rollout.completion.key for rollout in schedule.take(0)] == [first.request.key]
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))
 @pytest.mark.parametrize("phase", [-1, 0])
 def test_what_is_whole_is_what_the_scheduler_takes_for_whole(reason: FinishReason, phase: int) -> None:
-    pipeline = CountedPipeline(plan_of(2, tokens=9, iterations=2), Cursor(1, 9))
-    pipeline.begin(-1)
-    request = pipeline.begin(phase)[-1]
+    schedule = Recorded(plan_of(2, tokens=9, iterations=2), Cursor(1, 9))
+    schedule.begin(-1)
+    request = schedule.begin(phase)[-1]
     assert request.is_cut_at_limit == (phase == -1)
     completion = replace(decoded(request, length=3, version=0), finish_reason=reason)
-    assert (pipeline.whole(completion) is not None) == is_whole(request, completion)
-    assert pipeline.num_unscored == is_whole(request, completion)
+    assert (schedule.whole(completion) is not None) == is_whole(request, completion)
+    assert schedule.num_unscored == is_whole(request, completion)
+
+
+def test_a_sample_that_is_completed_twice_is_refused() -> None:
+    schedule = Recorded(plan_of(1, tokens=4, iterations=1), Cursor(1, 4))
+    (request,) = schedule.begin(-1)
+    done = decoded(request, length=3, version=0)
+    assert schedule.whole(done) is not None
+    with pytest.raises(WeightsError, match="sample 0 was completed and is not open"):
+        schedule.whole(done)
 
 
 def test_a_sample_that_is_left_out_is_not_waited_for() -> None:
-    pipeline = CountedPipeline(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
-    first, second = pipeline.begin(-1)
-    pipeline.ended(first.key, None)
-    pipeline.ended(second.key, scored(decoded(second, length=3, version=0)))
-    assert [rollout.completion.key for rollout in pipeline.take(0)] == [second.key]
+    schedule = Recorded(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
+    first, second = schedule.begin(-1)
+    schedule.ended(first.key, None)
+    schedule.ended(second.key, scored(decoded(second, length=3, version=0)))
+    assert [rollout.completion.key for rollout in schedule.take(0)] == [second.key]
 
 
 def test_a_batch_without_any_reward_is_refused() -> None:
-    pipeline = CountedPipeline(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
-    for request in pipeline.begin(-1):
-        pipeline.ended(request.key, None)
+    schedule = Recorded(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
+    for request in schedule.begin(-1):
+        schedule.ended(request.key, None)
     with pytest.raises(RewardError, match="none of the samples of iteration 1 could be scored"):
-        pipeline.take(0)
+        schedule.take(0)
 
 
 def test_a_run_that_was_shortened_leaves_later_batches_where_they_are() -> None:
     long, short = (plan_of(3, tokens=9, iterations=n) for n in (9, 2))
-    pipeline = CountedPipeline(long, Cursor(1, 9))
-    play_phase(pipeline, -1, [9] * 9, random.Random(0))
-    again = CountedPipeline(short, Cursor(1, 9))
-    again.restore(pipeline.in_flight())
-    assert [request.key.sample_index for request in pipeline.begin(0)] == [1, 2, 3]
+    schedule = Recorded(long, Cursor(1, 9))
+    play_phase(schedule, -1, [9] * 9, random.Random(0))
+    again = Recorded(short, Cursor(1, 9))
+    again.restore(schedule.in_flight())
+    assert [request.key.sample_index for request in schedule.begin(0)] == [1, 2, 3]
     assert [request.key.sample_index for request in again.begin(0)] == [1]
 
 
@@ -251,11 +257,11 @@ class DataSet:
 def test_what_is_in_flight_is_read_back_as_it_was(tmp_path: Path) -> None:
     plan, lengths = plan_of(3, tokens=9, iterations=6), [9, 2, 7, 9, 5, 9, 9, 1, 4, 9, 9, 9]
     cursor = Cursor(2, 9)
-    pipeline, late = CountedPipeline(plan, cursor), list[Completion]()
-    play_phase(pipeline, -1, lengths, random.Random(1))
-    pipeline.take(0)
-    play_phase(pipeline, 0, lengths, random.Random(1), late)
-    before = pipeline.in_flight()
+    schedule, late = Recorded(plan, cursor), list[Completion]()
+    play_phase(schedule, -1, lengths, random.Random(1))
+    schedule.take(0)
+    play_phase(schedule, 0, lengths, random.Random(1), late)
+    before = schedule.in_flight()
     assert before.open_samples and any(before.ready.values()) and before.unscored
     write_in_flight(tmp_path / "in_flight", before)
     prompts = [Prompt(prompt_id=i, token_ids=np.array([i + 1]), fields={"kept": i}) for i in range(12)]
@@ -275,27 +281,27 @@ def test_what_is_in_flight_is_read_back_as_it_was(tmp_path: Path) -> None:
         key: (one.batch, str(one.so_far)) for key, one in before.unscored.items()
     }
     # both go on to the same batches; what was not scored is scored again
-    again = CountedPipeline(plan, Cursor(2, 9))
+    again = Recorded(plan, Cursor(2, 9))
     again.restore(after)
     assert not again.has(1) and not again.needs_filling(1)
     unsent = [completion for _, completion in again.unsent()]
     assert {one.key for one in unsent} == before.unscored.keys() and not again.unsent()
-    for each, theirs in ((pipeline, late), (again, unsent)):
+    for each, theirs in ((schedule, late), (again, unsent)):
         for completion in theirs:
             each.ended(completion.key, scored(completion))
         each.take(1)
-    play_phase(pipeline, 1, lengths, random.Random(2))
+    play_phase(schedule, 1, lengths, random.Random(2))
     other = Cursor(2, 9)
     other.given = 8
     again._next_requests = other
     play_phase(again, 1, lengths, random.Random(3))
-    assert [str(one.completion) for one in again.take(2)] == [str(one.completion) for one in pipeline.take(2)]
+    assert [str(one.completion) for one in again.take(2)] == [str(one.completion) for one in schedule.take(2)]
 
 
 def test_samples_of_an_unknown_kind_are_not_passed_over(tmp_path: Path) -> None:
-    pipeline = CountedPipeline(plan_of(2, tokens=4, iterations=4), Cursor(1, 4))
-    play_phase(pipeline, -1, [4] * 4, random.Random(0))
-    write_in_flight(tmp_path / "in_flight", pipeline.in_flight())
+    schedule = Recorded(plan_of(2, tokens=4, iterations=4), Cursor(1, 4))
+    play_phase(schedule, -1, [4] * 4, random.Random(0))
+    write_in_flight(tmp_path / "in_flight", schedule.in_flight())
     known = next((tmp_path / "in_flight").glob("batch_*.parquet"))
     known.rename(known.with_name(f"{known.stem}_judged.parquet"))
     with pytest.raises(
@@ -305,9 +311,9 @@ def test_samples_of_an_unknown_kind_are_not_passed_over(tmp_path: Path) -> None:
 
 
 def test_samples_of_other_prompts_are_not_gone_on_with(tmp_path: Path) -> None:
-    pipeline = CountedPipeline(plan_of(2, tokens=4, iterations=4), Cursor(1, 4))
-    play_phase(pipeline, -1, [4] * 4, random.Random(0))
-    write_in_flight(tmp_path / "in_flight", pipeline.in_flight())
+    schedule = Recorded(plan_of(2, tokens=4, iterations=4), Cursor(1, 4))
+    play_phase(schedule, -1, [4] * 4, random.Random(0))
+    write_in_flight(tmp_path / "in_flight", schedule.in_flight())
     data = DataSet([Prompt(prompt_id=i, token_ids=np.array([7])) for i in range(4)])
     with pytest.raises(DataError, match="prompt 1 is another one in the data"):
         read_in_flight(tmp_path / "in_flight", data, SamplingParams(max_new_tokens=4))  # type: ignore[arg-type]

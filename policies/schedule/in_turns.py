@@ -1,12 +1,4 @@
-"""Groups that teach: for each whose rewards are all equal, one more prompt, while the others are still generated.
-
-Source: Yu et al. 2025 (DAPO), section 3.2. There a whole batch is sampled again; here a further prompt is asked for
-as soon as a group turns out useless, so it fills the tail.
-
-What is kept does not depend on who finishes first: prompts are asked for in the order of the cursor, one for each
-useless group, and all that were asked for are awaited. So the batch is the useful ones among the fewest first prompts
-that hold enough of them.
-"""
+"""In turns: a batch is sampled, then learned from, and no sample waits beside an update; staleness is 0."""
 
 from __future__ import annotations
 
@@ -14,11 +6,18 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from rlhfspec.core.errors import ConfigError, NumericsError
-from rlhfspec.core.records import Reward, Rollout, SampleRequest
+from rlhfspec.core.records import Reward, Rollout, SampleKey, SampleRequest
+from rlhfspec.policies.schedule.rollout_schedule import Schedule
 
 
 class UsefulGroups:
-    """Of one iteration."""
+    """Groups that teach: for each whose rewards are all equal, one more prompt, while the others are still generated.
+
+    Source: Yu et al. 2025 (DAPO), section 3.2. There a whole batch is sampled again; here a further prompt is asked for
+    as soon as a group turns out useless, so it fills the tail. What is kept does not depend on who finishes first:
+    prompts are asked for in the order of the cursor, one for each useless group, and all that were asked for are
+    awaited. So the batch is the useful ones among the fewest first prompts that hold enough of them.
+    """
 
     def __init__(
         self,
@@ -99,3 +98,55 @@ class UsefulGroups:
     def _expect(self, requests: Sequence[SampleRequest]) -> None:
         for request in requests:
             self._open[request.group_id] += 1
+
+
+class InTurns(Schedule):
+    """A phase asks for the batch of its update, and for further prompts where groups teach nothing."""
+
+    scores_in_phase = True
+
+    def __init__(
+        self,
+        next_requests: Callable[[], Sequence[SampleRequest]],
+        *,
+        num_iterations: int = 1,
+        useful_groups: Callable[[Sequence[SampleRequest]], UsefulGroups] | None = None,
+    ) -> None:
+        """`next_requests`: a further batch's; `useful_groups`: of a batch, where useless groups are replaced."""
+        super().__init__(num_iterations=num_iterations, max_staleness=0)
+        self._next_requests, self._useful_groups = next_requests, useful_groups
+        self._groups: UsefulGroups | None = None
+
+    def begin(self, phase: int) -> list[SampleRequest]:
+        """See `Schedule.begin`."""
+        requests = self._next_requests()
+        if self._useful_groups is not None:
+            self._groups = self._useful_groups(requests)
+        return self._whole_turns(self._begin_batch(phase, requests).values())
+
+    def ended(self, key: SampleKey, rollout: Rollout | None) -> list[SampleRequest]:
+        """See `Schedule.ended`."""
+        sample = self._sample(key)
+        super().ended(key, rollout)
+        if self._groups is None:
+            return []
+        group_id = sample.request.group_id
+        further = self._groups.scored(rollout) if rollout is not None else self._groups.ended(group_id, None)
+        return self._whole_turns(self._begin_batch(sample.batch, further).values())
+
+    def has(self, batch: int) -> bool:
+        """See `Schedule.has`."""
+        return batch in self._ready and not self._open and not self._unscored
+
+    def take(self, batch: int) -> list[Rollout]:
+        """See `Schedule.take`. Raises NumericsError where no group teaches."""
+        self._require_none([*self._open, *self._unscored], batch)
+        rollouts = self._fresh(batch, self._ready.pop(batch).values())
+        learned = rollouts if self._groups is None else self._groups.batch(rollouts)
+        chosen = {rollout.completion.key for rollout in learned}
+        self.left_out = [rollout for rollout in rollouts if rollout.completion.key not in chosen]
+        return learned
+
+    def figures(self) -> dict[str, float]:
+        """Of dynamic sampling."""
+        return {} if self._groups is None else self._groups.figures()

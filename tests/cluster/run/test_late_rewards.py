@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,11 @@ from typing import Any
 import pytest
 
 from rlhfspec.actors.actor_messages import Taken
-from rlhfspec.cluster.run.collect import collect, receive_late
-from rlhfspec.cluster.run.counted_pipeline import CountedPipeline
 from rlhfspec.cluster.run.evaluate import Evaluator
+from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.core.errors import NodeDied, RewardError
 from rlhfspec.core.records import Prompt, Reward, SampleKey, SampleRequest, SamplingParams, Stream, Unscored
-from rlhfspec.policies.pipelining.phase_plan import PhasePlan
+from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
 from tests.cluster import test_collect as made
 
 _ENDLESS = 50
@@ -56,11 +56,11 @@ class SlowRewards(made.Rewards):
         ]
 
 
-def pipeline_of(size: int, *, iterations: int = 9) -> CountedPipeline:
+def schedule_of(size: int, *, iterations: int = 9) -> Recorded:
     """One prompt a sample; phase p brings the samples of batch p + 1."""
     given = iter(range(99))
     plan = PhasePlan(max_staleness=1, weight_load="reprefill", max_new_tokens=4, num_iterations=iterations)
-    return CountedPipeline(plan, lambda: [request(next(given)) for _ in range(size)])
+    return Recorded(plan, lambda: [request(next(given)) for _ in range(size)])
 
 
 def request(index: int, stream: Stream = Stream.TRAIN) -> SampleRequest:
@@ -78,13 +78,20 @@ def taken(*indices: int) -> Taken:
 def system(*script: Taken) -> Any:
     """Of a run whose weights are its first."""
     one = made.system(*script)
-    one.rewards, one.late_rewards, one.late_failure, one.is_learning = SlowRewards(), [], None, False
+    one.rewards, one.stream = SlowRewards(), RolloutStream(one, made.Report())  # pyright: ignore[reportArgumentType]
     one.target.manifest.weight_version, one.config.rollout.max_staleness = 0, 1
     return one
 
 
-def phase(one: Any, pipeline: CountedPipeline, number: int, **more: Any) -> Any:
-    return collect(one, pipeline.begin(number), made.Report(), pipeline=pipeline, **more)
+def phase(
+    one: Any,
+    schedule: Recorded,
+    number: int,
+    meanwhile: Callable[[], None] = lambda: None,
+    awaits_rewards: Callable[[], bool] = lambda: False,
+) -> Any:
+    beside = SimpleNamespace(look=meanwhile, awaits_rewards=awaits_rewards)
+    return one.stream.phase(schedule, number, beside=beside)
 
 
 def indices(rollouts: list) -> list[int]:
@@ -92,84 +99,84 @@ def indices(rollouts: list) -> list[int]:
 
 
 def test_a_phase_ends_while_rewards_are_computed_and_the_next_one_receives_them() -> None:
-    one, pipeline = system(taken(1), taken(0)), pipeline_of(2)
-    assert phase(one, pipeline, -1).rollouts == []
+    one, schedule = system(taken(1), taken(0)), schedule_of(2)
+    assert phase(one, schedule, -1).rollouts == []
     assert one.rewards.sent == [[1], [0]], "all of them are with the reward pool"
-    assert pipeline.num_unscored == 2 and not pipeline.has(0)
+    assert schedule.num_unscored == 2 and not schedule.has(0)
     one.scheduler = made.Scheduler(taken(2), taken(3))
     one.rewards.due = [0, 1]
-    assert indices(phase(one, pipeline, 0).rollouts) == [0, 1]
-    assert indices(pipeline.take(0)) == [0, 1] and pipeline.num_unscored == 2
+    assert indices(phase(one, schedule, 0).rollouts) == [0, 1]
+    assert indices(schedule.take(0)) == [0, 1] and schedule.num_unscored == 2
 
 
 def test_the_rewards_of_the_update_to_come_are_waited_for_and_no_others() -> None:
-    one, pipeline = system(taken(0, 1)), pipeline_of(2)
-    phase(one, pipeline, -1)
+    one, schedule = system(taken(0, 1)), schedule_of(2)
+    phase(one, schedule, -1)
     one.scheduler = made.Scheduler(taken(2, 3))
     looks, begun = [], []
 
     def meanwhile() -> None:
-        looks.append(pipeline.num_open)
+        looks.append(schedule.num_open)
         # the rewards of the first batch come when nothing is open any more
-        one.rewards.due = [0] if pipeline.num_open else [0, 1]
-        if pipeline.has(0):
-            begun.append(pipeline.take(0))
+        one.rewards.due = [0] if schedule.num_open else [0, 1]
+        if schedule.has(0):
+            begun.append(schedule.take(0))
 
-    collected = phase(one, pipeline, 0, meanwhile=meanwhile, awaits_rewards=lambda: not begun)
+    collected = phase(one, schedule, 0, meanwhile=meanwhile, awaits_rewards=lambda: not begun)
     assert looks[-1] == 0 and [indices(batch) for batch in begun] == [[0, 1]]
-    assert indices(collected.rollouts) == [0, 1] and pipeline.num_unscored == 2
+    assert indices(collected.rollouts) == [0, 1] and schedule.num_unscored == 2
 
 
 def test_a_phase_without_samples_waits_for_the_rewards_of_its_update() -> None:
-    one, pipeline = system(taken(0, 1)), pipeline_of(2, iterations=1)
-    phase(one, pipeline, -1)
+    one, schedule = system(taken(0, 1)), schedule_of(2, iterations=1)
+    phase(one, schedule, -1)
     collections = one.rewards.num_collections
 
     def awaits_rewards() -> bool:
         if one.rewards.num_collections == collections + 3:
             one.rewards.due = [0, 1]
-        return not pipeline.has(0)
+        return not schedule.has(0)
 
-    phase(one, pipeline, 0, awaits_rewards=awaits_rewards)
-    assert indices(pipeline.take(0)) == [0, 1] and not pipeline.num_unscored
+    phase(one, schedule, 0, awaits_rewards=awaits_rewards)
+    assert indices(schedule.take(0)) == [0, 1] and not schedule.num_unscored
 
 
 def test_what_was_restored_without_a_reward_is_scored_again() -> None:
-    one, pipeline = system(taken(0, 1)), pipeline_of(2)
-    phase(one, pipeline, -1)
-    resumed, again = system(taken(2, 3)), pipeline_of(2)
+    one, schedule = system(taken(0, 1)), schedule_of(2)
+    phase(one, schedule, -1)
+    resumed, again = system(taken(2, 3)), schedule_of(2)
     again._next_requests()
-    again.restore(pipeline.in_flight())
+    again.restore(schedule.in_flight())
     resumed.rewards.due = [0, 1]
     phase(resumed, again, 0, awaits_rewards=lambda: not again.has(0))
     assert sorted(index for batch in resumed.rewards.sent for index in batch) == [0, 1, 2, 3]
     assert indices(again.take(0)) == [0, 1]
     # also by a phase that asks for nothing and waits for nothing
-    resumed, again = system(), pipeline_of(2, iterations=1)
-    again.restore(pipeline.in_flight())
+    resumed, again = system(), schedule_of(2, iterations=1)
+    again.restore(schedule.in_flight())
     phase(resumed, again, 0)
     assert resumed.rewards.sent == [[0, 1]]
 
 
 def test_an_evaluation_leaves_late_rewards_to_the_next_phase() -> None:
-    one, pipeline = system(taken(0, 1)), pipeline_of(2)
+    one, schedule = system(taken(0, 1)), schedule_of(2)
     one.rewards.refused = [1]
-    phase(one, pipeline, -1)
+    phase(one, schedule, -1)
     held_out = [request(index, Stream.EVAL) for index in (7, 8)]
     one.rewards.due = [0, 1, 7, 8]
     done = tuple(replace(made.done(place, version=0), key=asked.key) for place, asked in enumerate(held_out))
     one.scheduler = made.Scheduler(Taken(completions=done))
-    evaluated = collect(one, held_out, made.Report(), phase="evaluate")
+    evaluated = one.stream.collect(held_out, label="evaluate")
     assert indices(evaluated.rollouts) == [7, 8] and not evaluated.num_skipped
-    assert pipeline.num_unscored == 2 and len(one.late_rewards) == 2
+    assert schedule.num_unscored == 2
     one.scheduler = made.Scheduler(taken(2, 3))
-    collected = phase(one, pipeline, 0)
-    assert indices(collected.rollouts) == [0] and collected.num_skipped == 1 and not one.late_rewards
-    assert indices(pipeline.take(0)) == [0], "the one that was refused is left out"
+    collected = phase(one, schedule, 0)
+    assert indices(collected.rollouts) == [0] and collected.num_skipped == 1
+    assert indices(schedule.take(0)) == [0], "the one that was refused is left out"
 
 
 def test_episodes_wait_for_the_rewards_of_their_phase() -> None:
-    one, pipeline = system(taken(0, 1)), pipeline_of(2)
+    one, schedule = system(taken(0, 1)), schedule_of(2)
     one.episodes = SimpleNamespace(
         num_asked=0,
         begin=one.scheduler.enqueue,
@@ -182,61 +189,58 @@ def test_episodes_wait_for_the_rewards_of_their_phase() -> None:
     def meanwhile() -> None:
         one.rewards.due = [0, 1] if one.rewards.num_collections > 3 else []
 
-    assert indices(phase(one, pipeline, -1, meanwhile=meanwhile).rollouts) == [0, 1]
-    assert pipeline.has(0) and not pipeline.num_open
+    assert indices(phase(one, schedule, -1, meanwhile=meanwhile).rollouts) == [0, 1]
+    assert schedule.has(0) and not schedule.num_open
 
 
 def test_a_late_reward_that_fails_ends_the_phase_that_receives_it() -> None:
-    one, pipeline = system(taken(0, 1)), pipeline_of(2)
-    phase(one, pipeline, -1)
+    one, schedule = system(taken(0, 1)), schedule_of(2)
+    phase(one, schedule, -1)
     one.rewards.fails = True
     with pytest.raises(RewardError, match="sample 1 cannot be scored"):
-        phase(one, pipeline, 0)
-    assert pipeline.num_unscored == 2, "a state that is kept has both"
+        phase(one, schedule, 0)
+    assert schedule.num_unscored == 2, "a state that is kept has both"
 
 
 def test_rewards_that_fail_beside_an_update_end_the_run_after_its_phase() -> None:
-    one, pipeline = system(taken(0)), pipeline_of(1)
+    one, schedule = system(taken(0)), schedule_of(1)
     one.rewards.due = [0]
-    phase(one, pipeline, -1)
-    pipeline.take(0)
+    phase(one, schedule, -1)
+    schedule.take(0)
     one.is_learning, one.rewards.fails = True, True
-    one.scheduler, report = made.Scheduler(taken(1)), made.Report()
-    collect(one, pipeline.begin(0), report, pipeline=pipeline, awaits_rewards=lambda: False)
-    (note,) = report.notes
+    one.scheduler = made.Scheduler(taken(1))
+    phase(one, schedule, 0)
+    (note,) = one.stream._report.notes
     assert note.startswith("no more rewards: sample 1 cannot be scored; the run ends after this iteration")
-    assert pipeline.num_unscored == 1 and not pipeline.num_open, "the phase is whole: a state can be taken"
-    # an evaluation that needs the pool fails by itself or not at all
-    one.is_learning, one.rewards.fails, one.rewards.due = False, False, [4]
-    one.scheduler = made.Scheduler(taken(4))
-    assert len(collect(one, [request(4)], report, phase="evaluate").rollouts) == 1
+    assert schedule.num_unscored == 1 and not schedule.num_open, "the phase is whole: a state can be taken"
+    one.is_learning, one.rewards.fails = False, False
     one.scheduler = made.Scheduler(taken(2))
     with pytest.raises(RewardError, match="sample 1 cannot be scored"):
-        phase(one, pipeline, 1)
+        phase(one, schedule, 1)
 
 
 def test_what_was_scored_by_the_end_of_an_iteration_is_in_its_state() -> None:
-    one, pipeline = system(taken(0, 1, 2)), pipeline_of(3)
+    one, schedule = system(taken(0, 1, 2)), schedule_of(3)
     one.rewards.refused = [2]
-    phase(one, pipeline, -1)
+    phase(one, schedule, -1)
     one.rewards.due = [1, 2]
-    scored, num_refused = receive_late(one, pipeline, made.Report())
+    scored, num_refused = one.stream.receive(schedule)
     assert indices(scored) == [1] and num_refused == 1
-    kept = pipeline.in_flight()
+    kept = schedule.in_flight()
     assert [key.sample_index for key in kept.unscored] == [0]
     assert [key.sample_index for key in kept.ready[0]] == [1]
     one.rewards.fails = True
-    assert receive_late(one, pipeline, made.Report()) == ([], 0)
+    assert one.stream.receive(schedule) == ([], 0)
     with pytest.raises(RewardError, match="sample 1 cannot be scored"):
-        phase(one, pipeline, 0)
+        phase(one, schedule, 0)
 
 
 def test_the_loss_of_the_machine_itself_waits_for_nothing() -> None:
-    one, pipeline = system(taken(0)), pipeline_of(1)
+    one, schedule = system(taken(0)), schedule_of(1)
     one.is_learning, one.rewards.fails, one.rewards.error = True, True, NodeDied("this machine is gone")
     with pytest.raises(NodeDied):
-        phase(one, pipeline, -1)
-    assert one.late_failure is None
+        phase(one, schedule, -1)
+    assert one.stream.failure is None
 
 
 def test_no_evaluation_asks_for_rewards_that_cannot_be_had() -> None:
@@ -245,9 +249,9 @@ def test_no_evaluation_asks_for_rewards_that_cannot_be_had() -> None:
     one: Any = SimpleNamespace(
         config=SimpleNamespace(evaluation=settings, run=SimpleNamespace(iterations=3)),
         evaluation=object(),
-        late_failure=RewardError("sample 1 cannot be scored"),
     )
-    evaluator = Evaluator(one, None, report, None)  # pyright: ignore[reportArgumentType]
+    stream: Any = SimpleNamespace(failure=RewardError("sample 1 cannot be scored"))
+    evaluator = Evaluator(one, stream, None, report, None)  # pyright: ignore[reportArgumentType]
     assert evaluator.after(1) == {}
     # the next one has the samples that it would have had
     assert evaluator.marks.num_done == 1
@@ -257,9 +261,9 @@ def test_no_evaluation_asks_for_rewards_that_cannot_be_had() -> None:
 def test_no_call_has_samples_that_are_learned_from_later() -> None:
     given = iter(range(99))
     plan = PhasePlan(max_staleness=2, weight_load="reprefill", max_new_tokens=8, num_iterations=9)
-    pipeline = CountedPipeline(plan, lambda: [request(next(given)) for _ in range(2)])
+    schedule = Recorded(plan, lambda: [request(next(given)) for _ in range(2)])
     one = system(taken(2, 0, 3, 1))
     one.config.reward.batch_size, one.config.rollout.max_staleness = 4, 2
-    phase(one, pipeline, 0)
+    phase(one, schedule, 0)
     # the batch of the next update first
     assert one.rewards.sent == [[0, 1], [2, 3]]

@@ -1,4 +1,4 @@
-"""Which samples decode while which update runs, by counts alone: no clock decides what a token is sampled from.
+"""The recorded schedule: which samples decode while which update runs follows from counts of tokens, not from a clock.
 
 Phase p is what instances do while update p runs, and all of it is sampled from weight version p. A batch has `lag`
 phases before its own update, and in each of them its samples get an equal share of the longest response:
@@ -19,8 +19,13 @@ as in verl's recipe of that name. What is ours is that shares of tokens take the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
+
+from rlhfspec.core.records import Rollout, SampleKey, SampleRequest
+from rlhfspec.policies.schedule.rollout_schedule import Schedule
 
 FILL = -1
 "The phase before the first update."
@@ -59,3 +64,44 @@ class PhasePlan:
     def weight_version(phase: int) -> int:
         """What a phase is sampled from, where the run's first weights are version 0."""
         return max(phase, 0)
+
+
+class Recorded(Schedule):
+    """By a `PhasePlan`: a batch is sampled in the phases before its update, and each ends at its counts."""
+
+    def __init__(self, plan: PhasePlan, next_requests: Callable[[], Sequence[SampleRequest]]) -> None:
+        """`next_requests`: a further batch's, batch by batch from the first that has not begun."""
+        super().__init__(num_iterations=plan.num_iterations, max_staleness=plan.max_staleness)
+        self.plan = plan
+        self._next_requests = next_requests
+
+    @property
+    def num_phases(self) -> int:
+        """The last update has nothing beside it."""
+        return self.num_iterations - 1
+
+    def begin(self, phase: int) -> list[SampleRequest]:
+        """See `Schedule.begin`."""
+        for batch in self.plan.batches(phase):
+            if batch not in self._ready:
+                self._begin_batch(batch, self._next_requests())
+        # a run that was resumed with fewer iterations leaves later batches where they are
+        asked = [one for one in self._open.values() if one.batch in self.plan.batches(phase)]
+        return [self._turn(one, most=self.plan.limit(one.batch, phase)) for one in asked]
+
+    def has(self, batch: int) -> bool:
+        """See `Schedule.has`."""
+        return batch in self._ready and not self._missing(batch)
+
+    def needs_filling(self, batch: int) -> bool:
+        """See `Schedule.needs_filling`."""
+        return batch not in self._ready or any(one.batch == batch for one in self._open.values())
+
+    def take(self, batch: int) -> list[Rollout]:
+        """See `Schedule.take`."""
+        self._require_none(self._missing(batch), batch)
+        return self._fresh(batch, self._ready.pop(batch).values())
+
+    def _missing(self, batch: int) -> list[SampleKey]:
+        waiting = chain(self._open.items(), self._unscored.items())
+        return [key for key, one in waiting if one.batch == batch]

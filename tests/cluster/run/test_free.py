@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhfspec.cluster.run.free_pipeline import FreePipeline
 from rlhfspec.cluster.run.in_flight_files import read_in_flight, write_in_flight
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import WeightsError
@@ -23,8 +22,8 @@ from rlhfspec.core.records import (
     SamplingParams,
     WeightSpan,
 )
-from rlhfspec.policies.pipelining.free_admission import FreeAdmission
-from tests.cluster.pipelining.test_pipeline import DataSet, scored
+from rlhfspec.policies.schedule.free import Free, FreeAdmission
+from tests.cluster.run.test_recorded import DataSet, scored
 
 LONGEST = 12
 
@@ -76,22 +75,22 @@ class Clock:
     """Plays phases: samples end in any order; once the batch is there, the update ends after any number of them."""
 
     def __init__(
-        self, pipeline: FreePipeline, lengths: list[int], seed: int, *, rewards_are_late: bool = False
+        self, schedule: Free, lengths: list[int], seed: int, *, rewards_are_late: bool = False
     ) -> None:
         self.rewards_are_late = rewards_are_late
-        self.pipeline, self.lengths, self.chance = pipeline, lengths, random.Random(seed)
+        self.schedule, self.lengths, self.chance = schedule, lengths, random.Random(seed)
         self.late: list[Completion] = []
 
     def score(self) -> None:
         """Let a late reward come."""
         completion = self.late.pop(self.chance.randrange(len(self.late)))
-        self.pipeline.ended(completion.key, scored(completion))
+        self.schedule.ended(completion.key, scored(completion))
 
     def end(self, request: SampleRequest, version: int, *, cut: bool) -> None:
         length = self.lengths[request.key.sample_index]
         done = 0 if request.history is None else len(request.history.token_ids)
         count = self.chance.randint(done, length - 1) if cut else length
-        one = self.pipeline.whole(decoded(request, count=count, version=version, is_whole=not cut))
+        one = self.schedule.whole(decoded(request, count=count, version=version, is_whole=not cut))
         assert (one is None) == cut
         if one is not None:
             assert one[1].num_tokens == length and one[1].key == one[0].key
@@ -100,13 +99,13 @@ class Clock:
                 self.score()
 
     def phase(self, version: int) -> list[Rollout]:
-        asked = self.pipeline.begin(version)
+        asked = self.schedule.begin(version)
         assert len({request.key for request in asked}) == len(asked)
         open_samples, learned = self.chance.sample(asked, len(asked)), None
         left = 0
         while True:
-            if learned is None and self.pipeline.has(version):
-                learned, left = self.pipeline.take(version), self.chance.randint(0, 4)
+            if learned is None and self.schedule.has(version):
+                learned, left = self.schedule.take(version), self.chance.randint(0, 4)
                 continue
             if learned is not None and (not left or not open_samples):
                 break
@@ -137,9 +136,9 @@ def test_random_schedules_keep_every_promise() -> None:
         plan, size = admission(chance), chance.randint(1, 3)
         groups, batch_size = plan.num_iterations * plan.groups_per_batch, plan.groups_per_batch * size
         cursor = Cursor(size)
-        pipeline = FreePipeline(plan, cursor)
+        schedule = Free(plan, cursor)
         lengths = [chance.randint(1, LONGEST) for _ in range(groups * size)]
-        clock, learned = Clock(pipeline, lengths, seed, rewards_are_late=seed % 2 > 0), []
+        clock, learned = Clock(schedule, lengths, seed, rewards_are_late=seed % 2 > 0), []
         for update in range(plan.num_iterations):
             batch = clock.phase(update)
             indices = [rollout.completion.key.sample_index for rollout in batch]
@@ -149,92 +148,92 @@ def test_random_schedules_keep_every_promise() -> None:
                 versions = [span.weight_version for span in rollout.completion.weight_spans]
                 assert versions == sorted(set(versions)) and update - versions[0] <= plan.max_staleness
                 carried += len(versions) > 1
-            held = pipeline.in_flight()
+            held = schedule.in_flight()
             assert held.unscored.keys() == {completion.key for completion in clock.late}
             late += len(held.unscored)
             in_flight = len(held.open_samples) + len(held.unscored)
             in_flight += sum(len(ready) for ready in held.ready.values())
             assert in_flight <= plan.max_staleness * batch_size
         assert sorted(learned) == list(range(groups * size)), "each once, none lost"
-        assert cursor.groups == groups and not pipeline.num_open and not pipeline.num_unscored
+        assert cursor.groups == groups and not schedule.num_open and not schedule.num_unscored
     assert carried > 10_000 and late > 5_000
 
 
 def test_who_ends_first_is_learned_from_and_the_rest_is_carried_over_whole() -> None:
     plan = FreeAdmission(max_staleness=2, over_provisioning=0.5, groups_per_batch=2, num_iterations=4)
-    pipeline = FreePipeline(plan, Cursor(2))
-    asked = pipeline.begin(0)
+    schedule = Free(plan, Cursor(2))
+    asked = schedule.begin(0)
     assert [request.group_id for request in asked] == [0, 0, 1, 1, 2, 2]
-    clock = Clock(pipeline, [LONGEST] * 16, 0)
+    clock = Clock(schedule, [LONGEST] * 16, 0)
     for request in (asked[4], asked[2], asked[5], asked[0]):
-        assert not pipeline.has(0)
+        assert not schedule.has(0)
         clock.end(request, 0, cut=False)
     clock.end(asked[3], 0, cut=False)
-    assert [rollout.completion.group_id for rollout in pipeline.take(0)] == [1, 1, 2, 2]
+    assert [rollout.completion.group_id for rollout in schedule.take(0)] == [1, 1, 2, 2]
     clock.end(asked[1], 0, cut=True)
-    again = pipeline.begin(1)
+    again = schedule.begin(1)
     assert [request.group_id for request in again] == [0, 3, 3, 4, 4]
-    assert again[0].key.turn == 1 and pipeline.in_flight().open_samples[again[0].key.sample].batch == 0
+    assert again[0].key.turn == 1 and schedule.in_flight().open_samples[again[0].key.sample].batch == 0
     for request in again[1:]:
         clock.end(request, 1, cut=False)
     # the group of version 0 may still wait a version, but not two
-    assert [rollout.completion.group_id for rollout in pipeline.take(1)] == [3, 3, 4, 4]
+    assert [rollout.completion.group_id for rollout in schedule.take(1)] == [3, 3, 4, 4]
     clock.end(again[0], 1, cut=True)
-    third = pipeline.begin(2)
+    third = schedule.begin(2)
     for request in third[1:]:
         clock.end(request, 2, cut=False)
-    assert not pipeline.has(2), "it is waited for"
+    assert not schedule.has(2), "it is waited for"
     with pytest.raises(WeightsError, match="batch 2 is to be learned from"):
-        pipeline.take(2)
+        schedule.take(2)
     clock.end(third[0], 2, cut=False)
-    assert [rollout.completion.group_id for rollout in pipeline.take(2)] == [0, 0, 5, 5]
+    assert [rollout.completion.group_id for rollout in schedule.take(2)] == [0, 0, 5, 5]
 
 
 def test_a_group_in_line_ages_from_its_first_token_on() -> None:
     plan = FreeAdmission(max_staleness=1, over_provisioning=1.0, groups_per_batch=1, num_iterations=3)
-    pipeline = FreePipeline(plan, Cursor(2))
-    clock = Clock(pipeline, [LONGEST] * 6, 0)
-    asked = pipeline.begin(0)
+    schedule = Free(plan, Cursor(2))
+    clock = Clock(schedule, [LONGEST] * 6, 0)
+    asked = schedule.begin(0)
     for request in asked[:2]:
         clock.end(request, 0, cut=False)
-    pipeline.take(0)
+    schedule.take(0)
     for request in asked[2:]:
-        pipeline.whole(decoded(request, count=0, version=0, is_whole=False))
-    again = pipeline.begin(1)
-    assert {one.batch for one in pipeline.in_flight().open_samples.values()} == {1}
+        schedule.whole(decoded(request, count=0, version=0, is_whole=False))
+    again = schedule.begin(1)
+    assert {one.batch for one in schedule.in_flight().open_samples.values()} == {1}
     # so the one behind it may go first
     for request in again[2:]:
         clock.end(request, 1, cut=False)
-    assert [rollout.completion.group_id for rollout in pipeline.take(1)] == [2, 2]
-    pipeline.whole(decoded(again[0], count=3, version=1, is_whole=False))
-    pipeline.whole(decoded(again[1], count=0, version=1, is_whole=False))
-    pipeline.begin(2)
-    assert {one.batch for one in pipeline.in_flight().open_samples.values()} == {1}
+    assert [rollout.completion.group_id for rollout in schedule.take(1)] == [2, 2]
+    schedule.whole(decoded(again[0], count=3, version=1, is_whole=False))
+    schedule.whole(decoded(again[1], count=0, version=1, is_whole=False))
+    schedule.begin(2)
+    assert {one.batch for one in schedule.in_flight().open_samples.values()} == {1}
 
 
 def test_a_group_without_any_reward_counts_as_ended() -> None:
     plan = FreeAdmission(max_staleness=1, over_provisioning=1.0, groups_per_batch=1, num_iterations=2)
-    pipeline = FreePipeline(plan, Cursor(1))
-    first, second = pipeline.begin(0)
-    pipeline.ended(first.key, None)
-    again = FreePipeline(plan, Cursor(1))
-    again.restore(pipeline.in_flight())
+    schedule = Free(plan, Cursor(1))
+    first, second = schedule.begin(0)
+    schedule.ended(first.key, None)
+    again = Free(plan, Cursor(1))
+    again.restore(schedule.in_flight())
     assert again.has(0) and not again.has(1), "after a resume, too"
     with pytest.raises(Exception, match="none of the samples of iteration 1 could be scored"):
-        pipeline.take(0)
-    pipeline.ended(second.key, scored(decoded(second, count=3, version=0, is_whole=True)))
-    assert len(pipeline.take(1)) == 1
+        schedule.take(0)
+    schedule.ended(second.key, scored(decoded(second, count=3, version=0, is_whole=True)))
+    assert len(schedule.take(1)) == 1
 
 
 def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_path: Path) -> None:
     plan = FreeAdmission(max_staleness=2, over_provisioning=2.0, groups_per_batch=2, num_iterations=5)
     cursor = Cursor(2)
-    pipeline = FreePipeline(plan, cursor)
+    schedule = Free(plan, cursor)
     lengths = [1 + (7 * number) % LONGEST for number in range(20)]
-    clock = Clock(pipeline, lengths, 5, rewards_are_late=True)
+    clock = Clock(schedule, lengths, 5, rewards_are_late=True)
     clock.phase(0)
     clock.phase(1)
-    before = pipeline.in_flight()
+    before = schedule.in_flight()
     assert before.unscored
     assert any(one.so_far is None for one in before.open_samples.values())
     assert any(one.so_far is not None for one in before.open_samples.values())
@@ -252,7 +251,7 @@ def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_pat
         assert (again.batch, str(again.so_far)) == (one.batch, str(one.so_far))
     other = Cursor(2)
     other.groups = cursor.groups
-    resumed = FreePipeline(plan, other)
+    resumed = Free(plan, other)
     resumed.restore(after)
     learned = []
     later = Clock(resumed, lengths, 4, rewards_are_late=True)

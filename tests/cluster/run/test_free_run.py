@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from loop_hooks import beside_updates
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.proof.verify_run import verify_run
-from rlhfspec.cluster.run import iterations
+from rlhfspec.cluster.run.update import Update
 from rlhfspec.cluster.system.system import System
 from rlhfspec.core.checkpoint_manifest import state_folders
-from tests.cluster.pipelining.test_pipelined_run import kill_an_instance, train, tree
+from tests.cluster.run.test_pipelined_run import kill_an_instance, train, tree
 from tests.conftest import TinyPair
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -30,7 +31,7 @@ SAMPLES, ITERATIONS, STALENESS, TOKENS = 12, 5, 2, 90
 def test_a_free_run_that_loses_an_instance_can_be_generated_again(
     local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
 ) -> None:
-    really, killed = kill_an_instance(monkeypatch)
+    killed = kill_an_instance(monkeypatch)
     _cut_early(monkeypatch)
     config = tree(tiny_pair, tmp_path)
     config["run"]["iterations"] = ITERATIONS
@@ -46,7 +47,6 @@ def test_a_free_run_that_loses_an_instance_can_be_generated_again(
     if not resumes:
         return
 
-    monkeypatch.setattr(iterations, "collect", really)
     cut = shutil.copytree(run.path, tmp_path / "cut")
     for folder in state_folders(cut / "checkpoints"):
         if folder.name > "state_0002":
@@ -59,21 +59,15 @@ def test_a_free_run_that_loses_an_instance_can_be_generated_again(
 
 def _cut_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the first two phases when their update begins, on a slow machine too: samples are under way by then."""
-    collect, cut_under = iterations.collect, list[int]()
+    cut_under = list[int]()
 
-    def collect_and_cut(system: System, requests, report, **more):
-        look = more.pop("meanwhile")
+    def look(update: Update, system: System) -> None:
+        version = system.target.manifest.weight_version
+        if system.is_learning and version < 2 and version not in cut_under:
+            cut_under.append(version)
+            system.scheduler.cut()
 
-        def meanwhile() -> None:
-            look()
-            version = system.target.manifest.weight_version
-            if system.is_learning and version < 2 and version not in cut_under:
-                cut_under.append(version)
-                system.scheduler.cut()
-
-        return collect(system, requests, report, meanwhile=meanwhile, **more)
-
-    monkeypatch.setattr(iterations, "collect", collect_and_cut)
+    beside_updates(monkeypatch, look)
 
 
 def _require_whole(run: RunDir) -> None:

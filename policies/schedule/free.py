@@ -1,14 +1,67 @@
-"""The free schedule: instances never wait for each other's samples, and new versions are taken whenever they come."""
+"""The free schedule: instances never wait for each other's samples, and versions are taken whenever they come.
+
+Instances decode from the newest version and pause only while one is loaded. A group begun under version v may hold
+tokens of v, so update v + max_staleness is the last that may learn from it. A batch is the `groups_per_batch` groups
+that ended first, but for those that would leave more behind than the updates to come can take in time; these are waited
+for. Under version v no more than (v + 1 + max_staleness) batches may have begun, so that a batch always has room.
+
+Sources: the bound on what has begun is AReaL's (arXiv 2505.24298, section 5.1), over-provisioning APRIL's
+(arXiv 2509.18521, section 3): more groups run than the next update takes, and the longest are carried over.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlhfspec.cluster.run.pipeline import InFlight, OpenSample, Pipeline
 from rlhfspec.core.errors import WeightsError
 from rlhfspec.core.records import Completion, Rollout, SampleKey, SampleRequest
-from rlhfspec.policies.pipelining.free_admission import FreeAdmission
+from rlhfspec.policies.schedule.rollout_schedule import InFlight, OpenSample, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeAdmission:
+    """Pure arithmetic. Versions and updates count from 0; update u makes version u + 1 of version u."""
+
+    max_staleness: int
+    "weight versions between a token and the update that learns from it, at most; at least 1"
+    over_provisioning: float
+    "batches that run beyond the next update's; as many as `max_staleness` leave little choice"
+    groups_per_batch: int
+    num_iterations: int
+
+    def most_begun(self, version: int) -> int:
+        """Groups that may have begun since the run's start while a version is the newest."""
+        beyond = min(self.over_provisioning, self.max_staleness)
+        groups = (version + 1) * self.groups_per_batch + math.ceil(round(beyond * self.groups_per_batch, 6))
+        return min(groups, self.num_iterations * self.groups_per_batch)
+
+    def choose(self, ended: Sequence[int], running: Sequence[int], update: int) -> list[int] | None:
+        """Which groups an update learns from; None while it has to wait for some.
+
+        Args:
+            ended: under which version each whole group began, in the order in which they ended.
+            running: the same of those that are not whole.
+            update: its number.
+
+        Returns:
+            Places in `ended`, `groups_per_batch` of them.
+        """
+        size, chosen = self.groups_per_batch, list[int]()
+        if len(ended) < size:
+            return None
+        for begun in sorted({*ended, *running}):
+            # the updates from the next one on that may still learn from what began so early
+            later = max(begun + self.max_staleness - update, 0)
+            num_left = sum(one <= begun for one in (*ended, *running)) - later * size
+            mine = [place for place, one in enumerate(ended) if one <= begun and place not in chosen]
+            missing = num_left - sum(ended[place] <= begun for place in chosen)
+            if missing > len(mine):
+                return None
+            chosen += mine[: max(missing, 0)]
+        rest = [place for place in range(len(ended)) if place not in chosen]
+        return sorted(chosen + rest[: size - len(chosen)])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,7 +74,7 @@ class _Group:
     has_tokens: bool = False
 
 
-class FreePipeline(Pipeline):
+class Free(Schedule):
     """By a `FreeAdmission`. A phase begins with every version, asks for all that is open, and ends with its update."""
 
     ends_with_update = True
@@ -39,40 +92,38 @@ class FreePipeline(Pipeline):
         "those of them whose samples are all scored or left out, in the order in which they ended"
 
     def begin(self, phase: int) -> list[SampleRequest]:
-        """See `Pipeline.begin`. A group that is still in line, without a token, begins under this version."""
+        """See `Schedule.begin`. A group that is still in line, without a token, begins under this version."""
         self._date_anew(phase)
         num_begun = phase * self._admission.groups_per_batch + len(self._groups)
         num_more = max(self._admission.most_begun(phase) - num_begun, 0)
         if num_more:
-            self._ready.setdefault(phase, {})
-            begun = {r.key: OpenSample(batch=phase, request=r) for r in self._next_requests(num_more)}
-            self._open |= begun
-            for one in begun.values():
+            for one in self._begin_batch(phase, self._next_requests(num_more)).values():
                 self._note_open(one)
-        return [self._turn(one, most=one.request.sampling.max_new_tokens) for one in self._open.values()]
+        return self._whole_turns(self._open.values())
 
     def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
-        """See `Pipeline.whole`."""
+        """See `Schedule.whole`."""
         one = super().whole(completion)
         if one is not None or completion.num_tokens:
             self._groups[completion.group_id].has_tokens = True
         return one
 
-    def ended(self, key: SampleKey, rollout: Rollout | None) -> None:
-        """See `Pipeline.ended`."""
-        group_id = (self._unscored.get(key) or self._open[key]).request.group_id
-        super().ended(key, rollout)
+    def ended(self, key: SampleKey, rollout: Rollout | None) -> list[SampleRequest]:
+        """See `Schedule.ended`."""
+        group_id = self._sample(key).request.group_id
+        further = super().ended(key, rollout)
         group = self._groups[group_id]
         group.num_open, group.has_tokens = group.num_open - 1, True
         if not group.num_open:
             self._closed.append(group_id)
+        return further
 
     def has(self, batch: int) -> bool:
-        """See `Pipeline.has`."""
+        """See `Schedule.has`."""
         return self._choose(batch) is not None
 
     def take(self, batch: int) -> list[Rollout]:
-        """See `Pipeline.take`."""
+        """See `Schedule.take`."""
         chosen = self._choose(batch)
         if chosen is None:
             raise WeightsError(
@@ -93,12 +144,12 @@ class FreePipeline(Pipeline):
         return self._fresh(batch, taken)
 
     def in_flight(self) -> InFlight:
-        """See `Pipeline.in_flight`."""
+        """See `Schedule.in_flight`."""
         ended = tuple((group_id, self._groups[group_id].begun) for group_id in self._closed)
         return replace(super().in_flight(), ended=ended)
 
     def restore(self, in_flight: InFlight) -> None:
-        """See `Pipeline.restore`."""
+        """See `Schedule.restore`."""
         super().restore(in_flight)
         self._groups = {group_id: _Group(begun=begun, has_tokens=True) for group_id, begun in in_flight.ended}
         self._closed = [group_id for group_id, _ in in_flight.ended]

@@ -1,0 +1,159 @@
+"""A run of iterations: what it is made of, how it begins, and what is kept however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.folder.run_log import RunLog
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.recorder import Recorder
+from rlhfspec.cluster.resume.checkpoints import kept_models, save_checkpoints
+from rlhfspec.cluster.resume.restarts import as_trainer_lost, telling_trainer_loss
+from rlhfspec.cluster.resume.run_state import RunState
+from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper, take_up
+from rlhfspec.cluster.run.evaluate import Evaluator
+from rlhfspec.cluster.run.stream import RolloutStream
+from rlhfspec.cluster.system.system import System
+from rlhfspec.core.checkpoint_manifest import state_folders, state_number
+from rlhfspec.core.errors import RewardServerLost, RlhfSpecError, RunTaken, StorageError
+from rlhfspec.core.records import SampleRequest
+from rlhfspec.policies.schedule.free import Free, FreeAdmission
+from rlhfspec.policies.schedule.in_turns import InTurns, UsefulGroups
+from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
+from rlhfspec.policies.schedule.rollout_schedule import Schedule
+
+
+class Run:
+    """What an iteration works with."""
+
+    def __init__(self, system: System, run_dir: RunDir, report: Reporter, resume: RunState | None) -> None:
+        """Of a system that goes on from `resume`, where there is one."""
+        self.system, self.run_dir, self.report = system, run_dir, report
+        self.schedule, self.stream = schedule_of(system), RolloutStream(system, report)
+        if resume is not None:
+            with telling_trainer_loss(system):
+                take_up(system, resume, self.schedule)
+        self.first = 0 if resume is None else resume.num_iterations
+        "iterations that were finished before"
+        config, marks = system.config, None if resume is None else resume.evaluations
+        self.log = RunLog.begin(config.tracking, run_dir, report.note, num_done=self.first)
+        self.recorder = Recorder(run_dir, report, step_log=config.run.step_log)
+        self.evaluator = Evaluator(system, self.stream, run_dir, report, self.recorder, marks)
+        self.states = StateKeeper(system, run_dir, report.note)
+        system.trainers.meanwhile = self.stream.attend
+        self.boundary: Boundary | None = None
+        "the last one at which instances and trainers held the same version"
+
+    def stand_at(self, num_iterations: int) -> Boundary:
+        """Note that so many iterations are finished, and the trainers not beyond them."""
+        self.boundary = Boundary(
+            num_iterations=num_iterations,
+            cursor=self.system.cursor.state(),
+            evaluations=self.evaluator.marks,
+            in_flight=self.schedule.in_flight(),
+        )
+        return self.boundary
+
+
+def schedule_of(system: System) -> Schedule:
+    """The schedule that the config names, over the run's cursor."""
+    config, rollout = system.config, system.config.rollout
+
+    def next_requests(num_prompts: int = rollout.prompts_per_iteration) -> list[SampleRequest]:
+        return system.cursor.next_requests(num_prompts, rollout.samples_per_prompt, system.sampling)
+
+    if not rollout.max_staleness:
+        return InTurns(
+            next_requests,
+            num_iterations=config.run.iterations,
+            useful_groups=partial(
+                UsefulGroups,
+                partial(next_requests, 1),
+                max_extra=round(config.algorithm.max_extra_groups * rollout.prompts_per_iteration),
+                metric=config.algorithm.dynamic_sampling_metric,
+            )
+            if config.algorithm.dynamic_sampling
+            else None,
+        )
+    if rollout.schedule == "free":
+        admission = FreeAdmission(
+            max_staleness=rollout.max_staleness,
+            over_provisioning=rollout.over_provisioning or 1.0,
+            groups_per_batch=rollout.prompts_per_iteration,
+            num_iterations=config.run.iterations,
+        )
+        return Free(admission, next_requests)
+    plan = PhasePlan(
+        max_staleness=rollout.max_staleness,
+        weight_load=rollout.weight_load,
+        max_new_tokens=config.sampling.max_new_tokens,
+        num_iterations=config.run.iterations,
+    )
+    return Recorded(plan, next_requests)
+
+
+@contextmanager
+def ending_well(run: Run) -> Iterator[None]:
+    """Write the timeline at the end of the block, and keep what was learned where it fails.
+
+    Raises TrainerLost: see `cluster.resume.restarts`.
+    """
+    try:
+        yield
+    except RewardServerLost as error:
+        run.recorder.write_timeline()
+        raise RewardServerLost(f"{error}; {_keep_what_was_learned(run)}") from error
+    except (StorageError, SystemExit, RunTaken):
+        # a full disk has no room for pictures, SIGTERM leaves no time for them, and another's folder is not ours
+        raise
+    except RlhfSpecError as error:
+        run.recorder.write_timeline()
+        if error is run.stream.failure and run.boundary is not None:
+            # whatever is lost besides: the run was let go on so far for this
+            with suppress(RlhfSpecError):
+                run.states.save(run.boundary)
+        lost = as_trainer_lost(run.system, error)
+        if lost is not None:
+            raise lost from error
+        with suppress(RlhfSpecError):
+            # what ended the run is what is told; weights are here, whoever died
+            run.report.note(_keep_what_was_learned(run))
+        raise
+    except BaseException:
+        run.recorder.write_timeline()
+        raise
+    finally:
+        run.log.close()
+    run.recorder.write_timeline()
+
+
+def _keep_what_was_learned(run: Run) -> str:
+    """Save state and weights of the iterations that are finished; how to go on from them."""
+    system, run_dir = run.system, run.run_dir
+    # what ended the run would end this too
+    system.trainers.meanwhile = None
+    finished = system.target.manifest.weight_version
+    if not finished:
+        return "no iteration was finished"
+    if run.boundary is not None and not system.is_learning:
+        with suppress(RlhfSpecError):
+            run.states.save(run.boundary)
+    if state_folders(run_dir.checkpoints_folder):
+        with suppress(RlhfSpecError):
+            save_checkpoints(system, run_dir, with_adapter=False)
+        last = state_number(state_folders(run_dir.checkpoints_folder)[0])
+        again = f", which repeats from iteration {last + 1} on" if last < finished else ""
+        return (
+            f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`{again}"
+        )
+    save_checkpoints(system, run_dir, with_adapter=False)
+    paths = [f"--set models.{model}={path}" for model, path in kept_models(system, run_dir).items()]
+    return (
+        f"{finished} iterations are finished and their weights kept; go on from them with `rlhfspec train --config "
+        f"{run_dir.config_file} {' '.join(paths)} --set run.iterations={system.config.run.iterations - finished} "
+        f"--set run.seed={system.config.run.seed + 1}` (prompts in another order; the optimizer, its schedule and the "
+        "reference of the KL control begin anew)"
+    )
