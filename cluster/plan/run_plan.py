@@ -5,6 +5,7 @@ Whoever runs later takes from here its own section or its spec, and never the wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhfspec.actors.actor_messages import GenerationSpec, SchedulerSettings, SpotSpec, TrainerSpec
@@ -55,6 +56,32 @@ class RunPlan:
     def reward(self) -> RewardConfig:
         """With what it takes from other sections."""
         return resolved_reward(self.config.reward, self.config.sampling.max_new_tokens)
+
+    def shared_by_updates(self, cores_of: Mapping[int, tuple[str, float]]) -> str:
+        """What trainers take away from instances beside them, `cores_of` node and cores by bundle; empty: nothing."""
+        config, trainer, topology = self.config, self.config.cluster.trainer, self.topology
+        on_gpu = trainer.num_gpus > 0 and config.trainer.device != "cpu"
+        if on_gpu and config.trainer.scoring == "model":
+            if trainer.num_gpus < 1 and config.decodes_on_gpu:
+                return (
+                    f"trainer and instances may share a GPU (cluster.trainer.num_gpus {trainer.num_gpus:g})"
+                )
+            return ""
+        busy = [*topology.generation, *topology.trainer]
+        if config.reward.models and not config.cluster.reward.num_gpus:
+            busy += topology.reward
+        for place in topology.trainer:
+            node, cores = cores_of[place.bundle]
+            here = [other for other in busy if cores_of[other.bundle][0] == node]
+            threads = sum(other.num_threads for other in here)
+            if threads > cores and any(other in topology.generation for other in here):
+                where = f" of node {node[:8]}" if node else ""
+                return (
+                    f"{place.name} shares {cores:g} cores{where} with instances, all together use {threads} threads "
+                    "(engine.num_threads, trainer.num_threads); lower trainer.num_threads, or give the trainer a "
+                    "device or a node of its own"
+                )
+        return ""
 
     def generating(self) -> RunPlan:
         """What generates and scores of it, without trainers; no head is trained, which nobody would collect."""

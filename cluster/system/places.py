@@ -20,7 +20,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from rlhfspec.cluster.plan.topology import POOL_LABEL, Place, amounts, gaps
+from rlhfspec.cluster.placement.machine import num_cores
+from rlhfspec.cluster.plan.topology import POOL_LABEL, Place, Topology, amounts, gaps
 
 
 class Places:
@@ -111,6 +112,16 @@ def is_placed(group: PlacementGroup) -> bool:
 def nodes_of(group: PlacementGroup) -> dict[int, str]:
     """Ray's ids of the nodes that its bundles are on, or were before their nodes went, by bundle."""
     return dict(placement_group_table(group).get("bundles_to_node_id", {}))
+
+
+def cores_of(group: PlacementGroup, topology: Topology) -> dict[int, tuple[str, float]]:
+    """Node and its cores of every bundle that was placed; on one machine the node is called ''."""
+    alive = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]}
+    if len(alive) == 1:
+        # what a local cluster says it has may be more than there is
+        cores = min(float(num_cores()), *alive.values())
+        return {place.bundle: ("", cores) for place in topology.places}
+    return {bundle: (node, alive.get(node, 0.0)) for bundle, node in nodes_of(group).items()}
 
 
 def living_nodes() -> set[str]:

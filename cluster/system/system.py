@@ -19,7 +19,6 @@ from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.waiting.watch import watching
 from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.placement.spare_cores import nodes_of, shared_by_updates
 from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
 from rlhfspec.cluster.plan.reward_plan import scoring_timeout_s
 from rlhfspec.cluster.plan.run_plan import RunPlan
@@ -27,7 +26,7 @@ from rlhfspec.cluster.plan.topology import PlacementContext, Topology, actor_opt
 from rlhfspec.cluster.run.episodes import Episodes, start_episodes
 from rlhfspec.cluster.system.generation_pool import GenerationPool
 from rlhfspec.cluster.system.instance_table import InstanceTable
-from rlhfspec.cluster.system.places import Places, lost_machines
+from rlhfspec.cluster.system.places import Places, cores_of, lost_machines
 from rlhfspec.cluster.system.scheduler_client import SchedulerClient, scheduler_name
 from rlhfspec.cluster.system.trainer_pool import TrainerPool
 from rlhfspec.cluster.weights.first_weights import first_draft, load_and_put
@@ -114,10 +113,8 @@ def running_system(
     with _placed(plan.topology, session, note, patience_s) as made:
         system = _make_system(plan, made)
         _bring_up(system)
-        nodes = nodes_of(made.context.group, plan.topology)
-        if plan.config.rollout.max_staleness and (
-            shared := shared_by_updates(plan.config, plan.topology, nodes)
-        ):
+        cores = cores_of(made.context.group, plan.topology)
+        if plan.config.rollout.max_staleness and (shared := plan.shared_by_updates(cores)):
             note(f"updates run while later batches are sampled, and slow that down: {shared}")
         yield system
         system.stop()

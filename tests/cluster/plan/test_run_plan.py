@@ -1,10 +1,13 @@
 """What updates take away from instances beside them is said: cores of one node, or a GPU."""
 
+from typing import Any
+
 import pytest
 from ray.util.placement_group import remove_placement_group
 
-from rlhfspec.cluster.placement.spare_cores import nodes_of, shared_by_updates
+from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.topology import place, plan_topology
+from rlhfspec.cluster.system.places import cores_of
 from rlhfspec.core.config_io import config_from_dict
 
 
@@ -14,7 +17,9 @@ def shared(cores: float | dict[int, tuple[str, float]], **sections) -> str:
     config = config_from_dict(base | sections)
     topology = plan_topology(config)
     where = cores if isinstance(cores, dict) else {place.bundle: ("", cores) for place in topology.places}
-    return shared_by_updates(config, topology, where)
+    nothing: Any = None
+    plan = RunPlan(config=config, topology=topology, models=nothing, inputs=nothing)
+    return plan.shared_by_updates(where)
 
 
 def test_nothing_is_shared_where_there_are_cores_for_all_threads():
@@ -43,7 +48,7 @@ def test_every_bundle_has_a_node_and_cores(local_ray):
     topology = plan_topology(config_from_dict({"data": {"task": "chain"}, "models": {"draft": "demo"}}))
     group = place(topology, is_local=True)
     try:
-        found = nodes_of(group, topology)
+        found = cores_of(group, topology)
     finally:
         remove_placement_group(group)
     assert found.keys() == {place.bundle for place in topology.places}
