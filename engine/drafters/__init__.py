@@ -1,5 +1,5 @@
 """Drafters: what proposes the tokens that the target verifies.
 
-Lives here: the drafter protocol, a draft model, look-up, the refinement of a draft while it grows.
+Lives here: what a drafter is, a draft model, look-up, lists of drafters, the refinement of a draft while it grows.
 Must not live here: how much to draft (`policies.drafting`), whether a draft is accepted (`engine.decoding`).
 """

@@ -2,7 +2,7 @@
 
     acceptance   rejections over those that the scores expect (`recalibration`)
     costs        seconds of drafting and verification over those predicted (`recalibration`)
-    record       tokens of a whole shape over those expected of it (`track_record`)
+    record       tokens of a whole shape over those expected of it (`recalibration`)
     collapse     a sequential test for a drafter that has stopped being accepted (`collapse`)
 
 New weights and another batch make the past count less (`follow`).
