@@ -1,5 +1,5 @@
-"""Prompts: read from tasks, files and data sets, tokenised, handed out with keys that are never reused.
+"""Prompts and rows for supervised training: read from tasks, files and data sets, tokenised, handed out in order.
 
-Lives here: sources, templates, filters, the data cursor.
+Lives here: sources, fields, templates, filters, the data cursor.
 Must not live here: how a response is scored (`learning.rewards`).
 """
