@@ -132,7 +132,7 @@ def admission(chance: random.Random) -> FreeAdmission:
 
 def test_random_schedules_keep_every_promise() -> None:
     chance, carried, late = random.Random(0), 0, 0
-    for seed in range(10_000):
+    for seed in range(2_000):
         plan, size = admission(chance), chance.randint(1, 3)
         groups, batch_size = plan.num_iterations * plan.groups_per_batch, plan.groups_per_batch * size
         cursor = Cursor(size)
@@ -156,7 +156,7 @@ def test_random_schedules_keep_every_promise() -> None:
             assert in_flight <= plan.max_staleness * batch_size
         assert sorted(learned) == list(range(groups * size)), "each once, none lost"
         assert cursor.groups == groups and not schedule.num_open and not schedule.num_unscored
-    assert carried > 10_000 and late > 5_000
+    assert carried > 2_000 and late > 1_000
 
 
 def test_who_ends_first_is_learned_from_and_the_rest_is_carried_over_whole() -> None:
