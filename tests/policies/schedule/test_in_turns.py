@@ -1,4 +1,4 @@
-"""Which groups make a batch: the same ones, whoever finishes first."""
+"""In turns: a batch is sampled, then learned from; of dynamic sampling it is the same one, whoever finishes first."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,8 @@ from rlhfspec.core.records import (
     SamplingParams,
     WeightSpan,
 )
-from rlhfspec.policies.schedule.in_turns import UsefulGroups
+from rlhfspec.policies.schedule.in_turns import InTurns, UsefulGroups
+from rlhfspec.policies.schedule.rollout_schedule import InFlight
 
 SIZE = 2
 
@@ -120,3 +121,24 @@ def test_a_sample_that_is_left_out_does_not_hold_up_its_group():
     assert groups.ended(1, 0.0) == []
     assert groups.ended(1, 1.0) == []
     assert groups.is_useful(1) and not groups.is_useful(0)
+
+
+def test_a_batch_is_whole_when_the_groups_that_stand_in_are_scored_too():
+    numbers = iter(range(9))
+    schedule = InTurns(
+        lambda: [*group(next(numbers)), *group(next(numbers))],
+        useful_groups=lambda requests: UsefulGroups(lambda: group(next(numbers)), requests, max_extra=1),
+    )
+    asked = schedule.begin(0)
+    assert asked == [*group(0), *group(1)], "as the cursor made them"
+    for number, rewards in ((1, (0.0, 1.0)), (0, (1.0, 1.0)), (2, (1.0, 0.0))):
+        assert not schedule.has(0)
+        for request, reward in zip(group(number), rewards, strict=True):
+            done = rollout(request, reward)
+            assert schedule.whole(done.completion) is not None
+            further = schedule.ended(request.key, done)
+        assert further == (group(2) if number == 0 else [])
+    assert schedule.has(0)
+    assert [one.completion.group_id for one in schedule.take(0)] == [1, 1, 2, 2]
+    assert [one.completion.group_id for one in schedule.left_out] == [0, 0], "written, and not learned from"
+    assert schedule.in_flight() == InFlight()
