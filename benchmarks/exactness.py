@@ -205,7 +205,7 @@ def _measured(workload: Workload, head: HeadWeights, dtype: str, plan: Plan, dra
     settings = SpeculationConfig.model_validate({"policy": "goodput", "drafter": drafter})
     engine = _engine(workload, head, dtype, plan, settings, policy=Placeholder(MAX_PROFILED_NODES))
     provenance = provenance_of(
-        engine.runner.model,
+        workload.target(dtype),
         head if drafter == "head" else workload.draft(dtype),
         engine=_engine_config(plan),
         dtype=dtype,

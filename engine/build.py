@@ -4,36 +4,41 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
+from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.admission import MB
-from rlhfspec.engine.attention.backends import Attention
 from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.decode_step import DecodeStep, decode_step
 from rlhfspec.engine.draft_policies import build_policy
-from rlhfspec.engine.drafters.drafter import Drafter
+from rlhfspec.engine.drafters.drafter import Drafter, part_of
 from rlhfspec.engine.drafters.drafter_list import DrafterList
 from rlhfspec.engine.drafters.head.head_drafter import HeadDrafter
 from rlhfspec.engine.drafters.head.head_forward import HeadForward, MtpForward
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
 from rlhfspec.engine.drafters.head.mtp_weights import MtpConfig
+from rlhfspec.engine.drafters.head.published_head import head_checksum
 from rlhfspec.engine.drafters.head.tapping import tap_for_head
 from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 from rlhfspec.engine.drafters.refinement import Scorer
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.compute_backend import ComputeBackend, PoolAttention
+from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import CudaRecorder
 from rlhfspec.engine.model.invariance_probe import prove_invariance
 from rlhfspec.engine.model.kept_verdicts import KeptVerdicts, Verdict, facts_of
+from rlhfspec.engine.model.llama_model import LlamaModel, known_config
 from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.model.support import not_held
 from rlhfspec.engine.numerics import (
+    Numerics,
     attention_for,
     choose_backend,
     describe_numerics,
@@ -43,11 +48,63 @@ from rlhfspec.engine.numerics import (
     use_threads,
 )
 from rlhfspec.engine.recorded_step import StepRecordings
-from rlhfspec.engine.weights.causal_lm import CausalLM, max_context_tokens
+from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
+from rlhfspec.engine.weights.chunks import model_checksum
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 from rlhfspec.profiles.profile import Profile
 
 logger = logging.getLogger(__name__)
+
+
+def published_model(
+    manifest: WeightManifest,
+    parts: Iterable[Mapping[str, Tensor]],
+    dtype: str,
+    *,
+    backend: ComputeBackend,
+    who: str,
+    stock: bool = False,
+    keeps_head: bool = False,
+) -> CausalLM:
+    """Return the model that a manifest describes, with its weights: ours, or transformers' for other families.
+
+    Args:
+        manifest: of the version.
+        parts: its tensors.
+        dtype: that it is published in.
+        backend: what computes.
+        who: in errors.
+        stock: take transformers' whatever the family.
+        keeps_head: as of `LlamaModel`.
+
+    Raises:
+        ModelError: transformers knows no such model.
+        WeightsError: what was loaded is not, bit for bit, what came.
+    """
+    shapes = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
+    config = None if stock else known_config(manifest.hf_config_json, shapes)
+    if config is not None:
+        own = LlamaModel(config, DTYPES[dtype], backend, keeps_head=keeps_head)
+        altered, own.checksum = own.load(shapes, parts), manifest.checksum
+        model: CausalLM = own
+    else:
+        # takes as long as all the rest of a start
+        from rlhfspec.engine.model.stock_forward import load_module
+        from rlhfspec.engine.weights.loading import build_causal_lm
+
+        module = build_causal_lm(manifest.hf_config_json, dtype)
+        altered, model = load_module(module, shapes, parts), module
+    if altered is not None:
+        raise not_held(who, altered)
+    return model
+
+
+def backend_for(engine: EngineConfig) -> ComputeBackend:
+    """Return what computes, and set torch's number of threads on a CPU. Raises ConfigError."""
+    device = resolve_device(engine)
+    if device.type == "cpu":
+        use_threads(engine.num_threads)
+    return choose_backend(device, kernels=kernels_for(engine, resolve_numerics(engine, device)))
 
 
 def build_engine(
@@ -101,43 +158,22 @@ def build_engine(
     for model, role in ((target, "target"), (draft, "draft")):
         if model is not None and not isinstance(model, HeadWeights):
             _check_context(model, role, max_total_tokens)
-    device = resolve_device(engine)
-    if device.type == "cpu":
-        use_threads(engine.num_threads)
-    numerics = resolve_numerics(engine, device)
     vocab_size = _vocab_size(target, vocab_size)
     policy = policy or build_policy(speculation, profile)
-    backend = backend or choose_backend(device, kernels=kernels_for(engine, numerics))
-    runner_of = partial(
-        _runner,
-        engine=engine,
-        backend=backend,
-        attention=attention_for(engine, numerics, backend),
+    runners = _Runners(
+        engine,
+        backend or (target.backend if isinstance(target, LlamaModel) else backend_for(engine)),
         max_total_tokens=max_total_tokens,
         max_nodes=policy.max_nodes,
         vocab_size=vocab_size,
+        instance=instance,
     )
-    runner = runner_of(target)
-    refused = ""
-    if numerics == "invariant" and engine.probe:
-        try:
-            _prove(runner, policy.max_nodes, verdicts)
-        except NotInvariantError as error:
-            # library products round by their company on some processors: no reason for `auto` to give up
-            if engine.numerics != "auto" or backend.name != ComputeBackend.name:
-                raise
-            refused = str(error)
-            logger.warning("numerics: fast instead of invariant: %s", refused)
-            numerics = "fast"
-            runner_of.keywords["attention"] = attention_for(engine, numerics, backend)
-            runner = runner_of(target)
+    runner, refused = runners.proven(target, verdicts)
     if drafter is None and policy.max_nodes:
-        drafter = _drafter(
-            speculation, engine, policy, draft, runner, runner_of, max_total_tokens, vocab_size
-        )
+        drafter = _drafter(speculation, policy, draft, runner, runners)
         if isinstance(drafter, LevelDrafter) and speculation.look_up != "none":
             drafter = DrafterList(_look_up(speculation), drafter)
-    return Engine(
+    made = Engine(
         runner,
         drafter=drafter,
         policy=policy,
@@ -150,10 +186,22 @@ def build_engine(
         scorer=Scorer(profile.acceptance) if profile is not None else None,
         max_cache_bytes=None if engine.kv_cache_mb is None else int(engine.kv_cache_mb * MB),
         max_kept_bytes=int(engine.turn_cache_mb * MB),
-        numerics=numerics,
-        promise=describe_numerics(engine, device, refused=refused),
-        decode=_decode(engine, device),
+        numerics=runners.numerics,
+        promise=describe_numerics(engine, runner.device, refused=refused),
+        decode=_decode(engine, runner.device),
     )
+    if part_of(drafter, LevelDrafter) is not None:
+        made.drafter_checksum = _checksum(draft)
+    return made
+
+
+def _checksum(draft: CausalLM | HeadWeights | None) -> str:
+    """Of what drafts, as its manifest has it."""
+    if isinstance(draft, HeadWeights):
+        return head_checksum(draft)
+    if isinstance(draft, LlamaModel):
+        return draft.checksum
+    return model_checksum(draft) if isinstance(draft, nn.Module) else ""
 
 
 def _decode(engine: EngineConfig, device: torch.device) -> DecodeStep:
@@ -176,47 +224,72 @@ def build_scoring_runner(
 
     Its caches take memory as `pool.memory.hold` asks for it.
     """
-    device = resolve_device(engine)
-    numerics = resolve_numerics(engine, device)
-    backend = choose_backend(device, kernels=kernels_for(engine, numerics))
-    runner = _runner(
-        target,
-        # a limit makes the pool paged; the caller holds no more than its samples take
-        engine=engine.model_copy(update={"max_running_samples": num_slots, "kv_cache_mb": 1.0}),
-        backend=backend,
-        attention=attention_for(engine, numerics, backend),
+    # a limit makes the pool paged; the caller holds no more than its samples take
+    paged = engine.model_copy(update={"max_running_samples": num_slots, "kv_cache_mb": 1.0})
+    runners = _Runners(
+        paged,
+        target.backend if isinstance(target, LlamaModel) else backend_for(engine),
         max_total_tokens=max_total_tokens,
         max_nodes=max_nodes,
         vocab_size=_vocab_size(target, vocab_size),
+        instance="the trainer",
     )
-    if numerics == "invariant" and engine.probe:
+    runner = runners.of(target, "scoring")
+    if runners.numerics == "invariant" and engine.probe:
         _prove(runner, max_nodes, None)
     return runner
 
 
-def _runner(
-    model: CausalLM,
-    *,
-    engine: EngineConfig,
-    backend: ComputeBackend,
-    attention: Attention | PoolAttention,
-    max_total_tokens: int,
-    max_nodes: int,
-    vocab_size: int,
-) -> ModelRunner:
-    device, graph_bytes = backend.device, engine.graph_memory_mb * 10**6
-    return ModelRunner(
-        model.to(device),  # type: ignore[arg-type]
-        num_slots=engine.max_running_samples,
-        capacity=max_total_tokens + max_nodes + 1,
-        backend=backend,
-        vocab_size=vocab_size,
-        attention=attention,
-        reach=None if engine.kv_cache_mb is None else max_nodes + 1,
-        stock=engine.forward == "stock",
-        recorder=CudaRecorder(device) if device.type == "cuda" and graph_bytes else None,
-        graph_bytes=graph_bytes,
-    )
+class _Runners:
+    """Makes an engine's runners, which share numerics, back end and sizes."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        backend: ComputeBackend,
+        *,
+        max_total_tokens: int,
+        max_nodes: int,
+        vocab_size: int,
+        instance: str,
+    ) -> None:
+        self.engine, self.backend, self.instance = engine, backend, instance
+        self.numerics: Numerics = resolve_numerics(engine, backend.device)
+        self.max_total_tokens, self.max_nodes, self.vocab_size = max_total_tokens, max_nodes, vocab_size
+
+    def of(self, model: CausalLM, role: str) -> ModelRunner:
+        """A model with its cache. Raises as `build_engine`."""
+        engine, device = self.engine, self.backend.device
+        graph_bytes = engine.graph_memory_mb * 10**6
+        return ModelRunner(
+            model.to(device) if isinstance(model, nn.Module) else model,  # type: ignore[arg-type]
+            num_slots=engine.max_running_samples,
+            capacity=self.max_total_tokens + self.max_nodes + 1,
+            backend=self.backend,
+            vocab_size=self.vocab_size,
+            attention=attention_for(engine, self.numerics, self.backend),
+            reach=None if engine.kv_cache_mb is None else self.max_nodes + 1,
+            stock=engine.forward == "stock",
+            recorder=CudaRecorder(device) if device.type == "cuda" and graph_bytes else None,
+            graph_bytes=graph_bytes,
+            who=f"{role} weights of {self.instance}",
+        )
+
+    def proven(self, target: CausalLM, verdicts: KeptVerdicts | None) -> tuple[ModelRunner, str]:
+        """The target's runner, whose numerics hold, and why `auto` promises less than it would, if it does."""
+        runner = self.of(target, "target")
+        if self.numerics != "invariant" or not self.engine.probe:
+            return runner, ""
+        try:
+            _prove(runner, self.max_nodes, verdicts)
+        except NotInvariantError as error:
+            # library products round by their company on some processors: no reason for `auto` to give up
+            if self.engine.numerics != "auto" or self.backend.name != ComputeBackend.name:
+                raise
+            logger.warning("numerics: fast instead of invariant: %s", error)
+            self.numerics = "fast"
+            return self.of(target, "target"), str(error)
+        return runner, ""
 
 
 def _prove(runner: ModelRunner, max_nodes: int, verdicts: KeptVerdicts | None) -> None:
@@ -247,14 +320,12 @@ def _probe(runner: ModelRunner, max_nodes: int) -> Verdict:
 
 def _drafter(
     speculation: SpeculationConfig,
-    engine: EngineConfig,
     policy: DraftPolicy,
     draft: CausalLM | HeadWeights | None,
     runner: ModelRunner,
-    runner_of: Callable[[CausalLM], ModelRunner],
-    max_total_tokens: int,
-    vocab_size: int,
+    runners: _Runners,
 ) -> Drafter | None:
+    engine = runners.engine
     if speculation.drafter in ("head", "mtp"):
         is_mtp = isinstance(draft, HeadWeights) and isinstance(draft.config, MtpConfig)
         if not isinstance(draft, HeadWeights) or is_mtp != (speculation.drafter == "mtp"):
@@ -264,12 +335,12 @@ def _drafter(
                 else "speculation.drafter is 'head' but no draft head was given; set models.draft to a folder that "
                 "`rlhfspec drafter make` has written"
             )
-        return head_drafter(draft, engine, policy, runner, max_total_tokens, vocab_size)
+        return head_drafter(draft, engine, policy, runner, runners.max_total_tokens, runners.vocab_size)
     if speculation.drafter == "model":
         if draft is None or isinstance(draft, HeadWeights):
             raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
-        _check_draft_vocabulary(draft, vocab_size)
-        return ModelDrafter(runner_of(draft), max_prefill_tokens=engine.max_prefill_tokens)
+        _check_draft_vocabulary(draft, runners.vocab_size)
+        return ModelDrafter(runners.of(draft, "draft"), max_prefill_tokens=engine.max_prefill_tokens)
     return None if speculation.drafter == "none" else _look_up(speculation)
 
 
@@ -294,13 +365,12 @@ def head_drafter(
         max_prefill_tokens=engine.max_prefill_tokens,
         max_total_tokens=max_total_tokens,
     )
-    embedding = runner.model.base_model.get_input_embeddings().weight
     kind = (
         partial(MtpForward, output=runner.output_logits)
         if isinstance(head.config, MtpConfig)
         else HeadForward
     )
-    forward = kind(head, embedding=embedding, capacity=pool.capacity, backend=runner.backend)
+    forward = kind(head, embedding=runner.embedding, capacity=pool.capacity, backend=runner.backend)
     drafter = HeadDrafter(
         forward,
         KVPool(

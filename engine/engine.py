@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -74,6 +74,8 @@ class Engine:
         "estimates acceptance for refined budgets"
         self.instance = instance
         self.weight_version, self.drafter_version = weight_version, drafter_version
+        self.drafter_checksum = ""
+        "of the drafter's weights, as its manifest has it; empty where it has none"
         self.max_total_tokens = max_total_tokens
         self._tally = Tally()
         self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
@@ -319,21 +321,21 @@ class Engine:
         NotFiniteError for weights that are NaN or infinite; the weights before them stay then.
         """
         require_loadable(manifest, tensors)
+        self.load_parts(manifest, [tensors])
+
+    def load_parts(self, manifest: WeightManifest, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        """Load a version part by part as it comes, of numbers known to be finite, see `ModelRunner.load_parts`.
+
+        Raises WeightsError, before the first part is asked for, as `load_weights`.
+        """
         if manifest.model == "draft":
             drafter = part_of(self.drafter, LevelDrafter)
             if drafter is None:
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
-            drafter.load(tensors)
+            drafter.load({name: tensor for part in parts for name, tensor in part.items()})
             self.exchange.kept.clear()
-            self.drafter_version = manifest.weight_version
+            self.drafter_version, self.drafter_checksum = manifest.weight_version, manifest.checksum
             return
-        self.load_parts(manifest, [tensors])
-
-    def load_parts(self, manifest: WeightManifest, parts: Iterable[dict[str, Tensor]]) -> None:
-        """Load a version of the target part by part as it comes, see `ModelRunner.load_parts`.
-
-        Raises WeightsError, before the first part is asked for, when samples are open.
-        """
         if self.has_work:
             raise WeightsError(
                 f"instance {self.instance} got target weights version {manifest.weight_version} with "
@@ -392,9 +394,7 @@ class Engine:
         self._observe_s = self._clock() - started
         alarm = self._law.take_alarm() if self._law is not None else None
         if alarm is not None:
-            drafter = part_of(self.drafter, LevelDrafter)
-            checksum = "" if drafter is None else drafter.checksum()
-            self.drafter_alarm = alarm.text(checksum=checksum, version=self.drafter_version)
+            self.drafter_alarm = alarm.text(checksum=self.drafter_checksum, version=self.drafter_version)
             logger.warning("%s: drafting suspended; %s", self.instance, self.drafter_alarm)
         self.step_records.append(record)
         if self.step_log is not None:

@@ -1,4 +1,4 @@
-"""Builds an engine from manifests: the module from the config, the weights from the chunks.
+"""Builds an engine from manifests: the model from the config, the weights from the chunks.
 
 An instance never opens a model path: the first weights arrive as every later version does.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,32 +27,23 @@ from rlhfspec.actors.actor_messages import (
 from rlhfspec.actors.generation.spot_trainer import SpotTrainer
 from rlhfspec.actors.waiting.assigned_device import assigned_gpus, require_gpu_room, resolve_device
 from rlhfspec.core.config import EngineConfig
-from rlhfspec.core.errors import ModelError, RlhfSpecError, WeightsError
+from rlhfspec.core.errors import RlhfSpecError, WeightsError
 from rlhfspec.core.weight_records import TensorSpec, WeightManifest, kind_of
-from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.build import backend_for, build_engine, published_model
 from rlhfspec.engine.calibration.engine_provenance import device_name, here
 from rlhfspec.engine.drafters.drafter import part_of
 from rlhfspec.engine.drafters.head.head_drafter import HeadDrafter
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
 from rlhfspec.engine.drafters.head.published_head import head_checksum, published_head
-from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.kept_verdicts import KeptVerdicts, facts_of_start
-from rlhfspec.engine.weights.bare_llama import MODEL_TYPES, BareLlama, bare_llama, same_model
-from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM
-from rlhfspec.engine.weights.chunks import (
-    checksum_of,
-    chunk_of,
-    chunk_starts,
-    load_into,
-    model_checksum,
-    view_of,
-    weight_views,
-)
-from rlhfspec.engine.weights.digests import digest
+from rlhfspec.engine.model.kept_verdicts import KeptVerdicts
+from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.weights.chunks import chunk_of, chunk_starts, view_of, weight_views
+from rlhfspec.engine.weights.digests import Digest, read_once
 from rlhfspec.engine.weights.host_mirror import HostMirror
+from rlhfspec.engine.weights.llama_config import MODEL_TYPES
 
 if TYPE_CHECKING:
     # none but a broadcast needs it
@@ -66,12 +58,13 @@ class ManifestHost:
         self._models: dict[str, CausalLM] = {}
         self._head: HeadWeights | None = None
         "what drafts, as it was published, where that is a head"
-        self._first: dict[str, WeightManifest] = {}
         self._versions: dict[str, int] = {}
         self._engine: Engine | None = None
         self._spot: SpotTrainer | None = None
         "trains the head in spare time"
         self._is_torn = False
+        self._whole = Digest("xxh3")
+        "takes the buckets of a broadcast version"
         self._all_here_s = 0.0
         "when the last bucket of a broadcast version came"
 
@@ -91,29 +84,58 @@ class ManifestHost:
             self._spot.close()
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
-        """Load one version of one model, and read back what decodes from now on.
+        """Load one version of one model; what decodes from now on was read back and compared with the chunks.
+
+        Three passes over its bytes: they are verified, laid out, and compared.
 
         Raises WeightsError when chunks and manifest do not match, a sample is open, or a laid-out copy is not what was
-        loaded.
+        loaded; NotFiniteError for NaN or infinity.
         """
         began_s = time.perf_counter()
-        tensors = weight_views(manifest, chunks)
+        kind = kind_of(manifest.checksum)
+        whole = Digest(kind)
+        tensors = weight_views(manifest, chunks, whole if kind == "xxh3" else None)
         if manifest.model == "draft" and self._spec.speculation.drafter in ("head", "mtp"):
             return self._load_head(manifest, tensors)
+        parts = [tensors] if kind == "xxh3" else self._summed(tensors, whole)
         if self._engine is not None:
-            with self._not_training():
-                self._engine.load_weights(manifest, tensors)
-            loaded_s = time.perf_counter()
-            self._require_copies_hold([manifest.model])
-            self._is_torn = self._is_torn and manifest.model != "target"
+            self._decode_from(manifest, parts)
         else:
-            model = self._module(manifest)
-            load_into(model, tensors)
-            self._models[manifest.model], self._first[manifest.model] = model, manifest
+            model = published_model(
+                manifest,
+                parts,
+                self._spec.dtype,
+                backend=self._backend,
+                who=f"{manifest.model} weights of {self._spec.instance}",
+                stock=self._spec.engine.forward == "stock",
+                keeps_head=manifest.model == "target" and self._spec.spot is not None,
+            )
+            self._models[manifest.model] = model
             self._versions[manifest.model] = manifest.weight_version
             self._build_when_complete()
-            loaded_s = time.perf_counter()
-        return self._confirmed(manifest, began_s, loaded_s)
+        return self._confirmed(manifest, whole, began_s)
+
+    def _decode_from(self, manifest: WeightManifest, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        """Let the engine load a version; where that fails on the way, nothing decodes until one is whole."""
+        assert self._engine is not None
+        if manifest.model == "draft":
+            self._engine.load_parts(manifest, parts)
+            return
+        with self._not_training():
+            self._engine.load_parts(manifest, self._torn_by(parts))
+        self._is_torn = False
+
+    def _torn_by(self, parts: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
+        for part in parts:
+            self._is_torn = True
+            yield part
+
+    def _summed(self, tensors: Mapping[str, Tensor], whole: Digest) -> Iterator[dict[str, Tensor]]:
+        """One tensor after the other, where it decodes: there its words are summed."""
+        for name, tensor in tensors.items():
+            here = tensor.to(self._backend.device)
+            whole.add(here)
+            yield {name: here}
 
     def _load_head(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> LoadedWeights:
         """Load one version of the head or MTP layer; it is kept as it was published, the drafter has its own copy."""
@@ -160,23 +182,17 @@ class ManifestHost:
             raise WeightsError(
                 f"{self._spec.instance} has no engine yet: its first weights come by the object store"
             )
-        with self._not_training():
-            self._engine.load_parts(layout, self._received(layout, group))
-        loaded_s = time.perf_counter()
-        self._require_copies_hold([layout.model])
-        self._is_torn = False
-        return self._confirmed(layout, self._all_here_s, loaded_s)
+        self._decode_from(layout, self._received(layout, group))
+        return self._confirmed(layout, self._whole, self._all_here_s)
 
-    def _confirmed(self, manifest: WeightManifest, here_s: float, loaded_s: float) -> LoadedWeights:
-        """The checksum of what decodes now, of the manifest's kind; since when all was here, and when it was loaded."""
-        checksum = model_checksum(self._models[manifest.model], like=manifest.checksum)
+    def _confirmed(self, manifest: WeightManifest, whole: Digest, here_s: float) -> LoadedWeights:
+        """The checksum of what decodes now, of the manifest's kind, and how long it took since all was here."""
         return LoadedWeights(
             instance=self._spec.instance,
             model=manifest.model,
             weight_version=manifest.weight_version,
-            checksum=checksum,
-            load_s=loaded_s - here_s,
-            confirm_s=time.perf_counter() - loaded_s,
+            checksum=whole.text(),
+            load_s=time.perf_counter() - here_s,
         )
 
     @contextmanager
@@ -225,15 +241,21 @@ class ManifestHost:
             what = f"chunk {index} of {count} of {layout.model} version {layout.weight_version}"
             told = group.receive(flat, what)
             views = {spec.name: view_of(spec, flat, starts[index]) for spec in specs[index]}
-            if mirror is not None and kind_of(told) == "words":
-                got = checksum_of(views.values(), like=told)
+            if index == 0:
+                self._whole = Digest(kind_of(told))
+            if kind_of(told) == "words":
+                bucket = Digest("words")
+                for view in views.values():
+                    bucket.add(view)
+                self._whole.add_sums(bucket)
+                got = bucket.text()
             else:
-                got = digest(flat.numpy() if mirror is None else mirror.of(flat))
+                here = flat.numpy() if mirror is None else mirror.of(flat)
+                got, _ = read_once(here, (), self._whole)
             if got != told:
                 raise WeightsError(
                     f"{self._spec.instance}: {what} has checksum {got}, expected {told}; re-send"
                 )
-            self._is_torn = True
             self._all_here_s = time.perf_counter()
             yield views
 
@@ -243,32 +265,12 @@ class ManifestHost:
         if suffix is not None:
             suffix.remember(responses)
 
-    def _require_copies_hold(self, models: Iterable[str]) -> None:
-        """Raises WeightsError when a copy that the engine decodes from is not what was loaded."""
-        if self._engine is None:
-            return
-        drafter = part_of(self._engine.drafter, ModelDrafter)
-        for model in models:
-            who = f"{model} weights of {self._spec.instance}"
-            if model == "target":
-                self._engine.runner.require_copies_hold(who)
-            elif drafter is not None:
-                drafter.runner.require_copies_hold(who)
-
     def _build_when_complete(self) -> None:
         if not self._versions.keys() >= set(self._spec.model_names):
             return
         if self._head is not None:
             require_fit(self._head.config, self._models["target"].config)
         self._check_profile()
-        require_gpu_room(
-            self._spec.instance,
-            self.device,
-            needed_bytes=self._spec.gpu_bytes,
-            share=self._spec.gpu_share,
-            advice="set engine.kv_cache_mb, lower engine.max_running_samples or engine.graph_memory_mb, or raise "
-            "cluster.generation.num_gpus",
-        )
         self._engine = build_engine(
             self._models["target"],
             self._draft,
@@ -280,6 +282,7 @@ class ManifestHost:
             weight_version=self._versions["target"],
             drafter_version=self._versions.get("draft", 0),
             profile=self._spec.profile,
+            backend=self._backend,
             verdicts=self._verdicts(),
         )
         if self._spec.step_log:
@@ -289,58 +292,26 @@ class ManifestHost:
             from rlhfspec.actors.generation.head_training import begin_training
 
             self._spot = begin_training(self._spec, self._spec.spot, self._engine, self._head)
-        # those that arrived before were confirmed when nothing was laid out yet
-        self._require_copies_hold(self._models)
-        self._keep_comparisons(self._engine)
+        # from here on they are the engine's
+        self._models.clear()
 
     @property
     def _draft(self) -> CausalLM | HeadWeights | None:
         """What drafts, as far as it is there."""
         return self._head or self._models.get("draft")
 
-    def _module(self, manifest: WeightManifest) -> CausalLM:
-        """The weights alone where an earlier start here compared such a model, else transformers' module."""
-        verdicts = self._verdicts()
-        if verdicts is not None and verdicts.read(self._facts(manifest)) == "equals_stock":
-            return bare_llama(manifest.hf_config_json, DTYPES[self._spec.dtype])
-        # takes as long as all the rest of a start
-        from rlhfspec.engine.weights.loading import build_causal_lm
-
-        return build_causal_lm(manifest.hf_config_json, self._spec.dtype)
-
-    def _keep_comparisons(self, engine: Engine) -> None:
-        """Keep that our own forward was found equal to transformers', for modules that it alone needs."""
-        verdicts = self._verdicts()
-        runners = {"target": engine.runner}
-        drafter = part_of(engine.drafter, ModelDrafter)
-        if drafter is not None:
-            runners["draft"] = drafter.runner
-        for name, manifest in self._first.items():
-            model = self._models[name]
-            if verdicts is None or name not in runners or isinstance(model, BareLlama):
-                continue
-            if runners[name].is_own and self._may_stand_in(manifest, model):
-                verdicts.keep(self._facts(manifest), "equals_stock")
-
-    def _may_stand_in(self, manifest: WeightManifest, model: CausalLM) -> bool:
-        try:
-            return same_model(bare_llama(manifest.hf_config_json, model.dtype), model)
-        except ModelError:
-            return False
-
-    def _facts(self, manifest: WeightManifest) -> dict[str, Any]:
-        spec, settings = self._spec, self._engine_settings
-        return facts_of_start(
-            manifest,
-            {
-                "engine": settings.model_dump(mode="json"),
-                "speculation": spec.speculation.model_dump(mode="json"),
-                "dtype": spec.dtype,
-                "max_total_tokens": spec.max_total_tokens,
-                "vocab_size": spec.vocab_size,
-            },
-            torch.device(settings.device),
+    @cached_property
+    def _backend(self) -> ComputeBackend:
+        """What computes here: weights are laid out for it as they come. Raises PlacementError: its GPU has no room."""
+        require_gpu_room(
+            self._spec.instance,
+            self.device,
+            needed_bytes=self._spec.gpu_bytes,
+            share=self._spec.gpu_share,
+            advice="set engine.kv_cache_mb, lower engine.max_running_samples or engine.graph_memory_mb, or raise "
+            "cluster.generation.num_gpus",
         )
+        return backend_for(self._engine_settings)
 
     @property
     def _engine_settings(self) -> EngineConfig:

@@ -25,9 +25,11 @@ from rlhfspec.actors.waiting.remote import remote
 from rlhfspec.core.errors import ConfigError, RlhfSpecError, WeightsError
 from rlhfspec.core.records import Rollout, UpdateReport
 from rlhfspec.core.weight_records import DigestKind, WeightManifest
+from rlhfspec.engine.build import backend_for, published_model
+from rlhfspec.engine.numerics import on_threads
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import load_into, weight_views
-from rlhfspec.engine.weights.loading import build_causal_lm, freeze
+from rlhfspec.engine.weights.loading import build_causal_lm
 from rlhfspec.learning.drafts.cotraining import DraftCotrainer
 from rlhfspec.learning.drafts.draft_learner import RefitReport
 from rlhfspec.learning.drafts.refit import DraftRefitter
@@ -307,8 +309,15 @@ class TrainerActor:
                 "trainer.scoring is engine, but the trainer was not told of any; give TrainerSpec.engine"
             )
         require_engine_scoring(spec.engine, self._device)
-        model = freeze(build_causal_lm(manifest.hf_config_json, spec.dtype))
-        load_into(model, weight_views(manifest, chunks))
+        with on_threads(1):
+            model = published_model(
+                manifest,
+                [weight_views(manifest, chunks)],
+                spec.dtype,
+                backend=backend_for(spec.engine),
+                who="weights that score",
+                stock=spec.engine.forward == "stock",
+            )
         return EngineScorer(
             model,
             engine=spec.engine,

@@ -11,6 +11,7 @@ from benchmarks.adaptive.pairs import engine_for
 from benchmarks.support.workload import Workload
 from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.profiles.profile import Profile
 
 BATCH_SIZE = 8
@@ -33,7 +34,8 @@ def plant_dead_drafter(workload: Workload, profile: Profile) -> DeadDrafter:
     engine = engine_for(workload, SpeculationConfig(policy="goodput"), batch_size=BATCH_SIZE, profile=profile)
     drafter = engine.drafter
     assert isinstance(drafter, ModelDrafter)
-    healthy = {name: weight.clone() for name, weight in drafter.model.state_dict().items()}
+    model = drafter.runner.model
+    assert isinstance(model, LlamaModel)
     records = []
     number = 0
     suspended_at = None
@@ -43,7 +45,7 @@ def plant_dead_drafter(workload: Workload, profile: Profile) -> DeadDrafter:
             engine.submit(replace(request, key=replace(request.key, sample_index=number)))
             number += 1
         if len(records) == HEALTHY_STEPS:
-            drafter.runner.load({name: torch.zeros_like(weight) for name, weight in healthy.items()})
+            drafter.runner.load({name: torch.zeros(shape) for name, shape in model.shapes.items()})
             drafter.drop()
         engine.step()
         records.append(engine.step_records[-1])

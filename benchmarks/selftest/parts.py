@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -132,10 +131,9 @@ def bandwidth(
     engine.generate(requests)
     _finished(subject.device)
     step_s = (time.perf_counter() - started) / (engine.stats.num_decode_steps - steps)
-    model: Any = engine.runner.model
-    embedding = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is embedding
-    read = sum(weight.nbytes for weight in model.parameters()) - (0 if tied else embedding.nbytes)
+    model, embedding = engine.runner.model, engine.runner.embedding
+    tied = model.config.get_text_config().tie_word_embeddings
+    read = model.num_parameters() * model.dtype.itemsize - (0 if tied else embedding.nbytes)
     source = torch.zeros(copy_bytes, dtype=torch.uint8, device=subject.device)
     rate = 2 * copy_bytes / _copy_s(source)
     return {

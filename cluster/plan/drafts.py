@@ -27,9 +27,9 @@ from rlhfspec.engine.drafters.head.head_weights import (
 )
 from rlhfspec.engine.drafters.head.mtp_weights import FoundMtp, load_mtp, mtp_config
 from rlhfspec.engine.drafters.head.published_head import rounded
-from rlhfspec.engine.weights.bare_llama import MODEL_TYPES
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
+from rlhfspec.engine.weights.llama_config import MODEL_TYPES
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer, num_token_ids
 
 

@@ -3,7 +3,7 @@
 Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a process are measured
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
-    generation  weights and their inference copy + KV pool + one step's logits; with drafter suffix what it looks up in,
+    generation  weights as they decode + KV pool + one step's logits; with drafter suffix what it looks up in,
                 with a head that is trained its optimizer and the hidden states
     trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
                 reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations;
@@ -74,8 +74,10 @@ _LOGIT_COPIES = 2
 "Logits and their gradient, float32."
 _REFIT_LOGIT_COPIES = 4
 "Logits, their log-softmax and both gradients."
+_LAYING_OUT = 1.1
+"Our own model's weights are there once; the largest product a second time while it is laid out (measured)."
 _INFERENCE_COPY = 1.5
-"On CPU the weights' copy lies beside the module, in float32 at most; half as much again to lay it out (measured)."
+"Of other models products read a copy beside the module, on CPU in float32 at most; half as much again to lay it out."
 _STEP_COPIES = 3
 "Logits, noise and their sum in a decode step, float32."
 _ROLLOUT_BYTES_PER_TOKEN = 40
@@ -93,9 +95,21 @@ class ModelShape:
     num_adapter_params: int | None = None
     "that learn where the others stay (LoRA); None: all learn"
 
+    is_ours: bool = False
+    "whether instances hold it as `engine.model.llama_model` does"
+
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the parameters."""
         return self.num_params * _DTYPE_BYTES[dtype]
+
+    def decoding_bytes(self, dtype: str, *, on_gpu: bool) -> int:
+        """Bytes of an instance's weights as they are published and as they decode."""
+        size = _DTYPE_BYTES[dtype] if on_gpu else 4
+        if self.is_ours:
+            # a head that is the embedding is held as both
+            return int((self.num_params + self.vocab_size * self.hidden_size) * size * _LAYING_OUT)
+        copies = 1 if on_gpu else _INFERENCE_COPY
+        return self.weight_bytes(dtype) + int(self.num_params * size * copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +222,9 @@ class MemoryNeeds:
         self._target, self._draft, self._reward_params = models.target, models.draft, models.reward_params
         self._on_gpu, self._dtype = config.decodes_on_gpu, config.models.dtype
         # a head that is trained in float32 is published so
-        draft_dtype = "float32" if config.trains_head else self._dtype
+        self._draft_dtype = "float32" if config.trains_head else self._dtype
         self._target_bytes = self._target.weight_bytes(self._dtype)
-        self._draft_bytes = self._draft.weight_bytes(draft_dtype) if self._draft else 0
+        self._draft_bytes = self._draft.weight_bytes(self._draft_dtype) if self._draft else 0
         self._num_samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
         self._num_nodes = most_nodes(config.speculation)
 
@@ -274,12 +288,14 @@ class MemoryNeeds:
         return sum(each.bytes_of(np.array([each.whole(tokens)])) for each in pages)
 
     def _engine(self) -> int:
-        """Weights, their inference copy, the logits of a step."""
-        params = self._target.num_params + (self._draft.num_params if self._draft else 0)
-        copy = params * _DTYPE_BYTES[self._dtype] if self._on_gpu else int(params * 4 * _INFERENCE_COPY)
+        """Weights as they decode, the logits of a step."""
+        on_gpu = self._on_gpu
+        weights = self._target.decoding_bytes(self._dtype, on_gpu=on_gpu)
+        if self._draft is not None:
+            weights += self._draft.decoding_bytes(self._draft_dtype, on_gpu=on_gpu)
         tokens = self._config.engine.max_running_samples * (self._num_nodes + 1)
         logits = tokens * self._target.vocab_size * 4 * _STEP_COPIES
-        return self._target_bytes + self._draft_bytes + copy + logits
+        return weights + logits
 
     def _learner(self) -> int:
         config, target = self._config, self._target
@@ -308,10 +324,10 @@ class MemoryNeeds:
         return kept + learned + reference + packing + activations + logits + states
 
     def _scorer(self) -> int:
-        """Of the engine's forward that values log-probabilities: weights, their inference copy, caches."""
+        """Of the engine's forward that values log-probabilities: weights as they decode, caches."""
         if self._config.trainer.scoring == "model":
             return 0
-        weights = self._target_bytes + int(self._target.num_params * 4 * _INFERENCE_COPY)
+        weights = self._target.decoding_bytes(self._dtype, on_gpu=False)
         slots = min(self._config.engine.max_running_samples, MOST_SLOTS)
         return weights + self._target.kv.pool_bytes(slots, self._max_total_tokens)
 

@@ -23,6 +23,7 @@ from rlhfspec.engine.cache.kv_pool import KVShape
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import not_finite
 from rlhfspec.engine.weights.left_over import require_writer
+from rlhfspec.engine.weights.llama_config import MODEL_TYPES
 from rlhfspec.engine.weights.loading import load_hf_config, meta_model, num_token_ids, refuse_not_finite
 from rlhfspec.engine.weights.quantized import quantization_of, require_plain_weights
 from rlhfspec.engine.weights.weight_files import check_weight_files, local_folder, weight_files
@@ -71,6 +72,7 @@ def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape
         kv=KVShape.of(config),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
+        is_ours=text.model_type in MODEL_TYPES,
     )
 
 

@@ -2,7 +2,7 @@
 
 The chunks are put into the object store once (by whoever packed them); every node pulls them once and
 its readers map the same memory. An instance confirms with the checksum of what it has loaded, after it has unpacked
-every copy that decodes and found those bytes in it (`ModelRunner.require_copies_hold`): a version is only called
+every copy that decodes and found those bytes in it (`ModelRunner.load_parts`): a version is only called
 published when every instance decodes from it.
 """
 
@@ -228,10 +228,9 @@ def publish(
 def part_seconds(
     elapsed_s: float, answers: Sequence[LoadedWeights], *, pack_s: float = 0.0
 ) -> dict[str, float]:
-    """Split the seconds of a publication: the slowest instance's loading and confirming; what is left was the way."""
+    """Split the seconds of a publication: the slowest instance's loading, and packing; what is left was the way."""
     load_s = max((answer.load_s for answer in answers), default=0.0)
-    confirm_s = max((answer.confirm_s for answer in answers), default=0.0)
-    own = {"load": load_s, "confirm": confirm_s} | ({"pack": pack_s} if pack_s else {})
+    own = {"load": load_s} | ({"pack": pack_s} if pack_s else {})
     return own | {"send": max(elapsed_s - sum(own.values()), 0.0)}
 
 

@@ -114,8 +114,7 @@ def _architecture(model: Drafts) -> str:
             f"{size.num_kv_heads} of {size.head_size}, {model.num_trained} parameters, {size.draft_vocab_size} ids"
         )
     shape = KVShape.of(model.config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     return (
         f"{model.config.model_type}, {shape.num_layers} layers, {shape.num_heads} heads over {shape.num_kv_heads} "
-        f"of {shape.head_size}, {parameters} parameters"
+        f"of {shape.head_size}, {model.num_parameters()} parameters"
     )

@@ -42,8 +42,14 @@ from rlhfspec.engine.cpu.sampling import (
     write_gumbel,
     write_leaders,
 )
+from rlhfspec.engine.cpu.weight_panels import PANELS, panels_name, write_panels
 from rlhfspec.engine.cpu.writer import ADDRESS, FLOAT, INTEGER, Writer
 
+_PANEL_FORMS: list[dict[str, bool]] = [
+    {"compares": compares, "gained": gained, "bfloat16": bfloat16}
+    for compares in (False, True)
+    for gained, bfloat16 in ((False, False), (True, False), (False, True))
+]
 COMMON: dict[str, Mapping[str, ir.Type]] = {
     "norms": NORMS,
     "norms_gained": NORMS,
@@ -54,6 +60,7 @@ COMMON: dict[str, Mapping[str, ir.Type]] = {
     "turn": TURN,
     "advance": ADVANCE,
     **{product_name(added=a, bfloat16=b): PRODUCT for a in (False, True) for b in (False, True)},
+    **{panels_name(**form): PANELS for form in _PANEL_FORMS},
     "gumbel": GUMBEL,
     **{leaders_name(count): LEADERS for count in range(1, MOST_LEADERS + 1)},
 }
@@ -126,6 +133,8 @@ def _compile_common(width: int) -> Code:
     write_embed(module, bfloat16=True)
     write_turn(module)
     write_advance(module)
+    for form in _PANEL_FORMS:
+        write_panels(module, **form)
     write_gumbel(module)
     for count in range(1, MOST_LEADERS + 1):
         write_leaders(module, count)

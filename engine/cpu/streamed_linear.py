@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rlhfspec.engine.cpu.products import PANEL, product_name
 from rlhfspec.engine.cpu.program import common_code
-from rlhfspec.engine.model.linears import same_bits, with_rows
+from rlhfspec.engine.cpu.weight_panels import DIFFER_BYTES, panels_name
+from rlhfspec.engine.model.linears import Rows, same_bits, with_rows
 
 
 class StreamedLinear:
@@ -35,35 +37,47 @@ class StreamedLinear:
             return residual.add_(self(x))
         return self._run(x, residual, residual.stride(0))
 
-    def take(self, weight: Tensor, bias: Tensor | None) -> None:
+    def take(self, rows: Rows, bias: Tensor | None) -> None:
         """See `Linear`."""
-        self.take_rows(0, weight)
+        self._over_panels(rows, compares=False)
         if self.bias is not None and bias is not None:
             self.bias[: self.columns].copy_(bias)
 
-    def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
+    def holds(self, rows: Rows, bias: Tensor | None) -> bool:
         """See `Linear`."""
         padded = None if bias is None else with_rows(bias.float(), self.num_panels * PANEL)
-        return self.holds_rows(0, weight) and bool(same_bits(self.bias, padded))
+        return not self._over_panels(rows, compares=True) and bool(same_bits(self.bias, padded))
 
-    def take_rows(self, start: int, rows: Tensor) -> None:
-        """See `ByRows`."""
-        whole, panels = self._panels_at(start, rows)
-        panels[: len(whole)].copy_(whole)
-        if len(last := rows[len(whole) * PANEL :]):
-            panels[len(whole)].copy_(with_rows(last, PANEL))
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """See `Linear`."""
+        weight = self._panels.transpose(1, 2).reshape(-1, self.depth)[: self.columns]
+        return weight, None if self.bias is None else self.bias[: self.columns]
 
-    def holds_rows(self, start: int, rows: Tensor) -> bool:
-        """See `ByRows`."""
-        whole, panels = self._panels_at(start, rows)
-        last = rows[len(whole) * PANEL :]
-        good = same_bits(panels[: len(whole)], whole)
-        return bool(good) and (not len(last) or bool(same_bits(panels[len(whole)], with_rows(last, PANEL))))
-
-    def _panels_at(self, start: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows in whole panels [p, PANEL, K], and the panels from theirs on, turned as the rows are."""
-        whole, first = len(rows) // PANEL, start // PANEL
-        return rows[: whole * PANEL].reshape(whole, PANEL, self.depth), self._panels[first:].transpose(1, 2)
+    def _over_panels(self, rows: Rows, *, compares: bool) -> bool:
+        """Write the rows into the panels, or say whether any bit there differs from them."""
+        dtype = self._panels.dtype
+        parts = [part.to(dtype).contiguous() for part in rows.parts]
+        zeros, differ = torch.zeros(self.depth, dtype=dtype), np.zeros(DIFFER_BYTES, np.uint8)
+        size = self.depth * dtype.itemsize
+        if any(part.shape[1] != self.depth for part in parts):
+            raise ValueError(f"expected rows of {self.depth}, got {[tuple(part.shape) for part in parts]}")
+        places = np.concatenate([part.data_ptr() + size * np.arange(len(part)) for part in parts])
+        places = places if rows.order is None else places[rows.order.numpy()]
+        padding = np.full(self.num_panels * PANEL - self.columns, zeros.data_ptr(), dtype=np.int64)
+        addresses = np.concatenate([places, padding])
+        if len(places) != self.columns:
+            raise ValueError(f"expected {self.columns} rows, got {len(places)}")
+        gain = None if rows.gain is None else rows.gain.to(dtype).contiguous()
+        name = panels_name(compares=compares, gained=gain is not None, bfloat16=dtype == torch.bfloat16)
+        self._code.operations[name](
+            panels=self.address,
+            rows=addresses.ctypes.data,
+            gains=0 if gain is None else gain.data_ptr(),
+            differ=differ.ctypes.data,
+            num=self.num_panels,
+            depth=self.depth,
+        )
+        return bool(differ.any())
 
     def operation(self, *, added: bool) -> str:
         """The name of the operation of a program that multiplies by this weight."""

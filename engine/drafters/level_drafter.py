@@ -127,10 +127,6 @@ class LevelDrafter(Drafter, ABC):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over weights of another version, and forget what depends on the old ones. Raises WeightsError."""
 
-    @abstractmethod
-    def checksum(self) -> str:
-        """Of the weights, as manifests have it."""
-
     @property
     @abstractmethod
     def pool(self) -> KVPool:

@@ -19,8 +19,6 @@ from rlhfspec.engine.model.forward_plan import TreePlan
 from rlhfspec.engine.model.prefill import fill_committed
 from rlhfspec.engine.model.prefill_plan import PrefillPiece
 from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.engine.weights.chunks import model_checksum
 from rlhfspec.engine.weights.shared_ids import foreign_of, without
 
 MAX_CATCH_UP_TOKENS = LAST_TOKENS
@@ -40,11 +38,6 @@ class ModelDrafter(LevelDrafter):
         "committed tokens whose keys and values the draft cache holds"
 
     @property
-    def model(self) -> CausalLM:
-        """The draft model."""
-        return self.runner.model
-
-    @property
     def pool(self) -> KVPool:
         """See `LevelDrafter`."""
         return self.runner.pool
@@ -58,10 +51,6 @@ class ModelDrafter(LevelDrafter):
         """See `LevelDrafter`."""
         self.runner.load(dict(tensors))
         self.drop()
-
-    def checksum(self) -> str:
-        """See `LevelDrafter`."""
-        return model_checksum(self.model)
 
     def admit(self, slots: range, batch: RunningBatch) -> None:
         """Start with an empty cache; the next draft catches up."""

@@ -25,10 +25,11 @@ from rlhfspec.engine.cache.segments import Segments
 from rlhfspec.engine.decoding.draft_tree import DraftTree, ancestors_or_self, chain
 from rlhfspec.engine.model.compute_backend import PoolAttention
 from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan, TurnRows
+from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from rlhfspec.engine.model.support import switch_attention, unsupported
 from rlhfspec.engine.weights.causal_lm import CausalLM, max_context_tokens
-from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
+from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite, unique_tensors
 
 COMPARED_TOKENS = 96
 SINGLE_TOKENS = 4
@@ -104,6 +105,7 @@ class Comparison:
             ModelError: the model's own forward fails.
             NotFiniteError: its logits are not finite.
         """
+        self._model = model
         # the tree takes BRANCH_TOKENS columns more than the sequence has tokens
         room = min(COMPARED_TOKENS, pool.capacity) - BRANCH_TOKENS
         longest = min(room, max_context_tokens(model.config) or room)
@@ -122,13 +124,14 @@ class Comparison:
         lengths = [len(sequence.ids) for sequence in self._sequences]
         served.pool.memory.hold(np.array(lengths) + BRANCH_TOKENS)
         attended: Counter[int] = Counter()
-        with failing_is_refused(served.model, "its forward through our cache"):
+        model = self._model
+        with failing_is_refused(model, "its forward through our cache"):
             for phase, plain, got in self._phases(served, attended):
-                if not is_rounding(plain, got, served.model):
+                if not is_rounding(plain, got, model):
                     raise unsupported(
-                        served.model,
+                        model,
                         f"{phase}, its logits through our cache differ from its own forward's (total variation "
-                        f"{total_variation(plain, got):.1e}){_state_elsewhere(served, attended)}",
+                        f"{total_variation(plain, got):.1e}){_state_elsewhere(model, served, attended)}",
                     )
 
     def _phases(self, served: Served, attended: Counter[int]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -285,7 +288,9 @@ def _finite(model: CausalLM, logits: Tensor) -> Tensor:
     """Return the logits. Raises NotFiniteError, naming the weight at fault where there is one."""
     if torch.isfinite(logits.float().logsumexp(-1)).all():
         return logits
-    if odd := not_finite(model.state_dict().items()):
+    # those of ours were finite when they were read: what is odd is a vector that a caller put there
+    held = model.vectors if isinstance(model, LlamaModel) else dict(unique_tensors(model))
+    if odd := not_finite(held.items()):
         cause = f"{describe_not_finite(odd)}; take another checkpoint"
     else:
         cause = (
@@ -344,13 +349,13 @@ class _Listening(ForwardPlan):
         return self._plan.attend_turned(layer, turn, qkv, positions, **how)
 
 
-def _state_elsewhere(served: Served, attended: Counter[int]) -> str:
+def _state_elsewhere(model: CausalLM, served: Served, attended: Counter[int]) -> str:
     """Say which layers keep what the cache does not hold, as far as it can be told."""
     layers = range(served.pool.shape.num_layers)
     absent = [layer for layer in layers if not attended[layer]]
     several = [layer for layer in layers if attended[layer] > 1]
     if absent:
-        kinds = ", ".join(dict.fromkeys(_kind(served.model, layer) for layer in absent))
+        kinds = ", ".join(dict.fromkeys(_kind(model, layer) for layer in absent))
         return f": layers {_numbers(absent)} ({kinds}) keep state outside the cache of keys and values"
     if several:
         return (

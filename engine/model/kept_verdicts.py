@@ -1,9 +1,7 @@
-"""What start-up checks said of a model's shapes on this machine, kept on disk: a second start does not ask again.
+"""What the invariance probe said of a model's shapes on this machine, kept on disk: a second start does not ask again.
 
-Two checks are kept. The invariance probe: tokens round alike in any company. The comparison with the model's own
-forward: where it held, the weights alone may decode (`engine.weights.bare_llama`), and transformers is not imported.
 A verdict holds for what it depends on: shapes, type, sizes of the cache, processor, threads, packages, and every line
-of this package's code. Weights are no part of it, as they are none of what the checks promise. A file that is damaged
+of this package's code. Weights are no part of it, as they are none of what the probe promises. A file that is damaged
 or describes something else is no verdict.
 """
 
@@ -22,13 +20,13 @@ import xxhash
 
 from rlhfspec.core.errors import StorageError
 from rlhfspec.core.files import write_whole
-from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.weights.chunks import unique_tensors
 
-Verdict = Literal["holds", "holds_unpacked", "equals_stock"]
-"""Of the probe, the second with plain products, where prepacked ones do not round alike; the third of the comparison,
-for our own forward."""
-_VERDICTS = ("holds", "holds_unpacked", "equals_stock")
+Verdict = Literal["holds", "holds_unpacked"]
+"The second with plain products, where prepacked ones do not round alike."
+_VERDICTS = ("holds", "holds_unpacked")
 _PACKAGES = ("torch", "transformers", "numpy", "llvmlite")
 logger = logging.getLogger(__name__)
 
@@ -69,9 +67,8 @@ def facts_of(runner: ModelRunner, *, max_nodes: int) -> dict[str, Any]:
     cuda = runner.device.type == "cuda"
     return {
         "model": _config(runner.model.config.to_json_string(use_diff=False)),
-        "weights": sorted(
-            [name, str(weight.dtype), list(weight.shape)] for name, weight in runner.model.named_parameters()
-        ),
+        "weights": [[name, *shape] for name, shape in _shapes(runner.model).items()],
+        "dtype": str(runner.model.dtype),
         "forward": type(runner._forward).__name__,
         "attention": getattr(runner.attention, "__name__", type(runner.attention).__name__),
         "backend": runner.backend.name,
@@ -82,30 +79,20 @@ def facts_of(runner: ModelRunner, *, max_nodes: int) -> dict[str, Any]:
         "max_nodes": max_nodes,
         "device": torch.cuda.get_device_name(runner.device) if cuda else _processor(),
         "threads": torch.get_num_threads(),
-        **_this_code(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "code": _code(),
     }
 
 
-def facts_of_start(
-    manifest: WeightManifest, settings: dict[str, Any], device: torch.device
-) -> dict[str, Any]:
-    """What the comparison of a model depends on, known before there is a module; `settings` are the instance's."""
-    return {
-        "model": _config(manifest.hf_config_json),
-        "weights": [[spec.name, spec.dtype, list(spec.shape)] for spec in manifest.tensors],
-        "settings": settings,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        **_this_code(),
-    }
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    if isinstance(model, LlamaModel):
+        return model.shapes
+    return {name: tuple(tensor.shape) for name, tensor in unique_tensors(model)}
 
 
 def _config(hf_config_json: str) -> dict[str, Any]:
     """All of a config but where it was read from: the same model in another folder is the same."""
     return {key: value for key, value in json.loads(hf_config_json).items() if key != "_name_or_path"}
-
-
-def _this_code() -> dict[str, Any]:
-    return {"packages": {name: _version(name) for name in _PACKAGES}, "code": _code()}
 
 
 def _digest(facts: dict[str, Any], verdict: str) -> str:

@@ -10,12 +10,12 @@ The operators behind the first are private to torch: where they are missing, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,9 +23,35 @@ Same = bool | Tensor
 "Whether bits are the same; of a GPU's as a tensor, bool [], that nobody has waited for."
 MIN_ROWS = 4
 ROW_BLOCK = 4096
-"Rows of a weight that are written or compared at once: a few MB, which stay in the processor's cache."
+"Rows of a weight that are made at once: a few MB, which stay in the processor's cache."
 PACKED_FOR_ROWS = 16
 "The number of rows that the blocked layout is made for; 5 to 15% over none named (measured for 1 to 16 rows)."
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A weight [N, K] as it is published: rows of some tensors in another order, times a gain. Nothing is copied."""
+
+    parts: tuple[Float[Tensor, "_ K"], ...]
+    order: Int[Tensor, " N"] | None = None
+    "of all parts' rows; None: the first part's as they stand"
+    gain: Float[Tensor, " K"] | None = None
+
+    def blocks(self) -> Iterator[tuple[int, Float[Tensor, "n K"]]]:
+        """Make the rows, each block with the number of its first: a vocabulary's matrix is never there twice."""
+        if self.order is not None:
+            yield 0, self._gained(torch.cat(self.parts).index_select(0, self.order))
+            return
+        for start in range(0, len(self.parts[0]), ROW_BLOCK):
+            yield start, self._gained(self.parts[0][start : start + ROW_BLOCK])
+
+    def dense(self) -> Float[Tensor, "N K"]:
+        """Make all rows."""
+        blocks = [block for _, block in self.blocks()]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    def _gained(self, rows: Tensor) -> Tensor:
+        return rows if self.gain is None else rows * self.gain
 
 
 @runtime_checkable
@@ -40,25 +66,16 @@ class Linear(Protocol):
         """Return residual + product; the residual may be overwritten."""
         ...
 
-    def take(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> None:
+    def take(self, rows: Rows, bias: Float[Tensor, " N"] | None) -> None:
         """Hold another weight and bias of the same shape, in the same memory where the layout is this module's own."""
         ...
 
-    def holds(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> Same:
+    def holds(self, rows: Rows, bias: Float[Tensor, " N"] | None) -> Same:
         """Whether what it reads, unpacked, is bit for bit that weight and bias, and zeros where it is padded."""
         ...
 
-
-@runtime_checkable
-class ByRows(Protocol):
-    """A layout that can be written and compared in blocks of rows: a vocabulary's matrix is never there twice."""
-
-    def take_rows(self, start: int, rows: Float[Tensor, "n K"]) -> None:
-        """Hold other rows from `start` on, a multiple of ROW_BLOCK."""
-        ...
-
-    def holds_rows(self, start: int, rows: Float[Tensor, "n K"]) -> Same:
-        """Whether the rows from `start` on are bit for bit these."""
+    def unpacked(self) -> tuple[Float[Tensor, "N K"], Float[Tensor, " N"] | None]:
+        """Return weight and bias as they were taken."""
         ...
 
 
@@ -68,7 +85,7 @@ LayOut = Callable[[Tensor, Tensor | None], Linear]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One decoder layer's weights, laid out (`engine.model.llama_layout`)."""
+    """One decoder layer's weights, laid out (`engine.model.llama_model`)."""
 
     attention_gain: Tensor | None
     "None: multiplied into the weights behind it"
@@ -127,22 +144,24 @@ class MatrixLinear:
         residual.addmm_(x, self._matrix)
         return residual if self._bias is None else residual.add_(self._bias)
 
-    def take(self, weight: Tensor, bias: Tensor | None) -> None:
+    def take(self, rows: Rows, bias: Tensor | None) -> None:
         """See `Linear`."""
-        self.take_rows(0, weight)
-        self._bias = taken(self._bias, bias)
+        for start, block in rows.blocks():
+            self._matrix[:, start : start + len(block)].copy_(block.t())
+        if self._bias is not None and bias is not None:
+            self._bias.copy_(bias)
 
-    def take_rows(self, start: int, rows: Tensor) -> None:
-        """See `ByRows`."""
-        self._matrix[:, start : start + len(rows)].copy_(rows.t())
-
-    def holds_rows(self, start: int, rows: Tensor) -> Same:
-        """See `ByRows`."""
-        return same_bits(self._matrix[:, start : start + len(rows)].t(), rows)
-
-    def holds(self, weight: Tensor, bias: Tensor | None) -> Same:
+    def holds(self, rows: Rows, bias: Tensor | None) -> Same:
         """See `Linear`."""
-        return together(same_bits(self._matrix.t(), weight), same_bits(self._bias, bias))
+        blocks = [
+            same_bits(self._matrix[:, start : start + len(block)].t(), block)
+            for start, block in rows.blocks()
+        ]
+        return together(*blocks, same_bits(self._bias, bias))
+
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """See `Linear`; the weight is a view."""
+        return self._matrix.t(), self._bias
 
 
 class PrepackedLinear:
@@ -160,30 +179,25 @@ class PrepackedLinear:
         """See `Linear`."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
 
-    def take(self, weight: Tensor, bias: Tensor | None) -> None:
+    def take(self, rows: Rows, bias: Tensor | None) -> None:
         """See `Linear`; oneDNN's layout is made anew."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(
-            weight.to(self._packed.dtype).contiguous(), PACKED_FOR_ROWS
-        )
-        self._bias = taken(self._bias, bias)
+        weight = rows.dense().to(self._packed.dtype).contiguous()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+        if self._bias is not None and bias is not None:
+            self._bias.copy_(bias)
 
-    def holds(self, weight: Tensor, bias: Tensor | None) -> Same:
+    def holds(self, rows: Rows, bias: Tensor | None) -> Same:
         """See `Linear`."""
-        return together(same_bits(self._packed.to_dense(), weight), same_bits(self._bias, bias))
+        return together(same_bits(self._packed.to_dense(), rows.dense()), same_bits(self._bias, bias))
+
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """See `Linear`."""
+        return self._packed.to_dense(), self._bias
 
 
 def with_rows(x: Tensor, rows: int) -> Tensor:
     """Return x [n, ...] with zeros behind it, [rows, ...]."""
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
-
-
-def taken(into: Tensor | None, value: Tensor | None) -> Tensor | None:
-    """Copy a value over an earlier one of its shape, in its memory; where either is missing, the value itself."""
-    if into is None or value is None or into.shape != value.shape:
-        return value
-    if into.data_ptr() != value.data_ptr():
-        into.copy_(value)
-    return into
 
 
 def same_bits(copy: Tensor | None, of: Tensor | None) -> Same:

@@ -10,29 +10,28 @@ Small models and small batches spend most of a stock forward in dispatch. Here
 - inner sizes are padded with zero rows to a multiple of 32, where products are seen to round alike;
 - a prefill ends with the keys and values of the last layer.
 Where the compute back end can, the whole forward is one call (`ComputeBackend.fuse`).
-The stock module stays the oracle: `engine.model.runner` compares the two at start-up.
+Hugging Face's module stays the oracle: tests compare the two, and whoever has such a module in hand does at start-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.engine.cache.kv_pool import KVPool, KVShape, cell_size
-from rlhfspec.engine.model.compute_backend import ComputeBackend, FusedChain, FusedForward, PoolAttention
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.model.compute_backend import FusedChain, FusedForward, PoolAttention
 from rlhfspec.engine.model.forward_plan import ForwardPlan
 from rlhfspec.engine.model.hidden_taps import HiddenTaps
-from rlhfspec.engine.model.linears import Decoder, Layer, MatrixLinear, Same, first_altered, same_bits, taken
-from rlhfspec.engine.model.llama_layout import LlamaLayout, head_size
-from rlhfspec.engine.weights.bare_llama import MODEL_TYPES
-from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.model.linears import Layer, same_bits
+from rlhfspec.engine.model.llama_model import LlamaModel
+from rlhfspec.engine.weights.llama_config import Rotary
 
 MAX_ROTATION_BYTES = 8 << 20
 "A table of every position's rotation for all heads is kept up to this size; beyond, one for each pair."
@@ -41,89 +40,45 @@ WHOLE_VECTORS = 8
 
 
 class LlamaForward:
-    """Our forward over a stock module's weights. See `engine.model.runner.Forward`.
-
-    The weights are copied: call `reload` after they change.
-    """
+    """The arithmetic over a model's weights as they are laid out. See `engine.model.runner.Forward`."""
 
     min_tokens = 1
     "linears pad where they must"
+    library_product = None
+    "every product is the back end's"
 
-    def __init__(self, model: CausalLM, *, capacity: int, backend: ComputeBackend) -> None:
-        config = model.config
-        self._model = model
-        self._backend = backend
-        self._rows = backend.rows
-        self._layout = layout = LlamaLayout(model, backend)
-        self._dtype = layout.dtype
-        self._kv_heads, self._queries, self._size = layout.kv_heads, layout.queries, layout.size
-        self._eps: float = config.rms_norm_eps
+    def __init__(self, model: LlamaModel, *, capacity: int) -> None:
+        """Compute positions below `capacity`."""
+        self.model = model
+        self._rows = model.backend.rows
+        self._dtype = model.compute_dtype
+        self._kv_heads, self._queries, self._size = model.kv_heads, model.queries, model.size
+        self._eps: float = model.config.rms_norm_eps
         self._scaling = self._size**-0.5
-        root = (config.hidden_size * self._eps) ** 0.5
+        root = (model.config.hidden_size * self._eps) ** 0.5
         self._norm_floor = torch.tensor(root, dtype=torch.float32, device=model.device)
         self._rope = _rotations(model, capacity)
-        self._layers: list[Layer] = []
         self._taps: HiddenTaps | None = None
-        self.fused: FusedForward | None = None
+        self.fused: FusedForward | None = model.backend.fuse(model.decoder)
         "the whole forward in one call, where the back end has it and attention works inside the pool"
-        self.reload()
 
-    def reload(self) -> None:
-        """Lay the module's present weights out in the memory of those before, layer by layer.
-
-        No two copies of the model at any time, and what was recorded over their addresses (CUDA graphs) stays right.
-        """
-        layout, first = self._layout, not self._layers
-        with torch.inference_mode():
-            if first:
-                self._embedding = layout.embedding()
-                self._layers = [layout.layer(index) for index in range(layout.num_layers)]
-                self._final_gain, self._head = layout.head()
-            else:
-                taken(self._embedding, layout.embedding())
-                self._layers = [layout.refresh(index, layer) for index, layer in enumerate(self._layers)]
-                self._final_gain = layout.refresh_head(self._final_gain, self._head)
-            self.fused = self._backend.fuse(self._decoder)
-
-    @property
-    def _decoder(self) -> Decoder:
-        return Decoder(
-            layers=self._layers,
-            final_gain=self._final_gain,
-            head=self._head,
-            heads=self._kv_heads,
-            queries=self._queries,
-            size=self._size,
-            eps=self._eps,
-        )
+    def load(self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]) -> str | None:
+        """See `engine.model.runner.Forward`."""
+        altered = self.model.load(names, parts)
+        self.fused = self.model.backend.fuse(self.model.decoder)
+        return altered or self.altered_copy()
 
     def altered_copy(self) -> str | None:
+        """Name of what is made of the weights or the config beside the model, and no longer is; None: all is."""
+        rope = _rotations(self.model, len(self._rope))
+        if not same_bits(self._rope, rope) or not same_bits(self._rotations, self._rotation_table()):
+            return "rotary_emb"
+        return None if self.fused is None else self.fused.altered_gain(self.model.decoder)
+
+    @property
+    def embedding(self) -> Float[Tensor, "V H"]:
         """See `engine.model.runner.Forward`."""
-        with torch.inference_mode():
-            return first_altered(self._copies())
-
-    @property
-    def library_product(self) -> str | None:
-        """None: every product is the back end's. See `engine.model.runner.Forward`."""
-        return None
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What the layers write, as their weights say."""
-        return KVShape(
-            num_layers=len(self._layers),
-            num_kv_heads=self._kv_heads,
-            num_heads=self._kv_heads * self._queries,
-            head_size=self._size,
-        )
-
-    @property
-    def prepacked(self) -> bool:
-        """Whether any weight lies in another layout than a plain matrix."""
-        linears = [self._head]
-        for layer in self._layers:
-            linears += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        return any(not isinstance(linear, MatrixLinear) for linear in linears)
+        return self.model.embedding
 
     def __call__(
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
@@ -134,11 +89,11 @@ class LlamaForward:
             return self.fused.logits(len(input_ids), plan.segments(), self._taps)
         x = self._embedded(input_ids)
         attention = self._attention(position_ids, plan)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.model.layers):
             self._show(index, x)
             x = self._after_layer(index, layer, x, attention)
-        self._show(len(self._layers), x)
-        return self._head(self._norm(x, self._final_gain))
+        self._show(len(self.model.layers), x)
+        return self.model.head(self._norm(x, self.model.final_gain))
 
     def fill(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> None:
         """See `engine.model.runner.Forward`."""
@@ -148,20 +103,23 @@ class LlamaForward:
             return
         x = self._embedded(input_ids)
         attention = self._attention(position_ids, plan)
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        last = len(self.model.layers) - 1
+        for index, layer in enumerate(self.model.layers):
             self._show(index, x)
             if index == last and not (self._taps is not None and self._taps.whole_prefills):
                 attention.store(index, layer, self._product(layer, x))
                 return
             x = self._after_layer(index, layer, x, attention)
-        self._show(len(self._layers), x)
+        self._show(len(self.model.layers), x)
 
     def output(self, x: Tensor) -> Tensor:
         """See `engine.model.runner.Forward`."""
-        x = x.to(self._dtype)
-        # where the last norm's gain is multiplied into the head, it is divided out here
-        return self._head(x if self._final_gain is not None else x * self._layout.inverse_final_gain())
+        x, model = x.to(self._dtype), self.model
+        if model.final_gain is None:
+            # the last norm's gain is multiplied into the head, and is divided out here; 0 for a gain of 0
+            gain = model.final_norm.to(self._dtype)
+            x = x * (torch.where(gain == 0.0, gain, 1.0 / gain) / gain.numel() ** 0.5)
+        return model.head(x)
 
     def tap(self, taps: HiddenTaps) -> None:
         """See `engine.model.runner.Forward`."""
@@ -175,17 +133,19 @@ class LlamaForward:
         """Return what drafts chains with these weights in few calls, until they are laid out anew; None: nothing."""
         if self.fused is None:
             return None
-        return self._backend.chain(self.fused, self._embedding, self._rope, pool, vocab_size=vocab_size)
+        return self.model.backend.chain(
+            self.fused, self.model.embedding, self._rope, pool, vocab_size=vocab_size
+        )
 
     def _write_inputs(
         self, fused: FusedForward, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
     ) -> None:
         x, rope = fused.inputs(len(input_ids), plan.pool)
-        x.copy_(self._embedding.index_select(0, input_ids))
+        x.copy_(self.model.embedding.index_select(0, input_ids))
         rope.copy_(self._rope.index_select(0, position_ids))
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self._embedding).to(self._dtype)
+        return F.embedding(input_ids, self.model.embedding).to(self._dtype)
 
     def _after_layer(self, index: int, layer: Layer, x: Tensor, attention: _Attention) -> Tensor:
         """Attention and MLP: the layer's output. Overwrites `x`."""
@@ -249,19 +209,6 @@ class LlamaForward:
             return F.rms_norm(x, (x.shape[-1],), gain, self._eps)
         return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._norm_floor)
 
-    def _copies(self) -> Iterator[tuple[str, Same]]:
-        """Everything that decodes, and whether it is the module's."""
-        yield "embed_tokens", same_bits(self._embedding, self._layout.embedding())
-        for index, layer in enumerate(self._layers):
-            yield from self._layout.copies_in_layer(index, layer)
-        yield from self._layout.copies_in_head(self._final_gain, self._head)
-        altered = None if self.fused is None else self.fused.altered_gain(self._decoder)
-        if altered is not None:
-            yield altered, False
-        capacity = len(self._rope)
-        yield "rotary_emb", same_bits(self._rope, _rotations(self._model, capacity))
-        yield "rotary_emb", same_bits(self._rotations, self._rotation_table())
-
 
 @runtime_checkable
 class _Attention(Protocol):
@@ -321,21 +268,10 @@ class _RowAttention:
         self.plan.store_turned(index, turn, product, self.positions)
 
 
-def can_serve(model: CausalLM) -> bool:
-    """Whether `LlamaForward` knows this architecture; what it is wrong about, the comparison finds."""
-    config = model.config
-    return (
-        config.model_type in MODEL_TYPES
-        and cell_size(head_size(model)) == head_size(model)
-        and config.hidden_act == "silu"
-        and isinstance(model.get_output_embeddings(), nn.Linear)
-        and float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0)) == 1.0
-    )
-
-
-def _rotations(model: CausalLM, capacity: int) -> Tensor:
+def _rotations(model: LlamaModel, capacity: int) -> Tensor:
     """Complex [capacity, E/2]: every position's rotation, as the stock module computes it."""
-    rotary: Any = model.base_model.rotary_emb
-    angles = torch.arange(capacity, device=model.device)[:, None].float() * rotary.inv_freq.float()
+    rotary = Rotary(model.config)
+    frequencies = rotary.inv_freq.to(model.device)
+    angles = torch.arange(capacity, device=model.device)[:, None].float() * frequencies
     scale = rotary.attention_scaling
     return torch.complex(angles.cos() * scale, angles.sin() * scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhfspec.core.errors import ModelError, NumericsError, WeightsError
+from rlhfspec.core.errors import ModelError, NumericsError
 from rlhfspec.engine.attention.backends import Attention
 from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
 from rlhfspec.engine.model.comparison import Comparison, failing_is_refused, require_finite_logits
@@ -18,11 +18,10 @@ from rlhfspec.engine.model.compute_backend import ComputeBackend, FusedChain, Po
 from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Recorder
 from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan
 from rlhfspec.engine.model.hidden_taps import HiddenTaps
-from rlhfspec.engine.model.llama_forward import LlamaForward, can_serve
-from rlhfspec.engine.model.support import refuse_unsupported, unsupported
-from rlhfspec.engine.weights.bare_llama import BareLlama
+from rlhfspec.engine.model.llama_forward import LlamaForward
+from rlhfspec.engine.model.llama_model import LlamaModel, can_serve
+from rlhfspec.engine.model.support import not_held, refuse_unsupported
 from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.engine.weights.chunks import copy_over, require_names, unique_tensors
 
 
 @runtime_checkable
@@ -55,12 +54,20 @@ class Forward(Protocol):
         """Return the logits of states that another norm than the last one has normed: the output matrix alone."""
         ...
 
-    def reload(self) -> None:
-        """Follow the module's weights after they changed."""
+    @property
+    def embedding(self) -> Float[Tensor, "V H"]:
+        """The table of embeddings: one memory, whatever is loaded."""
+        ...
+
+    def load(self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]) -> str | None:
+        """Take other weights and read back what decodes: see `ModelRunner.load_parts`.
+
+        Returns the name of a copy that is not bit for bit what came; None: all are.
+        """
         ...
 
     def altered_copy(self) -> str | None:
-        """Name of a copy that the arithmetic reads and that is not the module's weights bit by bit; None: none is."""
+        """Name of a copy that the arithmetic reads and that is not what it is made of, bit by bit; None: none is."""
         ...
 
 
@@ -80,11 +87,12 @@ class ModelRunner:
         stock: bool = False,
         recorder: Recorder | None = None,
         graph_bytes: int = 0,
+        who: str = "the model",
     ) -> None:
-        """Build pool and forward, and compare the forward with the model's own.
+        """Build pool and forward, and compare the forward with the model's own, where it has one.
 
         Args:
-            model: in eval mode; stays the owner of the weights.
+            model: ours, or Hugging Face's in eval mode: a Llama or kin is copied, others stay the owner of the weights.
             num_slots: samples at once.
             capacity: tokens of one sample, draft nodes included.
             backend: what computes, chosen for the model's device in this thread.
@@ -94,17 +102,18 @@ class ModelRunner:
             stock: use the Hugging Face module even where a forward of ours exists.
             recorder: records decode forwards to replay them; none: every forward runs as it comes.
             graph_bytes: device memory that recordings may hold.
+            who: in errors.
 
         Raises:
             ModelError: the architecture cannot be served.
             NotFiniteError: the model's weights or logits are not finite.
         """
         refuse_unsupported(model, capacity)
-        self.model = model
+        self.who = who
         self.backend = backend
         self.attention: Attention | PoolAttention = attention or backend.attention
         self.vocab_size = vocab_size
-        self.device = next(model.parameters()).device
+        self.device = model.device
         # CPU attention runs in float32: bfloat16 products sum in pairs, which decoys would split
         dtype = torch.float32 if self.device.type == "cpu" else model.dtype
         self.pool = KVPool(
@@ -115,12 +124,19 @@ class ModelRunner:
             device=self.device,
             reach=reach,
         )
-        # weights alone stand in only where the comparison was made before (`engine.model.kept_verdicts`)
-        is_bare = isinstance(model, BareLlama)
-        comparison = None if is_bare else Comparison(model, self.pool, vocab_size=vocab_size)
+        comparison = (
+            None if isinstance(model, LlamaModel) else Comparison(model, self.pool, vocab_size=vocab_size)
+        )
         with failing_is_refused(model, "laying it out for decoding"):
-            own = can_serve(model) and not stock
-            self._forward: Forward = self._own_forward() if own else _stock_forward(model, backend)
+            if not isinstance(model, LlamaModel) and not stock and can_serve(model):
+                model = LlamaModel.of(model, backend)
+            self._forward: Forward = (
+                LlamaForward(model, capacity=self.pool.capacity)
+                if isinstance(model, LlamaModel)
+                else _stock_forward(model, backend)
+            )
+        self.model = model
+        self._require_held(self._forward.altered_copy())
         self._chain: FusedChain | None = None
         self._one_thread = torch.get_num_threads() == 1
         self.graphs: ForwardGraphs | None = None
@@ -140,7 +156,7 @@ class ModelRunner:
     @property
     def prepacked(self) -> bool:
         """Whether any weight lies in another layout than a plain matrix."""
-        return isinstance(self._forward, LlamaForward) and self._forward.prepacked
+        return isinstance(self.model, LlamaModel) and self.model.prepacked
 
     @property
     def rounds_by_chunk(self) -> bool:
@@ -154,9 +170,9 @@ class ModelRunner:
 
     def stop_prepacking(self) -> None:
         """Lay the weights out for plain products."""
-        if self.prepacked:
-            plain = self.backend.plain()
-            self._forward = LlamaForward(self.model, capacity=self.pool.capacity, backend=plain)
+        if isinstance(self.model, LlamaModel) and self.prepacked:
+            self.model = self.model.plain()
+            self._forward = LlamaForward(self.model, capacity=self.pool.capacity)
             self._chain = None
             if self.taps is not None:
                 self._forward.tap(self.taps)
@@ -236,36 +252,29 @@ class ModelRunner:
         """Return the logits of normed states by the output matrix as it is now; padded ids are cut off."""
         return self._forward.output(x)[:, : self.vocab_size]
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""
+    @property
+    def embedding(self) -> Float[Tensor, "V H"]:
+        """The model's table of embeddings, which follows what is loaded."""
+        return self._forward.embedding
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load named weights. Raises WeightsError as `load_parts`."""
         self.load_parts(tensors, [tensors])
 
-    def load_parts(self, names: Iterable[str], parts: Iterable[dict[str, Tensor]]) -> None:
-        """Load named weights part by part, as they come; the inference copy follows behind the last.
+    def load_parts(self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]) -> None:
+        """Load named weights part by part, as they come, and read back every copy that decodes.
 
         All is written in place: recorded graphs stay right. What raises on the way leaves weights of two versions,
-        which the caller must not decode from. Raises WeightsError when names or a part do not fit.
+        which the caller must not decode from. Raises WeightsError when names or a part do not fit, and when a copy
+        differs from what came in any bit.
         """
         self._require_same_threads()
-        own = dict(unique_tensors(self.model))
-        require_names(own, names)
-        for part in parts:
-            copy_over(own, part)
         self._chain = None
-        self._forward.reload()
+        self._require_held(self._forward.load(names, parts))
 
-    def require_copies_hold(self, who: str = "the model") -> None:
-        """Unpack every copy that decodes and compare it with the module's weights: their checksum covers it then.
-
-        Raises WeightsError naming `who` and a copy that differs in any bit.
-        """
-        altered = self._forward.altered_copy()
+    def _require_held(self, altered: str | None) -> None:
         if altered is not None:
-            raise WeightsError(
-                f"{who}: the copy of {altered} that decodes was expected to hold the loaded weights bit by bit, and "
-                "does not; they are not confirmed: start the instance again, and test its machine's memory if this "
-                "repeats"
-            )
+            raise not_held(self.who, altered)
 
     def _require_same_threads(self) -> None:
         """Several threads round unlike one: no sample may see both."""
@@ -289,11 +298,6 @@ class ModelRunner:
         """Whether bits depend on the batch whatever is padded or dropped: library attention beside the CPU."""
         return self.device.type != "cpu" and self.attention is not self.backend.attention
 
-    def _own_forward(self) -> Forward:
-        """Our own forward, where its weights are laid out as the cache is; else the stock one."""
-        forward = LlamaForward(self.model, capacity=self.pool.capacity, backend=self.backend)
-        return forward if forward.kv_shape == self.pool.shape else _stock_forward(self.model, self.backend)
-
     def _padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         missing = 0 if self._rounds_by_batch else self._forward.min_tokens - len(input_ids)
         if missing <= 0:
@@ -303,8 +307,6 @@ class ModelRunner:
 
 
 def _stock_forward(model: Any, backend: ComputeBackend) -> Forward:
-    if isinstance(model, BareLlama):
-        raise unsupported(model, "our own forward does not fit these weights, and they have no other")
     # imports transformers' modelling code, which most instances never need
     from rlhfspec.engine.model.stock_forward import StockForward
 

@@ -7,7 +7,7 @@ tokens only. The linears are the compute back end's products, where it has any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.forward_plan import ForwardPlan
 from rlhfspec.engine.model.hidden_taps import HiddenTaps
-from rlhfspec.engine.model.linears import same_bits
+from rlhfspec.engine.model.linears import Same, first_altered, same_bits
 from rlhfspec.engine.model.stock_linears import OwnProduct, with_own_products
 from rlhfspec.engine.model.support import switch_attention, unsupported
+from rlhfspec.engine.weights.chunks import copy_over, require_names, unique_tensors
 
 ATTENTION_NAME = "rlhfspec"
 
@@ -67,11 +68,19 @@ class StockForward:
         head: Any = self._model.get_output_embeddings()
         return head(x.to(self._model.dtype)).float()
 
-    def reload(self) -> None:
-        """Lay the linears' weights out anew; the others are the module's own."""
+    @property
+    def embedding(self) -> Tensor:
+        """See `engine.model.runner.Forward`."""
+        inputs: Any = self._of.get_input_embeddings()
+        return inputs.weight
+
+    def load(self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]) -> str | None:
+        """See `engine.model.runner.Forward`. The module takes them first; its linears are laid out behind the last."""
+        altered = load_module(self._of, names, parts)
         for module in self._model.modules():
             if isinstance(module, OwnProduct):
                 module.lay_out()
+        return altered or self.altered_copy()
 
     def altered_copy(self) -> str | None:
         """See `engine.model.runner.Forward`."""
@@ -117,6 +126,18 @@ class StockForward:
             forward_plan=plan,
             logits_to_keep=logits_to_keep,
         ).logits[0]
+
+
+def load_module(
+    model: PreTrainedModel, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]
+) -> str | None:
+    """Copy a version into a module part by part, and compare; as `ModelRunner.load_parts` and `Forward.load`."""
+    own, held = dict(unique_tensors(model)), list[tuple[str, Same]]()
+    require_names(own, names)
+    for part in parts:
+        copy_over(own, part)
+        held += [(name, same_bits(own[name], tensor.to(own[name].device))) for name, tensor in part.items()]
+    return first_altered(held)
 
 
 def _language_model(model: PreTrainedModel) -> nn.Module:

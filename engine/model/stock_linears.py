@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhfspec.engine.model.linears import LayOut
+from rlhfspec.engine.model.linears import LayOut, Rows
 
 _READ = (torch.float32, torch.bfloat16)
 "Types of weights that products read."
@@ -32,11 +32,13 @@ class OwnProduct(nn.Module):
 
     def lay_out(self) -> None:
         """Copy the linear's present weight for products."""
-        self._product.take(*self._present())
+        weight, bias = self._present()
+        self._product.take(Rows((weight,)), bias)
 
     def is_current(self) -> bool:
         """Whether the copy is the linear's present weight and bias, bit for bit."""
-        return bool(self._product.holds(*self._present()))
+        weight, bias = self._present()
+        return bool(self._product.holds(Rows((weight,)), bias))
 
     @property
     def weight(self) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from rlhfspec.core.errors import ModelError
+from rlhfspec.core.errors import ModelError, WeightsError
 from rlhfspec.engine.weights.causal_lm import CausalLM
 
 
@@ -25,7 +25,8 @@ def refuse_unsupported(model: CausalLM, capacity: int) -> None:
         ),
         "it compresses keys and values into latents": bool(config.get("kv_lora_rank")),
         "its chunked attention needs a mask of its own": bool(config.get("attention_chunk_size")),
-        "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
+        "it has attention sinks": isinstance(model, nn.Module)
+        and any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -57,6 +58,14 @@ def switch_attention(model: Any, name: str) -> None:
 def unsupported(model: nn.Module | CausalLM, reason: str) -> ModelError:
     """Return the error for an architecture, or a layer of one, that cannot be served."""
     return ModelError(f"{type(model).__name__} is not supported: {reason}; take a model of another family")
+
+
+def not_held(who: str, copy: str) -> WeightsError:
+    """Return the error for a copy that decodes and is not, bit for bit, what it was made of."""
+    return WeightsError(
+        f"{who}: the copy of {copy} that decodes was expected to hold the loaded weights bit by bit, and does not; "
+        "they are not confirmed: start the instance again, and test its machine's memory if this repeats"
+    )
 
 
 def _rope_changes_at(config: dict[str, Any]) -> int | None:

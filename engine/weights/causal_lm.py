@@ -1,4 +1,4 @@
-"""What the engine asks of a model that it decodes: a Hugging Face module, or its weights alone (`bare_llama`).
+"""What the engine asks of a model that it decodes: a Hugging Face module, or one of ours (`engine.model.llama_model`).
 
 Nothing here, and nothing that an instance loads for a model that it knows, imports `transformers.modeling_utils`: that
 takes longer than the rest of an instance's start.
@@ -6,11 +6,9 @@ takes longer than the rest of an instance's start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
 
 POSITION_LIMITS = (
     "max_position_embeddings",
@@ -26,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @runtime_checkable
 class CausalLM(Protocol):
-    """A model with named weights; `config` is Hugging Face's, or answers like it."""
+    """A model of either kind; `config` is Hugging Face's, or answers like it."""
 
     config: Any
 
@@ -40,27 +38,8 @@ class CausalLM(Protocol):
         """Where they are."""
         ...
 
-    @property
-    def base_model(self) -> Any:
-        """The decoder below the head."""
-        ...
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """All weights."""
-        ...
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """All weights, as the checkpoint names them."""
-        ...
-
-    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Tensor]:
-        """Weights and persistent buffers by name."""
-        ...
-
-    def get_output_embeddings(self) -> Any:
-        """The head."""
+    def num_parameters(self) -> int:
+        """Numbers that are its weights, tied ones once."""
         ...
 
 

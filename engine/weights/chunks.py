@@ -7,21 +7,20 @@ views of it on the other side. There is a checksum of every chunk and one of the
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhfspec.core.errors import NotFiniteError, WeightsError
 from rlhfspec.core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, WeightManifest, kind_of
 from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.engine.weights.digests import Digest, digest
+from rlhfspec.engine.weights.digests import Digest, read_once, read_only
 from rlhfspec.engine.weights.host_mirror import HostMirror
 
 CHUNK_BYTES = 32 << 20
@@ -83,16 +82,15 @@ class WeightPacker:
         Raises NotFiniteError before a chunk with a NaN or an infinity gets out; it names the tensor.
         """
         for bucket, views in self._packed(tensors):
-            self._require_finite(views)
             yield self._to_host(bucket, views)
 
     def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
         """Do as `chunks`, and yield each as a tensor, uint8 [n], on the packer's device."""
         for bucket, views in self._packed(tensors):
-            self._require_finite(views)
             if self._kind == "xxh3":
                 self._to_host(bucket, views)
             else:
+                self._require_finite(views)
                 own = self._take(views)
                 self._note(len(bucket), own.text())
             yield bucket
@@ -166,11 +164,13 @@ class WeightPacker:
     def _to_host(self, bucket: Tensor, views: Sequence[tuple[str, Tensor]]) -> np.ndarray:
         """The bucket's bytes on the host, where they have their checksum."""
         chunk = bucket.numpy() if self._mirror is None else self._mirror.of(bucket)
-        if self._kind == "xxh3":
-            self._whole.add_bytes(chunk)
-        else:
+        dtypes = {view.dtype for _, view in views}
+        told, is_finite = read_once(chunk, dtypes, self._whole if self._kind == "xxh3" else None)
+        if not is_finite:
+            self._require_finite(views)
+        if self._kind == "words":
             self._take(views)
-        self._note(len(chunk), digest(chunk))
+        self._note(len(chunk), told)
         return chunk
 
     def _take(self, views: Sequence[tuple[str, Tensor]]) -> Digest:
@@ -239,34 +239,41 @@ def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> di
     return {name: view.clone() for name, view in weight_views(manifest, chunks).items()}
 
 
-def weight_views(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> dict[str, Tensor]:
+def weight_views(
+    manifest: WeightManifest, chunks: Sequence[np.ndarray], whole: Digest | None = None
+) -> dict[str, Tensor]:
     """Verify every chunk and where each tensor lies, and return the named tensors: views of the chunks.
 
-    They must be read only, as chunks in an object store are. The checksum of the whole is that of the loaded model
-    (`model_checksum`), which every instance confirms.
+    They must be read only, as chunks in an object store are. `whole`, of kind `xxh3`, takes their bytes in the same
+    pass: its text is the checksum of the whole, which every instance confirms of what it has laid out of them.
 
-    Raises WeightsError naming the chunk or the tensor that does not match.
+    Raises WeightsError naming the chunk or the tensor that does not match, NotFiniteError for NaN or infinity.
     """
     who = f"{manifest.model} weights version {manifest.weight_version}"
     if len(chunks) != len(manifest.chunk_checksums):
         raise WeightsError(
             f"{who}: expected {len(manifest.chunk_checksums)} chunks, got {len(chunks)}; re-send"
         )
+    starts, views = chunk_starts(manifest), dict[str, Tensor]()
+    dtypes = {_dtype(spec.dtype) for spec in manifest.tensors}
+    has_odd = False
     for index, chunk in enumerate(chunks):
-        require_chunk(manifest, index, chunk)
-    starts = chunk_starts(manifest)
-    flat = [_as_tensor(chunk) for chunk in chunks]
-    views = {}
+        got, is_finite = read_once(chunk, dtypes, whole)
+        require_chunk(manifest, index, got)
+        has_odd = has_odd or not is_finite
+    flat = [read_only(chunk) for chunk in chunks]
     for spec in manifest.tensors:
         index = chunk_of(spec, starts)
         require_place(manifest, spec, starts[index], len(flat[index]) if flat else 0)
         views[spec.name] = view_of(spec, flat[index], starts[index])
+    if has_odd:
+        require_loadable(manifest, views)
     return views
 
 
-def require_chunk(manifest: WeightManifest, index: int, chunk: np.ndarray) -> None:
-    """Raise WeightsError, naming the chunk, when it is not the one that was packed."""
-    got, expected = digest(chunk), manifest.chunk_checksums[index]
+def require_chunk(manifest: WeightManifest, index: int, got: str) -> None:
+    """Raise WeightsError, naming the chunk, when this checksum is not that of the one that was packed."""
+    expected = manifest.chunk_checksums[index]
     if got != expected:
         raise WeightsError(
             f"{manifest.model} weights version {manifest.weight_version}: chunk {index} of "
@@ -322,26 +329,28 @@ def load_into(model: CausalLM, tensors: dict[str, Tensor]) -> None:
     copy_over(own, tensors)
 
 
-def require_names(own: Mapping[str, Tensor], names: Iterable[str]) -> None:
+def require_names(own: Iterable[str], names: Iterable[str]) -> None:
     """Raise WeightsError unless these are a model's tensors, all of them."""
-    if odd := sorted(own.keys() ^ set(names)):
+    if odd := sorted(set(own) ^ set(names)):
         raise WeightsError(f"weights do not fit the model: {len(odd)} names differ, first '{odd[0]}'")
 
 
 def copy_over(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Copy some of a model's tensors in place. Raises WeightsError before any is copied when one does not fit."""
     for name, tensor in tensors.items():
-        mine = own[name]
-        if mine.shape != tensor.shape:
-            raise WeightsError(
-                f"weight {name}: expected shape {tuple(mine.shape)}, got {tuple(tensor.shape)}"
-            )
-        # between float types a copy rounds as it should; into others it would cut
-        if mine.dtype != tensor.dtype and not (mine.is_floating_point() and tensor.is_floating_point()):
-            raise WeightsError(f"weight {name}: expected {mine.dtype}, got {tensor.dtype}")
+        require_fit(name, tensor, own[name].shape, own[name].dtype)
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
+
+
+def require_fit(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raise WeightsError for a tensor of another shape, or of a type that cannot be rounded to the one wanted."""
+    if tuple(shape) != tuple(tensor.shape):
+        raise WeightsError(f"weight {name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    # between float types a copy rounds as it should; into others it would cut
+    if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
+        raise WeightsError(f"weight {name}: expected {dtype}, got {tensor.dtype}")
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -377,8 +386,8 @@ def checksum_of(tensors: Iterable[Tensor], *, like: str = "") -> str:
     return whole.text()
 
 
-def unique_tensors(model: nn.Module | CausalLM) -> list[tuple[str, Tensor]]:
-    """Parameters and persistent buffers in name order, each storage once."""
+def unique_tensors(model: Any) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of a module in name order, each storage once."""
     seen: set[int] = set()
     unique = []
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
@@ -391,10 +400,3 @@ def unique_tensors(model: nn.Module | CausalLM) -> list[tuple[str, Tensor]]:
 
 def _dtype(name: str) -> torch.dtype:
     return torch.empty(0, dtype=torch.__dict__[name]).dtype
-
-
-def _as_tensor(chunk: np.ndarray) -> Tensor:
-    with warnings.catch_warnings():
-        # chunks of an object store are read-only, and nothing here writes to them
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(chunk)

@@ -8,6 +8,9 @@ to the host. Both tell damage on the way, and are no defence against forgery.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection
+
 import numpy as np
 import torch
 import xxhash
@@ -18,12 +21,50 @@ from torch.nn import functional as F
 from rlhfspec.core.weight_records import ALIGNMENT_BYTES, WORDS, DigestKind
 from rlhfspec.engine.triton_here import can_run_triton
 
+_PIECE_BYTES = 1 << 19
+"So many bytes at once: those that are read stay in a core's cache until all is done with them."
 _PIECE_WORDS = 4 << 20
 "So many words at once: what is computed on the way takes a few times 32 MiB."
 # odd constants of splitmix64, as signed 64-bit integers
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_AGAIN = 0x94D049BB133111EB - (1 << 64)
+
+
+def read_once(
+    data: np.ndarray, dtypes: Collection[torch.dtype], whole: Digest | None = None
+) -> tuple[str, bool]:
+    """Read bytes of the host once, for all that is asked of them.
+
+    Args:
+        data: uint8 [n].
+        dtypes: of the tensors in it, without what pads them.
+        whole: takes the bytes too; of kind `xxh3`.
+
+    Returns:
+        Their XXH3, and whether all numbers are known to be finite: False where types are mixed.
+    """
+    own, sums = xxhash.xxh3_128(), []
+    numbers = None
+    if len(dtypes) == 1 and (dtype := next(iter(dtypes))).is_floating_point:
+        numbers = read_only(data).view(dtype)
+    for at in range(0, len(data), _PIECE_BYTES):
+        piece = data[at : at + _PIECE_BYTES]
+        own.update(piece.data)
+        if whole is not None:
+            whole.add_bytes(piece)
+        if numbers is not None:
+            size = numbers.element_size()
+            sums.append(numbers[at // size : (at + len(piece)) // size].sum(dtype=torch.float32))
+    return own.hexdigest(), numbers is not None and bool(torch.stack(sums).isfinite().all())
+
+
+def read_only(data: np.ndarray) -> Tensor:
+    """The same bytes as a tensor, which nobody may write to."""
+    with warnings.catch_warnings():
+        # chunks of an object store are read-only
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(data)
 
 
 def digest(data: np.ndarray) -> str:

@@ -1,6 +1,6 @@
 """A checkpoint's weights one tensor at a time, straight from its files: whoever only passes them on holds no model.
 
-For models whose files name every weight as the module does (`engine.weights.bare_llama`); others are loaded by
+For models whose files name every weight as the module does (`engine.weights.llama_config`); others are loaded by
 transformers, which knows what was renamed, merged or packed.
 """
 
@@ -15,15 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.weights.bare_llama import bare_llama
 from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.weight_files import (
-    ADAPTER_FILE,
-    first_line,
-    names_of_each_tensor,
-    shapes_in,
-    weight_files,
-)
+from rlhfspec.engine.weights.llama_config import EMBEDDING, HEAD, LlamaConfig, weight_shapes
+from rlhfspec.engine.weights.weight_files import ADAPTER_FILE, first_line, shapes_in, weight_files
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -100,19 +94,19 @@ def stored_weights(name: str, config: Any, dtype: str) -> StoredWeights | None:
     config.dtype = DTYPES[dtype]
     text = config.to_json_string(use_diff=False)
     try:
-        bare = bare_llama(text, DTYPES[dtype])
+        shapes = weight_shapes(LlamaConfig.of(text))
     except ModelError:
         return None
     paths = weight_files(folder)
     if any(path.suffix != ".safetensors" for path in paths):
         return None
     found = {key: (path, shape) for path in paths for key, shape in shapes_in(path)}
-    own, stored_names = bare.state_dict(), {}
-    for tied in names_of_each_tensor(bare):
+    stored_names = {}
+    for name, shape in shapes.items():
+        names = [HEAD, EMBEDDING] if name == HEAD and config.tie_word_embeddings else [name]
         # a file that holds both of two tied weights may hold two values, and transformers does not tie them then
-        held = [one for one in tied if one in found]
-        if len(held) != 1 or found[held[0]][1] != tuple(own[held[0]].shape):
+        held = [one for one in names if one in found]
+        if len(held) != 1 or found[held[0]][1] != shape:
             return None
-        stored_names[tied[0]] = held[0]
-    shapes = {name: tuple(own[name].shape) for name in stored_names}
+        stored_names[name] = held[0]
     return StoredWeights({key: path for key, (path, _) in found.items()}, stored_names, shapes, text)

@@ -24,8 +24,9 @@ from rlhfspec.engine.drafters.head.head_weights import (
     default_taps,
     vocabulary_tensors,
 )
-from rlhfspec.engine.weights.bare_llama import MODEL_TYPES
+from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.weights.causal_lm import CausalLM
+from rlhfspec.engine.weights.llama_config import MODEL_TYPES
 from rlhfspec.learning.drafts.stoppable import fastest_dtype
 
 
@@ -178,7 +179,8 @@ def fresh_head(
     Raises ModelError for a target whose layers are not Llama's or its kin's.
     """
     config = head_config(target, len(token_ids), taps=taps)
-    base: Any = target.base_model
+    module: Any = target
+    base: Any = module.base_model
     hidden = config.hidden_size
     random = torch.Generator().manual_seed(seed)
     layer = base.layers[-1]
@@ -197,14 +199,15 @@ def fresh_head(
     for name in ("gate", "up", "down"):
         tensors[LAYER + f"mlp.{name}_proj.weight"] = getattr(layer.mlp, f"{name}_proj").weight
     tensors["norm.weight"] = base.norm.weight
-    tensors["lm_head.weight"] = target.get_output_embeddings().weight[token_ids]
+    tensors["lm_head.weight"] = module.get_output_embeddings().weight[token_ids]
     made = {name: tensor.detach().cpu().float().clone() for name, tensor in tensors.items()}
     return HeadWeights(config=config, tensors=made | vocabulary_tensors(token_ids, config.vocab_size))
 
 
 def head_config(target: CausalLM, draft_vocab_size: int, *, taps: Sequence[int] | None = None) -> HeadConfig:
     """Sizes of a head with a layer like the target's. Raises ModelError as `fresh_head`."""
-    base: Any = target.base_model
+    module: Any = target
+    base: Any = module.base_model
     config: Any = target.config.get_text_config()
     layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
     if (
@@ -269,14 +272,21 @@ class TargetParts:
     def of(target: CausalLM, taps: Sequence[int] | None = None) -> TargetParts:
         """Of a model of Llama's kin. Raises ModelError for another."""
         require_kin(target)
-        base: Any = target.base_model
-        outputs: Any = target.get_output_embeddings()
         config: Any = target.config.get_text_config()
+        if isinstance(target, LlamaModel):
+            embedding, output, gain = target.embedding, target.output_weight, target.final_norm
+        else:
+            module: Any = target
+            base: Any = module.base_model
+            embedding, output, gain = (
+                part.weight.detach()
+                for part in (base.get_input_embeddings(), module.get_output_embeddings(), base.norm)
+            )
         return TargetParts(
-            taps=tuple(taps) if taps is not None else default_taps(len(base.layers)),
-            embedding=base.get_input_embeddings().weight.detach(),
-            output_weight=outputs.weight.detach(),
-            final_norm_gain=base.norm.weight.detach(),
+            taps=tuple(taps) if taps is not None else default_taps(config.num_hidden_layers),
+            embedding=embedding,
+            output_weight=output,
+            final_norm_gain=gain,
             final_norm_eps=config.rms_norm_eps,
         )
 

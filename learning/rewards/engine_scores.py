@@ -20,7 +20,8 @@ from rlhfspec.core.errors import ModelError
 from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
 from rlhfspec.engine.model.comparison import compared_ids
 from rlhfspec.engine.model.compute_backend import PoolAttention
-from rlhfspec.engine.model.llama_forward import LlamaForward, can_serve
+from rlhfspec.engine.model.llama_forward import LlamaForward
+from rlhfspec.engine.model.llama_model import LlamaModel, can_serve
 from rlhfspec.engine.model.prefill import prefill_packs
 from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from rlhfspec.engine.model.support import refuse_unsupported
@@ -34,6 +35,8 @@ MAX_TOKENS = 1024
 TOLERATED = 1e-3
 "Of a score's size, or of 1: by how much two forwards of float32 may differ."
 _COMPARED_TOKENS = (96, 31)
+_AS_A_HEAD = {"num_outputs": 1, "tie_word_embeddings": False}
+"What a classifier's config says otherwise of its output than a language model's."
 
 logger = logging.getLogger(__name__)
 
@@ -96,15 +99,16 @@ def engine_scores(model: PreTrainedModel, *, max_tokens: int | None) -> EngineSc
         return None
     as_lm = _AsCausalLM(model)
     try:
-        refuse_unsupported(as_lm, longest)
-        if not can_serve(as_lm):
+        refuse_unsupported(model, longest)
+        if not can_serve(as_lm, **_AS_A_HEAD):
             return None
         shape = KVShape.of(model.config)
         # before the forward: addresses for all positions, where the system has so many
         pool = KVPool(
             shape, num_slots=NUM_SLOTS, capacity=longest, dtype=torch.float32, device=model.device, reach=1
         )
-        forward = LlamaForward(as_lm, capacity=longest, backend=backend)
+        own = LlamaModel.of(as_lm, backend, **_AS_A_HEAD)
+        forward = LlamaForward(own, capacity=longest)
     except ModelError:
         return None
     except (OSError, OverflowError) as error:
@@ -114,12 +118,12 @@ def engine_scores(model: PreTrainedModel, *, max_tokens: int | None) -> EngineSc
             error,
         )
         return None
-    if forward.fused is None or forward.kv_shape != shape:
+    if forward.fused is None or own.kv_shape != shape:
         return None
     ours = EngineScores(model, forward, pool, attention)
     vocab_size = model.config.vocab_size
     texts = [
-        compared_ids(as_lm, slot, min(length, longest), vocab_size).tolist()
+        compared_ids(model, slot, min(length, longest), vocab_size).tolist()
         for slot, length in enumerate(_COMPARED_TOKENS)
     ]
     with torch.inference_mode():
@@ -145,10 +149,3 @@ class _AsCausalLM(nn.Module):
         self.model = model.base_model
         self.lm_head: nn.Linear = model.score  # type: ignore[assignment]
         self.dtype, self.device = model.dtype, model.device
-
-    @property
-    def base_model(self) -> Any:
-        return self.model
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head

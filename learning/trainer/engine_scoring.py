@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlhfspec.core.config import EngineConfig
 from rlhfspec.core.errors import ConfigError
@@ -25,6 +24,7 @@ from rlhfspec.engine.decoding.logprobs import token_logprobs
 from rlhfspec.engine.model.prefill import fill_committed, prefill_packs
 from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from rlhfspec.engine.numerics import describe_numerics, on_threads, resolve_device, resolve_numerics
+from rlhfspec.engine.weights.causal_lm import CausalLM
 from rlhfspec.learning.trainer.experience import Experience
 from rlhfspec.learning.trainer.training_forward import note_forward
 
@@ -57,7 +57,7 @@ class EngineScorer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: CausalLM,
         *,
         engine: EngineConfig,
         max_total_tokens: int,
@@ -67,7 +67,7 @@ class EngineScorer:
         """Build the forward as the instances do.
 
         Args:
-            model: a copy of the target in the type that it is published in, in eval mode; owned from here on.
+            model: the target as an instance holds it; owned from here on.
             engine: as the instances have it.
             max_total_tokens: the longest prompt plus the longest response.
             vocab_size: token ids that take part.

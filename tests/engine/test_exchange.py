@@ -142,7 +142,7 @@ def test_what_does_not_come_along_is_computed_and_changes_no_bit(
 
 
 def test_the_draft_cache_that_came_along_equals_a_dense_forward_of_the_draft_model(
-    make_engine, make_requests, dense_logits
+    make_engine, make_requests, dense_logits, pairs
 ):
     requests = make_requests((30, 12), SamplingParams(max_new_tokens=60))
     source, to = started(make_engine("tree8", batch=4), requests), make_engine("tree8", batch=4)
@@ -155,7 +155,7 @@ def test_the_draft_cache_that_came_along_equals_a_dense_forward_of_the_draft_mod
         missing.append(int(running.lengths[0]) - drafter.num_cached_tokens(0))
         logits = catch_up(running)
         tokens = running.tokens[0, : running.lengths[0]]
-        errors.append((logits[0] - dense_logits(drafter.model, tokens)[-1]).abs().max().item())
+        errors.append((logits[0] - dense_logits(pairs["float32"].draft, tokens)[-1]).abs().max().item())
         return logits
 
     drafter.root_logits = checked  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ def test_the_draft_cache_that_came_along_equals_a_dense_forward_of_the_draft_mod
     assert missing[0] <= 2, "the imported cache is used and not recomputed"
 
 
-def test_a_damaged_draft_cache_would_be_seen(make_engine, make_requests, dense_logits):
+def test_a_damaged_draft_cache_would_be_seen(make_engine, make_requests, dense_logits, pairs):
     """The check above can fail."""
     requests = make_requests((30,), SamplingParams(max_new_tokens=60))
     source, to = started(make_engine("tree8", batch=4), requests), make_engine("tree8", batch=4)
@@ -175,7 +175,7 @@ def test_a_damaged_draft_cache_would_be_seen(make_engine, make_requests, dense_l
     drafter.cache.range_of(0, 3, 9).zero_()
     tokens = to._batch.tokens[0, : to._batch.lengths[0]]
     logits = drafter.root_logits(to._batch)
-    assert (logits[0] - dense_logits(drafter.model, tokens)[-1]).abs().max().item() > 1e-2
+    assert (logits[0] - dense_logits(pairs["float32"].draft, tokens)[-1]).abs().max().item() > 1e-2
 
 
 def test_tokens_of_other_weights_are_not_continued(make_engine, make_requests):

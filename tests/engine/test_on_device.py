@@ -16,8 +16,9 @@ from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
 from rlhfspec.engine.decoding.noise import HashedNoise, gumbel_noise, key_words, noise_source, row_words
 from rlhfspec.engine.decoding.sampling_rule import RowSampling, choose
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.upload import ALIGNMENT, pack, unpack, upload
-from rlhfspec.engine.weights.chunks import model_checksum, pack_weights, unpack_weights
+from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
 from tests.engine.conftest import PLANS, Pair, disturbed, tiny_llama
 from tests.helpers.devices import DEVICES, NO_GPU
 
@@ -63,8 +64,10 @@ def test_published_weights_decode_and_are_confirmed(device: str, make_requests: 
     engine.generate(requests)
     newer = tiny_llama(9, "float32")
     manifest, chunks = pack_weights(newer, name="target", weight_version=1)
-    engine.load_weights(manifest, unpack_weights(manifest, chunks))
-    assert model_checksum(engine.runner.model) == manifest.checksum
+    tensors = unpack_weights(manifest, chunks)
+    engine.load_weights(manifest, tensors)
+    assert isinstance(engine.runner.model, LlamaModel)
+    assert engine.runner.model.altered_copy(tensors) is None
     fresh = build_engine(
         newer,
         disturbed(tiny_llama(1, "float32")),

@@ -142,7 +142,7 @@ def test_logits_that_are_not_finite_end_their_sample_and_no_other(
     embedding = pair.target.get_input_embeddings().weight
     before = embedding.data[BROKEN_TOKEN].clone()
     try:
-        _set_embedding(engine, BROKEN_TOKEN, value)
+        _set_embedding(engine, pairs, BROKEN_TOKEN, value)
         for each in (requests[0], broken, *requests[1:]):
             engine.submit(each)
         done, messages = {}, []
@@ -162,9 +162,9 @@ def test_logits_that_are_not_finite_end_their_sample_and_no_other(
         assert bits(done[request.key]) == expected[request.key.sample_index]
 
 
-def _set_embedding(engine, token: int, value: float) -> None:
-    """In the module and in what our own forward made of it."""
-    tensors = {name: tensor.clone() for name, tensor in engine.runner.model.state_dict().items()}
+def _set_embedding(engine, pairs, token: int, value: float) -> None:
+    """In what the engine has laid out of the target."""
+    tensors = {name: tensor.clone() for name, tensor in pairs["float32"].target.state_dict().items()}
     tensors["model.embed_tokens.weight"][token] = value
     engine.runner.load(tensors)
 
@@ -175,13 +175,13 @@ def test_generate_says_which_sample_failed_and_leaves_nothing(pairs, make_engine
     before = embedding.data[BROKEN_TOKEN].clone()
     requests = [request_of(index, np.array([1, index, BROKEN_TOKEN, 5])) for index in range(4)]
     try:
-        _set_embedding(engine, BROKEN_TOKEN, float("nan"))
+        _set_embedding(engine, pairs, BROKEN_TOKEN, float("nan"))
         with pytest.raises(NotFiniteError, match=r"sample 0 .*sample 1 "):
             engine.generate(requests)
         assert not engine.has_work
     finally:
         embedding.data[BROKEN_TOKEN] = before
-        _set_embedding(engine, BROKEN_TOKEN, 0.0)
+        _set_embedding(engine, pairs, BROKEN_TOKEN, 0.0)
         embedding.data[BROKEN_TOKEN] = before
 
 
@@ -234,7 +234,7 @@ def test_what_is_cut_behind_a_stop_token_breaks_no_sample(pairs, make_engine, pl
     embedding = pair.target.get_input_embeddings().weight
     before = embedding.data[BROKEN_TOKEN].clone()
     try:
-        _set_embedding(engine, BROKEN_TOKEN, float("nan"))
+        _set_embedding(engine, pairs, BROKEN_TOKEN, float("nan"))
         assert [bits(c) for c in engine.generate(requests)] == expected
     finally:
         embedding.data[BROKEN_TOKEN] = before

@@ -11,8 +11,8 @@ from rlhfspec.core.errors import ModelError
 from rlhfspec.core.records import SamplingParams
 from rlhfspec.engine.drafters.drafter import part_of
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.weights.bare_llama import bare_llama
 from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
+from rlhfspec.engine.weights.llama_config import LlamaConfig
 from rlhfspec.engine.weights.loading import build_causal_lm
 from rlhfspec.engine.weights.shared_ids import foreign_of
 from rlhfspec.learning.models.tokenization import character_tokenizer
@@ -110,7 +110,7 @@ def test_what_is_never_drafted_goes_with_the_draft_s_config(fitted, tmp_path):
     fitted.draft.save_pretrained(tmp_path)
     for config in (
         build_causal_lm(published, "float32").config,
-        bare_llama(published, torch.float32).config,
+        LlamaConfig.of(published),
         AutoConfig.from_pretrained(tmp_path),
     ):
         found = foreign_of(config, VOCAB_SIZE)

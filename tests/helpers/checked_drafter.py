@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from rlhfspec.core.decode_records import Budget
 from rlhfspec.engine.decoding.draft_tree import DraftTree
@@ -17,11 +18,11 @@ from rlhfspec.engine.engine import Engine
 class CheckedDrafter(ModelDrafter):
     """Drafts as a model drafter does."""
 
-    def __init__(self, drafter: ModelDrafter) -> None:
+    def __init__(self, drafter: ModelDrafter, draft: PreTrainedModel) -> None:
         super().__init__(drafter.runner, max_prefill_tokens=96)
         self.errors: list[float] = []
         "largest difference of a slot's cache, draft after draft"
-        self._plain = copy.deepcopy(drafter.model)
+        self._plain = copy.deepcopy(draft)
         self._plain.set_attn_implementation("eager")
 
     def draft(
@@ -50,10 +51,12 @@ class CheckedDrafter(ModelDrafter):
         return max(of_keys.abs().max().item(), (cached[:, 1] - values).abs().max().item())
 
 
-def checked(engine: Engine, kind: type[CheckedDrafter] = CheckedDrafter) -> tuple[Engine, CheckedDrafter]:
-    """Return an engine with a checked drafter in place of a new engine's own."""
+def checked(
+    engine: Engine, draft: PreTrainedModel, kind: type[CheckedDrafter] = CheckedDrafter
+) -> tuple[Engine, CheckedDrafter]:
+    """Return an engine with a checked drafter in place of a new engine's own, made of `draft`."""
     assert isinstance(engine.drafter, ModelDrafter)
-    drafter = kind(engine.drafter)
+    drafter = kind(engine.drafter, draft)
     return (
         Engine(
             engine.runner,

@@ -34,8 +34,8 @@ from rlhfspec.engine.drafters.head.head_weights import LAYER, HeadConfig, HeadWe
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.forward_plan import ForwardPlan
 from rlhfspec.engine.model.linears import Linear
-from rlhfspec.engine.model.llama_layout import by_head
-from rlhfspec.engine.weights.bare_llama import BareConfig, Rotary
+from rlhfspec.engine.model.llama_model import by_head
+from rlhfspec.engine.weights.llama_config import LlamaConfig, Rotary
 
 
 class LayerForward(ABC):
@@ -199,7 +199,7 @@ class LayerForward(ABC):
 def _rotations(config: HeadConfig, capacity: int, device: torch.device) -> Tensor:
     """Complex [capacity, E/2]: every position's rotation."""
     rotary = Rotary(
-        BareConfig(
+        LlamaConfig(
             model_type="llama",
             rope_parameters={"rope_type": "default", **config.rope_parameters},
             head_dim=config.head_size,

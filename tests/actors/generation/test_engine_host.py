@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +16,12 @@ from rlhfspec.actors.generation.engine_host import ManifestHost
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import ConfigError, ModelError, PlacementError, WeightsError
 from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.engine.cpu.streamed_linear import StreamedLinear
+from rlhfspec.engine.drafters.drafter import part_of
 from rlhfspec.engine.drafters.head.published_head import pack_head
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
-from rlhfspec.engine.model.llama_forward import LlamaForward
-from rlhfspec.engine.model.stock_forward import StockForward
-from rlhfspec.engine.model.stock_linears import OwnProduct
-from rlhfspec.engine.weights.bare_llama import BareLlama
+from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.weights.chunks import pack_weights
 from tests.helpers import tiny_pool
 from tests.helpers.random_heads import random_head
@@ -83,21 +82,10 @@ def test_an_engine_is_not_built_where_its_gpu_has_no_room(monkeypatch) -> None:
     host._spec = replace(host._spec, gpu_bytes=30 << 30, gpu_share=0.25)
     monkeypatch.setattr(ManifestHost, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 << 30, 80 << 30))
-    host.load_weights(*published("target"))
     with pytest.raises(
         PlacementError, match=r"gen-0 plans to take 30\.00 GiB .* its share is 20\.00 GiB; set engine"
     ):
-        host.load_weights(*published("draft"))
-
-
-def damage(forward: LlamaForward | StockForward) -> None:
-    """Flip the lowest bit of one weight of the last product laid out."""
-    if isinstance(forward, LlamaForward):
-        linear = forward._head
-    else:
-        *_, product = (module for module in forward._model.modules() if isinstance(module, OwnProduct))
-        linear = product._product
-    linear._panels.untyped_storage()[0] ^= 1  # type: ignore[union-attr]
+        host.load_weights(*published("target"))
 
 
 @pytest.mark.parametrize("forward", ["auto", "stock"])
@@ -111,51 +99,38 @@ def test_loaded_weights_are_confirmed_with_the_published_checksum(forward: str) 
     assert host.engine is not None and isinstance(host.engine.drafter, ModelDrafter)
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("forward", ["auto", "stock"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_damaged_copy_of_a_later_version_is_not_confirmed(monkeypatch, name: str, forward: str) -> None:
+def test_a_damaged_copy_is_not_confirmed(monkeypatch, name: str, forward: str, version: int) -> None:
+    """A head's memory is damaged when it has been written: its lowest bit."""
     host = new_host(forward)
     for each in MODELS:
-        host.load_weights(*published(each))
-    assert host.engine is not None and isinstance(host.engine.drafter, ModelDrafter)
-    runner = host.engine.runner if name == "target" else host.engine.drafter.runner
-    served = runner._forward
-    assert isinstance(served, LlamaForward | StockForward)
-    lay_out = served.reload
+        if version > 1 or each != name:
+            host.load_weights(*published(each))
 
-    def damaged() -> None:
-        lay_out()
-        damage(served)
+    def damaged(write: Callable[..., None]) -> Callable[..., None]:
+        def written(self: StreamedLinear, *what: Any) -> None:
+            write(self, *what)
+            if self.columns == tiny_pool.VOCAB_SIZE:
+                self._panels.untyped_storage()[0] ^= 1
 
-    monkeypatch.setattr(served, "reload", damaged)
+        return written
+
+    manifest, chunks = published(name, version)
+    for step in ("__init__", "take"):
+        monkeypatch.setattr(StreamedLinear, step, damaged(getattr(StreamedLinear, step)))
+    # a module's products are laid out with the engine, the target's first
+    first = "target" if (forward, version) == ("stock", 1) else name
     with pytest.raises(
-        WeightsError, match=rf"^{name} weights of gen-0: the copy of lm_head .* not confirmed"
+        WeightsError, match=rf"^{first} weights of gen-0: the copy of lm_head .* not confirmed"
     ):
-        host.load_weights(*published(name, 2))
-    monkeypatch.setattr(served, "reload", lay_out)
-    manifest, chunks = published(name, 3)
-    assert host.load_weights(manifest, chunks).checksum == manifest.checksum
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_damaged_copy_of_the_first_version_is_not_confirmed(monkeypatch, name: str) -> None:
-    """The engine is built with the last model's arrival: those before it are checked then, too."""
-    host, built = new_host("auto"), []
-    lay_out = LlamaForward.reload
-
-    def damaged(self: LlamaForward) -> None:
-        lay_out(self)
-        built.append(self)
-        if len(built) == 1 + list(MODELS).index(name):
-            damage(self)
-
-    monkeypatch.setattr(LlamaForward, "reload", damaged)
-    host.load_weights(*published("target"))
-    with pytest.raises(
-        WeightsError, match=rf"^{name} weights of gen-0: the copy of lm_head .* not confirmed"
-    ):
-        host.load_weights(*published("draft"))
-    assert len(built) == len(MODELS)
+        host.load_weights(manifest, chunks)
+    monkeypatch.undo()
+    if version > 1:
+        assert (host.engine is None) == (name == "target"), "weights that are not confirmed"
+        assert host.load_weights(manifest, chunks).checksum == manifest.checksum
+        assert host.engine is not None
 
 
 def completions(host: ManifestHost) -> list[tuple]:
@@ -163,29 +138,18 @@ def completions(host: ManifestHost) -> list[tuple]:
     return [tiny_pool.bits(one) for one in host.engine.generate(tiny_pool.requests(3, new_tokens=20))]
 
 
-def test_a_second_start_holds_weights_alone_and_decodes_the_same(tmp_path) -> None:
-    """What one start compared with transformers' modules, the next does not build; another model is compared again."""
-    first, second, other = (new_host("auto", cache_dir=str(tmp_path)) for _ in range(3))
-    for host in (first, second):
-        for name in MODELS:
-            manifest, chunks = published(name)
-            assert host.load_weights(manifest, chunks).checksum == manifest.checksum
-    for name in MODELS:
-        assert isinstance(first._models[name], PreTrainedModel)
-        assert isinstance(second._models[name], BareLlama)
-    assert completions(first) == completions(second)
-    manifest, chunks = published("target")
-    config = json.loads(manifest.hf_config_json) | {"rms_norm_eps": 1e-3}
-    other.load_weights(replace(manifest, hf_config_json=json.dumps(config)), chunks)
-    assert isinstance(other._models["target"], PreTrainedModel)
-
-
-def test_a_stock_forward_is_not_kept_as_our_own(tmp_path) -> None:
-    for _ in range(2):
-        host = new_host("stock", cache_dir=str(tmp_path))
+def test_every_start_holds_our_own_model_where_the_family_is_ours() -> None:
+    """And decodes what transformers' module decodes, through our products."""
+    hosts = {forward: new_host(forward) for forward in ("auto", "stock")}
+    for host in hosts.values():
         for name in MODELS:
             host.load_weights(*published(name))
-            assert isinstance(host._models[name], PreTrainedModel)
+    tokens = {forward: [one[0] for one in completions(host)] for forward, host in hosts.items()}
+    assert tokens["auto"] == tokens["stock"]
+    for forward, kind in (("auto", LlamaModel), ("stock", PreTrainedModel)):
+        engine = hosts[forward].engine
+        assert engine is not None and isinstance(part_of(engine.drafter, ModelDrafter), ModelDrafter)
+        assert isinstance(engine.runner.model, kind)
 
 
 def test_a_head_is_kept_as_it_was_published_and_given_to_the_engine(monkeypatch) -> None:

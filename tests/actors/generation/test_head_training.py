@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from rlhfspec.core.config import DrafterTrainingConfig, EngineConfig, Speculatio
 from rlhfspec.core.records import Completion, SampleKey, SamplingParams
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.drafters.head.published_head import pack_head
-from rlhfspec.engine.weights.bare_llama import BareLlama
 from rlhfspec.engine.weights.chunks import pack_weights
 from tests.helpers import tiny_pool
 from tests.helpers.hand_learner import LIMIT_S
@@ -141,14 +139,3 @@ def test_no_token_depends_on_training(instance) -> None:
         one.generate(12, 12)
     assert tiny_pool.mismatches(trained.done, plain.done) == []
     assert trained.progress()[0].failure == ""
-
-
-def test_a_second_start_trains_from_the_weights_alone(instance, tmp_path: Path) -> None:
-    first, second = (instance(trains=True, cache_dir=str(tmp_path)) for _ in range(2))
-    assert not isinstance(first.host._models["target"], BareLlama)
-    assert isinstance(second.host._models["target"], BareLlama)
-    for one in (first, second):
-        one.generate(0, 12)
-        one.until_idle()
-    assert tiny_pool.mismatches(second.done, first.done) == []
-    assert second.progress()[0].num_steps >= 2

@@ -57,7 +57,7 @@ SCHEDULES = {
 
 @pytest.fixture
 def run(
-    make_engine: Callable[..., Engine], make_requests: Callable[..., list[SampleRequest]]
+    make_engine: Callable[..., Engine], make_requests: Callable[..., list[SampleRequest]], pairs
 ) -> Callable[..., list[float]]:
     """Generate under a schedule; return the errors of the draft cache."""
     # lengths and limits differ, so that slots empty one by one and the last sample moves in
@@ -67,7 +67,7 @@ def run(
     plain = make_engine("off").generate(requests)
 
     def generate(schedule: str, kind: type[CheckedDrafter] = CheckedDrafter) -> list[float]:
-        engine, drafter = checked(make_engine("tree16", batch=4), kind)
+        engine, drafter = checked(make_engine("tree16", batch=4), pairs["float32"].draft, kind)
         engine.policy = InTurn(*SCHEDULES[schedule])
         done = engine.generate(requests)
         assert [c.token_ids.tolist() for c in done] == [c.token_ids.tolist() for c in plain]
@@ -140,9 +140,9 @@ def test_a_wrong_draft_cache_is_found_though_no_token_changes(
 
 
 def test_plain_steps_are_caught_up_before_the_next_draft(
-    make_engine: Callable[..., Engine], make_requests: Callable[..., list[SampleRequest]]
+    make_engine: Callable[..., Engine], make_requests: Callable[..., list[SampleRequest]], pairs
 ) -> None:
-    engine, drafter = checked(make_engine("chain4"))
+    engine, drafter = checked(make_engine("chain4"), pairs["float32"].draft)
     engine.policy = InTurn(CHAIN, None, None, None)
     for request in make_requests((100,), SamplingParams(max_new_tokens=30)):
         engine.submit(request)

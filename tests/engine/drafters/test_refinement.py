@@ -98,9 +98,9 @@ def test_no_bit_depends_on_what_the_policy_picks(
 
 
 def test_the_draft_cache_follows(
-    make_engine: Callable[..., Engine], make_requests: Callable[..., list[SampleRequest]]
+    make_engine: Callable[..., Engine], make_requests: Callable[..., list[SampleRequest]], pairs
 ) -> None:
-    engine, drafter = checked(erratic_engine(make_engine, "float32", 5))
+    engine, drafter = checked(erratic_engine(make_engine, "float32", 5), pairs["float32"].draft)
     engine.generate(make_requests(PROMPT_LENGTHS, SamplingParams(max_new_tokens=24)))
     assert max(drafter.errors) < 1e-4
     assert len(drafter.errors) > 30

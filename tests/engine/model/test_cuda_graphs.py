@@ -100,10 +100,8 @@ def test_what_was_recorded_reads_new_weights_where_the_old_ones_lay(
 ) -> None:
     requests = make_requests((5, 9), SamplingParams(max_new_tokens=8))
     other = new_model(2, "float32")
-    plain = make_engine("off")
-    pair = copy.deepcopy(plain.runner.model)
     recorder = TraceRecorder()
-    engine = recorded(make_engine("off", pair=_pair_of(pair)), recorder)
+    engine = recorded(make_engine("off"), recorder)
     before = engine.generate(requests)
     held = recorder.held_bytes
     engine.runner.load(dict(other.state_dict()))

@@ -11,8 +11,9 @@ from rlhfspec.core.errors import ModelError, NumericsError
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.invariance_probe import prove_invariance
-from rlhfspec.engine.model.linears import MatrixLinear, PrepackedLinear
-from rlhfspec.engine.model.llama_forward import LlamaForward, can_serve
+from rlhfspec.engine.model.linears import MatrixLinear, PrepackedLinear, Rows, Same
+from rlhfspec.engine.model.llama_forward import LlamaForward
+from rlhfspec.engine.model.llama_model import can_serve
 from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from rlhfspec.engine.model.runner import ModelRunner
 from tests.helpers.backends import CPU, LAYOUTS, OWN_LAYOUTS, own_backend, stock_products, torch_backend
@@ -58,7 +59,7 @@ def test_what_it_does_not_know_is_left_to_the_stock_module(new_model) -> None:
 
 def test_a_wrong_forward_is_refused(new_model, monkeypatch) -> None:
     """The comparison with the model's own forward stands between a mistake here and a sample."""
-    monkeypatch.setattr("rlhfspec.engine.model.llama_layout._pairs_together", lambda x, *, dim: x)
+    monkeypatch.setattr("rlhfspec.engine.model.llama_model._pairs_together", lambda x, *, dim: x)
     with pytest.raises(ModelError, match="differ from its own forward's"):
         runner_of(new_model(1, "float32"))
 
@@ -111,11 +112,14 @@ class NeighbourlyLinear:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual + self(x)
 
-    def take(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._of.take(weight, bias)
+    def take(self, rows: Rows, bias: Tensor | None) -> None:
+        self._of.take(rows, bias)
 
-    def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
-        return self._of.holds(weight, bias)
+    def holds(self, rows: Rows, bias: Tensor | None) -> Same:
+        return self._of.holds(rows, bias)
+
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        return self._of.unpacked()
 
 
 class NeighbourlyBackend(ComputeBackend):

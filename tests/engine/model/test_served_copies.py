@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from rlhfspec.core.errors import WeightsError
-from rlhfspec.engine.model.linears import first_altered, same_bits, together
+from rlhfspec.engine.model.linears import Rows, first_altered, same_bits, together
 from rlhfspec.engine.model.llama_forward import LlamaForward
+from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.model.stock_linears import OwnProduct
+from rlhfspec.engine.weights.chunks import unique_tensors
 from tests.helpers.backends import LAYOUTS, own_backend, stock_products, torch_backend
 from tests.helpers.devices import DEVICES
 
@@ -50,25 +51,28 @@ def flip(tensor: Tensor, where: int) -> None:
     words[where % len(words) // memory.element_size() * memory.element_size()] ^= 1
 
 
-def copies_of(model: PreTrainedModel, forward: LlamaForward) -> dict[str, Tensor]:
-    """Every tensor that a forward of ours reads and that is no memory of the module."""
-    fused = forward.fused
-    found = {"embedding": forward._embedding, "rope": forward._rope, "rotations": forward._rotations}
-    found |= tensors_of("head", forward._head)
-    for index, layer in enumerate(forward._layers):
+def layouts_of(model: LlamaModel) -> dict[str, Tensor]:
+    """Every tensor that a model of ours holds."""
+    found: dict[str, Tensor | None] = {"embedding": model.embedding, "norm": model.final_norm}
+    found["final gain"] = model.final_gain
+    found |= tensors_of("head", model.head)
+    for index, layer in enumerate(model.layers):
         for name in ("qkv", "out", "gate_up", "down"):
             found |= tensors_of(f"layer {index} {name}", getattr(layer, name))
         for name in ("attention_gain", "head_gain", "mlp_gain"):
             found[f"layer {index} {name}"] = getattr(layer, name)
-            if fused is not None:
-                found[f"layer {index} fused {name}"] = getattr(fused._layers[index], name)
-    found["final gain"] = forward._final_gain
-    if fused is not None:
-        found["fused final gain"] = fused._final_gain
-    own = {tensor.data_ptr() for tensor in model.parameters()}
-    return {
-        name: tensor for name, tensor in found.items() if tensor is not None and tensor.data_ptr() not in own
-    }
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def made_of_them(forward: LlamaForward) -> dict[str, Tensor]:
+    """Every tensor that a forward keeps beside its model."""
+    found: dict[str, Tensor | None] = {"rope": forward._rope, "rotations": forward._rotations}
+    if (fused := forward.fused) is not None:
+        found["final gain"] = fused._final_gain  # type: ignore[attr-defined]
+        for index, layer in enumerate(fused._layers):  # type: ignore[attr-defined]
+            for name in ("attention_gain", "head_gain", "mlp_gain"):
+                found[f"layer {index} {name}"] = getattr(layer, name)
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def tensors_of(name: str, linear: object) -> dict[str, Tensor]:
@@ -78,60 +82,61 @@ def tensors_of(name: str, linear: object) -> dict[str, Tensor]:
 @pytest.mark.parametrize("backend", [own_backend, torch_backend])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_bit_flipped_in_a_copy_of_our_forward_is_found(kind, dtype, backend) -> None:
-    model = model_of(kind, dtype)
-    runner = runner_of(model, backend=backend())
-    forward = runner._forward
+def test_a_bit_flipped_in_a_layout_of_ours_is_found(kind, dtype, backend) -> None:
+    module = model_of(kind, dtype)
+    forward, tensors = runner_of(module, backend=backend())._forward, dict(unique_tensors(module))
     assert isinstance(forward, LlamaForward)
-    runner.require_copies_hold()
-    copies = copies_of(model, forward)
-    assert len(copies) >= 11
-    for tensor in copies.values():
-        for where in (0, 1001, -8):
-            flip(tensor, where)
-            with pytest.raises(WeightsError, match=" that decodes was expected to hold"):
-                runner.require_copies_hold()
-            flip(tensor, where)
-    runner.require_copies_hold()
+    layouts, beside = layouts_of(forward.model), made_of_them(forward)
+    assert len(layouts) >= 11
+    for checked, altered in (
+        (layouts, lambda: forward.model.altered_copy(tensors)),
+        (beside, forward.altered_copy),
+    ):
+        for name, tensor in checked.items():
+            for where in (0, 1001, -8):
+                flip(tensor, where)
+                assert altered() is not None, name
+                flip(tensor, where)
+        assert altered() is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_bit_flipped_in_a_product_of_the_stock_module_is_found(kind: str) -> None:
-    runner = runner_of(model_of(kind), stock=True, backend=stock_products())
-    runner.require_copies_hold()
-    served: Module = runner._forward._model  # type: ignore[attr-defined]
+    forward = runner_of(model_of(kind), stock=True, backend=stock_products())._forward
+    served: Module = forward._model  # type: ignore[attr-defined]
     products = {name: module for name, module in served.named_modules() if isinstance(module, OwnProduct)}
     assert len(products) > 8
     for name, product in products.items():
         for tensor in tensors_of(name, product._product).values():
             flip(tensor, 1001)
-            with pytest.raises(WeightsError, match=f"copy of {name} that"):
-                runner.require_copies_hold()
+            assert forward.altered_copy() == name
             flip(tensor, 1001)
-    runner.require_copies_hold()
+    assert forward.altered_copy() is None
 
 
 def test_a_norm_that_the_stock_module_no_longer_shares_is_found() -> None:
-    runner = runner_of(model_of("llama"), stock=True, backend=stock_products())
-    norm = runner._forward._model.model.norm  # type: ignore[attr-defined]
+    forward = runner_of(model_of("llama"), stock=True, backend=stock_products())._forward
+    norm = forward._model.model.norm  # type: ignore[attr-defined]
     norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
-    runner.require_copies_hold()
+    assert forward.altered_copy() is None
     flip(norm.weight, 8)
-    with pytest.raises(WeightsError, match=r"copy of model\.norm\.weight that"):
-        runner.require_copies_hold()
+    assert forward.altered_copy() == "model.norm.weight"
 
 
-def test_weights_that_were_loaded_and_not_laid_out_are_found() -> None:
-    for stock in (False, True):
-        model = model_of("llama")
-        runner = runner_of(model, stock=stock, backend=stock_products())
-        tensors = dict(copy.deepcopy(model).state_dict())
-        tensors["model.layers.1.mlp.up_proj.weight"].mul_(1.5)
-        model.load_state_dict(tensors)
-        with pytest.raises(WeightsError, match=r"gate_up|up_proj"):
-            runner.require_copies_hold()
-        runner._forward.reload()
-        runner.require_copies_hold()
+@pytest.mark.parametrize("stock", [False, True])
+def test_what_is_laid_out_wrong_is_found_when_it_is_loaded(monkeypatch, stock: bool) -> None:
+    module = model_of("llama")
+    runner, tensors = runner_of(module, stock=stock, backend=stock_products()), dict(unique_tensors(module))
+    for kind in LAYOUTS:
+        monkeypatch.setattr(kind, "take", lambda self, rows, bias: None)
+    runner.load(tensors)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"] * 1.5
+    with pytest.raises(
+        WeightsError, match=r"^the model: the copy of .*(gate_up|up_proj) that decodes was expected"
+    ):
+        runner.load(tensors)
+    monkeypatch.undo()
+    runner.load(tensors)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -141,13 +146,31 @@ def test_a_linear_holds_what_it_was_made_of_and_nothing_else(kind: Callable, col
     weight = torch.randn(columns, 64, generator=generator)
     bias = torch.randn(columns, generator=generator)
     linear, unbiased = kind(weight.clone(), bias.clone()), kind(weight.clone(), None)
-    assert linear.holds(weight, bias) and unbiased.holds(weight, None)
-    assert not linear.holds(weight, None) and not unbiased.holds(weight, bias)
+    rows = Rows((weight,))
+    assert linear.holds(rows, bias) and unbiased.holds(rows, None)
+    assert not linear.holds(rows, None) and not unbiased.holds(rows, bias)
     for tensor, where in ((weight, 0), (weight, -4), (weight, 4 * 1000), (bias, -4)):
         flip(tensor, where)
-        assert not linear.holds(weight, bias)
+        assert not linear.holds(rows, bias)
         flip(tensor, where)
-    assert linear.holds(weight, bias)
+    assert linear.holds(rows, bias)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 64), (99, 100), (33, 7)])
+def test_rows_in_another_order_times_a_gain_are_taken(kind: Callable, dtype: torch.dtype, shape) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(shape, generator=generator).to(dtype)
+    gain = torch.randn(shape[1], generator=generator) if dtype == torch.float32 else None
+    rows = Rows((weight[:10], weight[10:]), torch.randperm(shape[0], generator=generator), gain)
+    linear = kind(torch.zeros_like(weight), None)
+    assert not linear.holds(rows, None)
+    linear.take(rows, None)
+    assert linear.holds(rows, None) and torch.equal(linear.unpacked()[0], rows.dense())
+    for name, laid_out in tensors_of("", kind(rows.dense(), None)).items():
+        mine = tensors_of("", linear)[name]
+        assert mine.is_mkldnn or torch.equal(mine, laid_out)
 
 
 def test_bits_are_compared_and_not_numbers() -> None:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhfspec.engine.model.linears import MatrixLinear
 from rlhfspec.engine.model.stock_forward import StockForward
 from rlhfspec.engine.model.stock_linears import OwnProduct, with_own_products
+from rlhfspec.engine.weights.chunks import unique_tensors
 from tests.helpers.backends import OWN_LAYOUTS, stock_products
 
 GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
@@ -66,8 +67,8 @@ def test_new_weights_are_followed() -> None:
     other = copy.deepcopy(model)
     for weight in other.parameters():
         weight.data.add_(torch.randn_like(weight) * 0.1)
-    model.load_state_dict(other.state_dict())
-    forward.reload()
+    tensors = dict(unique_tensors(other))
+    assert forward.load(tensors, [tensors]) is None
     ids = torch.randint(64, (1, 9))
     served = forward._model
     served.set_attn_implementation("eager")

@@ -16,7 +16,7 @@ from rlhfspec.engine.weights.chunks import WeightPacker, pack_weights
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, require_finite
 from rlhfspec.engine.weights.stored_weights import StoredWeights, stored_weights
 from rlhfspec.engine.weights.weight_files import check_weight_files
-from tests.engine.weights.test_bare_llama import CONFIGS, stock_model
+from tests.engine.model.test_llama_model import CONFIGS, stock_model
 
 
 def saved(folder: Path, name: str, **settings: Any) -> Path:

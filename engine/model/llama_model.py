@@ -1,0 +1,409 @@
+"""The weights of a Llama, Mistral, Qwen2 or Qwen3 in the layout that decodes: there is no other copy of them.
+
+A version comes tensor by tensor, as it is published (`engine.weights.chunks`). What is multiplied together is laid out
+once all of it is there, in the memory of the version before (recorded graphs stay right), and is read back at once:
+unpacked, it must be bit for bit what came. In float32 a norm's gain is multiplied into the weights behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.linears import (
+    Decoder,
+    Layer,
+    Linear,
+    MatrixLinear,
+    Rows,
+    Same,
+    first_altered,
+    same_bits,
+)
+from rlhfspec.engine.weights.chunks import require_fit, require_names, unique_tensors
+from rlhfspec.engine.weights.llama_config import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LlamaConfig,
+    head_size,
+    sliding_window,
+    weight_shapes,
+)
+
+INNER_STEP = 32
+"The inner size is padded to a multiple of it."
+
+Published = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Vector:
+    """A tensor that is held as such, and the published ones that it is made of."""
+
+    what: str
+    names: tuple[str, ...]
+    into: Tensor
+    made: Callable[[Published], Tensor]
+
+    def take(self, got: Published) -> None:
+        self.into.copy_(self.made(got))
+
+    def holds(self, got: Published) -> Same:
+        return same_bits(self.into, self.made(got))
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product, and the published weights and biases that it is made of."""
+
+    what: str
+    names: tuple[str, ...]
+    into: Linear
+    made: Callable[[Published], tuple[Rows, Tensor | None]]
+
+    def take(self, got: Published) -> None:
+        self.into.take(*self.made(got))
+
+    def holds(self, got: Published) -> Same:
+        return self.into.holds(*self.made(got))
+
+
+class LlamaModel:
+    """Owns the weights; `engine.model.llama_forward` computes with them."""
+
+    _supports_attention_backend = True
+
+    def __init__(
+        self, config: LlamaConfig, dtype: torch.dtype, backend: ComputeBackend, *, keeps_head: bool = False
+    ) -> None:
+        """Make room for weights published in `dtype`, all zeros, as this back end's products read them.
+
+        `keeps_head`: `output_weight` is asked for.
+        """
+        self.config, self.dtype, self.backend = config, dtype, backend
+        self.device = backend.device
+        self.shapes = weight_shapes(config)
+        self.checksum = ""
+        "of the weights that were loaded, as their manifest has it, where who loads them knows it"
+        self.compute_dtype = backend.compute_dtype(dtype)
+        self._held_dtype = dtype if backend.widens_bfloat16 else self.compute_dtype
+        self._folds = self._held_dtype == torch.float32
+        self.kv_heads: int = config.num_key_value_heads
+        self.queries: int = config.num_attention_heads // config.num_key_value_heads
+        self.size = head_size(config)
+        self._pad = -config.intermediate_size % INNER_STEP
+        self._by_head, self._gates_and_ups = self._orders()
+        self.embedding: Float[Tensor, "V H"] = self._zeros(config.vocab_size, config.hidden_size)
+        self.layers = [self._layer(index) for index in range(config.num_hidden_layers)]
+        self.final_norm: Float[Tensor, " H"] = self._zeros(config.hidden_size, dtype=dtype)
+        "gain of the last norm, as it is published"
+        self.final_gain = self._gain(config.hidden_size)
+        "the same in the type to compute in; None: multiplied into the head"
+        self.head = self._linear(*self.shapes[HEAD], biased=False)
+        is_lost = keeps_head and self._folds and not config.tie_word_embeddings
+        self._kept_head = self._zeros(*self.shapes[HEAD], dtype=dtype) if is_lost else None
+        self._laid_out = list(self._all_laid_out())
+
+    @staticmethod
+    def of(model: Any, backend: ComputeBackend, **changes: Any) -> LlamaModel:
+        """Copy a Hugging Face module's weights. Raises ModelError: `can_serve` says no.
+
+        `changes` are made to its config.
+        """
+        config = LlamaConfig.of(model.config.to_json_string(use_diff=False), **changes)
+        own = LlamaModel(config, model.dtype, backend)
+        tensors = dict(unique_tensors(model))
+        altered = own.load(tensors, [tensors])
+        if altered is not None:
+            raise ModelError(f"the copy of {altered} that decodes does not hold the module's weights")
+        return own
+
+    @property
+    def output_weight(self) -> Float[Tensor, "V H"]:
+        """The head as it is published. Raises ModelError where it is held folded and was not kept."""
+        if self.config.tie_word_embeddings:
+            return self.embedding
+        if self._kept_head is not None:
+            return self._kept_head
+        if self._folds:
+            raise ModelError(
+                "the head is held with a norm's gain multiplied into it, and nobody asked to keep it"
+            )
+        return self.head.unpacked()[0]
+
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        """What is held as it is published, by name."""
+        return {EMBEDDING: self.embedding, FINAL_NORM: self.final_norm}
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What the layers write."""
+        return KVShape(
+            num_layers=len(self.layers),
+            num_kv_heads=self.kv_heads,
+            num_heads=self.kv_heads * self.queries,
+            head_size=self.size,
+        )
+
+    @property
+    def decoder(self) -> Decoder:
+        """Layers and head as they are laid out."""
+        return Decoder(
+            layers=self.layers,
+            final_gain=self.final_gain,
+            head=self.head,
+            heads=self.kv_heads,
+            queries=self.queries,
+            size=self.size,
+            eps=self.config.rms_norm_eps,
+        )
+
+    @property
+    def prepacked(self) -> bool:
+        """Whether any weight lies in another layout than a plain matrix."""
+        return any(not isinstance(linear, MatrixLinear) for linear, _ in self._linears())
+
+    def num_parameters(self) -> int:
+        """Numbers that are published."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    @torch.no_grad()
+    def plain(self) -> LlamaModel:
+        """Return these weights laid out for the library's plain products."""
+        other = LlamaModel(
+            self.config, self.dtype, self.backend.plain(), keeps_head=self._kept_head is not None
+        )
+        for (mine, gain), (theirs, _) in zip(self._linears(), other._linears(), strict=True):
+            weight, bias = mine.unpacked()
+            folded = None if gain is None or not other._folds else gain * gain.numel() ** 0.5
+            theirs.take(Rows((weight.to(other._held_dtype),), None, folded), bias)
+        for mine, theirs in zip(self._vectors(), other._vectors(), strict=True):
+            if mine is not None and theirs is not None:
+                theirs.copy_(mine)
+        return other
+
+    @torch.no_grad()
+    def load(self, names: Iterable[str], parts: Iterable[Published]) -> str | None:
+        """Take the next version, part by part as it comes; what raises on the way leaves weights of two versions.
+
+        Returns:
+            The name of a laid-out copy that is not bit for bit what came; None: all are.
+
+        Raises:
+            WeightsError: names or a part do not fit.
+        """
+        require_names(self.shapes, names)
+        waiting: dict[str, Tensor] = {}
+        left, held = self._laid_out, list[tuple[str, Same]]()
+        for part in parts:
+            for name, tensor in part.items():
+                require_fit(name, tensor, self.shapes[name], self.dtype)
+            waiting |= part
+            ready = [one for one in left if all(name in waiting for name in one.names)]
+            for one in ready:
+                got = {name: self._read(waiting[name]) for name in one.names}
+                one.take(got)
+                held.append((one.what, one.holds(got)))
+            left = [one for one in left if one not in ready]
+            awaited = {name for one in left for name in one.names}
+            waiting = {name: self._outliving(name, part, waiting) for name in waiting if name in awaited}
+        return first_altered(held)
+
+    @torch.no_grad()
+    def altered_copy(self, tensors: Published) -> str | None:
+        """Compare all that is laid out with a whole version; the result is that of `load`."""
+        got = {name: self._read(tensor) for name, tensor in tensors.items()}
+        return first_altered((one.what, one.holds(got)) for one in self._laid_out)
+
+    def _outliving(self, name: str, part: Published, waiting: Published) -> Tensor:
+        """What waits for others of its group, where the part's memory is written over."""
+        if name == HEAD and self.config.tie_word_embeddings and self._held_dtype == self.dtype:
+            return self.embedding
+        return waiting[name].clone() if name in part else waiting[name]
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        """A published tensor in the type and on the device that it is held in; first rounded as it is published."""
+        return tensor.to(self.device, self.dtype).to(self._held_dtype)
+
+    def _all_laid_out(self) -> Iterator[_Vector | _Product]:
+        embedding = HEAD if self.config.tie_word_embeddings else EMBEDDING
+        yield self._vector("embed_tokens", embedding, self.embedding)
+        yield self._vector("the last norm", FINAL_NORM, self.final_norm)
+        yield from self._behind_norm("lm_head", self.head, ["lm_head"], FINAL_NORM, self.final_gain)
+        if self._kept_head is not None:
+            yield self._vector("the published head", HEAD, self._kept_head)
+        for index, layer in enumerate(self.layers):
+            at, called = f"model.layers.{index}.", f"layer {index} "
+            attention, mlp = f"{at}self_attn.", f"{at}mlp."
+            of = [f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj"]
+            norm, gain = f"{at}input_layernorm.weight", layer.attention_gain
+            yield from self._behind_norm(called + "qkv", layer.qkv, of, norm, gain, self._by_head)
+            if layer.head_gain is not None:
+                names = (f"{attention}q_norm.weight", f"{attention}k_norm.weight")
+                yield _Vector(called + "head_gain", names, layer.head_gain, partial(self._head_gains, names))
+            yield self._product(called + "out", layer.out, [f"{attention}o_proj"])
+            of, norm = [f"{mlp}gate_proj", f"{mlp}up_proj"], f"{at}post_attention_layernorm.weight"
+            gate_up = layer.gate_up
+            yield from self._behind_norm(
+                called + "gate_up", gate_up, of, norm, layer.mlp_gain, self._gates_and_ups
+            )
+            yield self._product(called + "down", layer.down, [f"{mlp}down_proj"], columns=self._pad)
+
+    def _behind_norm(
+        self,
+        what: str,
+        linear: Linear,
+        of: list[str],
+        norm: str,
+        gain: Tensor | None,
+        order: Tensor | None = None,
+    ) -> Iterator[_Vector | _Product]:
+        """A product of what a norm gives: the gain is multiplied into its weights, or held apart."""
+        if gain is not None:
+            yield self._vector(f"{what}'s gain", norm, gain)
+        yield self._product(what, linear, of, order, norm=norm if gain is None else "")
+
+    def _product(
+        self,
+        what: str,
+        linear: Linear,
+        of: list[str],
+        order: Tensor | None = None,
+        *,
+        norm: str = "",
+        columns: int = 0,
+    ) -> _Product:
+        """Weights that are multiplied by at once, with rows in another order or so many columns of zeros more."""
+        weights = [f"{name}.weight" for name in of]
+        biases = [name for one in of if (name := f"{one}.bias") in self.shapes]
+
+        def made(got: Published) -> tuple[Rows, Tensor | None]:
+            rows = [F.pad(got[name], (0, columns)) if columns else got[name] for name in weights]
+            gain = got[norm].to(self.compute_dtype) if norm else None
+            folded = None if gain is None else gain * gain.numel() ** 0.5
+            bias = [got[name] for name in biases]
+            if order is not None:
+                # row -1 of all parts: what a size is padded with
+                rows = [*rows, rows[0].new_zeros(1, rows[0].shape[1])]
+                bias = [torch.cat([*bias, bias[0].new_zeros(1)]).index_select(0, order)] if bias else []
+            return Rows(tuple(rows), order, folded), bias[0].to(self.compute_dtype) if bias else None
+
+        return _Product(what, (*weights, *biases, *([norm] if norm else ())), linear, made)
+
+    def _vector(self, what: str, name: str, into: Tensor) -> _Vector:
+        return _Vector(what, (name,), into, lambda got: got[name].to(into.dtype))
+
+    def _head_gains(self, names: tuple[str, str], got: Published) -> Tensor:
+        """Qwen3's norms of queries and key."""
+        query, key = (_pairs_together(got[name].float(), dim=0) for name in names)
+        return torch.cat([query.expand(self.queries, -1), key[None]])
+
+    def _layer(self, index: int) -> Layer:
+        at, config = f"model.layers.{index}.", self.config
+        hidden, inner = config.hidden_size, config.intermediate_size + self._pad
+        heads = self.kv_heads * self.size
+        attended = heads * self.queries
+        biased = {name: f"{at}{name}.bias" in self.shapes for name in _PROJECTIONS}
+        return Layer(
+            attention_gain=self._gain(hidden),
+            qkv=self._linear(attended + 2 * heads, hidden, biased=biased["self_attn.q_proj"]),
+            head_gain=self._zeros(self.queries + 1, self.size, dtype=torch.float32)
+            if config.model_type == "qwen3"
+            else None,
+            out=self._linear(hidden, attended, biased=biased["self_attn.o_proj"]),
+            mlp_gain=self._gain(hidden),
+            gate_up=self._linear(2 * inner, hidden, biased=biased["mlp.gate_proj"]),
+            down=self._linear(hidden, inner, biased=biased["mlp.down_proj"]),
+            sliding_window=sliding_window(config, index),
+        )
+
+    def _linears(self) -> Iterator[tuple[Linear, Tensor | None]]:
+        """Every product, with the gain of the norm before it where that is held apart."""
+        yield self.head, self.final_gain
+        for layer in self.layers:
+            yield layer.qkv, layer.attention_gain
+            yield layer.out, None
+            yield layer.gate_up, layer.mlp_gain
+            yield layer.down, None
+
+    def _vectors(self) -> Iterator[Tensor | None]:
+        """All that is no product."""
+        yield from (self.embedding, self.final_norm, self.final_gain, self._kept_head)
+        for layer in self.layers:
+            yield from (layer.attention_gain, layer.head_gain, layer.mlp_gain)
+
+    def _linear(self, outputs: int, inputs: int, *, biased: bool) -> Linear:
+        # zeros that take no memory until they are laid out
+        weight = self._zeros(1, 1).expand(outputs, inputs)
+        bias = self._zeros(outputs, dtype=self.compute_dtype) if biased else None
+        return self.backend.linear(weight, bias, self.compute_dtype)
+
+    def _gain(self, size: int) -> Tensor | None:
+        """Room for a norm's gain that is not multiplied into the weights behind it: in bfloat16 that would round."""
+        return None if self._folds else self._zeros(size, dtype=self.compute_dtype)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(shape, dtype=dtype or self._held_dtype, device=self.device)
+
+    def _orders(self) -> tuple[Tensor, Tensor]:
+        """Order of the rows of queries, keys and values, and of gates and ups: each padded with the row behind all."""
+        queries, keys = self.kv_heads * self.queries * self.size, self.kv_heads * self.size
+        numbers = torch.arange(queries + 2 * keys, device=self.device)
+        parts = numbers[:queries], numbers[queries : queries + keys], numbers[queries + keys :]
+        inner = self.config.intermediate_size
+        both = torch.arange(2 * inner, device=self.device).view(2, inner)
+        return (
+            by_head(*parts, self.kv_heads, self.size),
+            F.pad(both, (0, self._pad), value=2 * inner).reshape(-1),
+        )
+
+
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+
+
+def can_serve(model: Any, **changes: Any) -> bool:
+    """Whether a Hugging Face module is one that `LlamaModel` holds; what that is wrong about, the comparison finds."""
+    weights = dict(unique_tensors(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    known = known_config(model.config.to_json_string(use_diff=False), shapes, **changes)
+    return known is not None and {tensor.dtype for tensor in weights.values()} == {model.dtype}
+
+
+def known_config(
+    hf_config_json: str, shapes: Mapping[str, tuple[int, ...]], **changes: Any
+) -> LlamaConfig | None:
+    """The config of a model of these weights, where `LlamaModel` holds such: heads are whole vectors of the cache."""
+    try:
+        config = LlamaConfig.of(hf_config_json, **changes)
+    except ModelError:
+        return None
+    size = head_size(config)
+    is_whole = cell_size(size) == size == KVShape.of(config).head_size
+    return config if is_whole and weight_shapes(config) == shapes else None
+
+
+def by_head(query: Tensor, key: Tensor, value: Tensor, kv_heads: int, size: int) -> Tensor:
+    """Join rows [H * E, ...] of queries, keys and values KV head by KV head, rotary pairs made neighbours."""
+    lead, tail = (kv_heads, -1, size), query.shape[1:]
+    queries = _pairs_together(query.view(*lead, *tail), dim=2)
+    keys = _pairs_together(key.view(*lead, *tail), dim=2)
+    return torch.cat([queries, keys, value.view(*lead, *tail)], dim=1).reshape(-1, *tail)
+
+
+def _pairs_together(x: Tensor, *, dim: int) -> Tensor:
+    """Reorder an axis of E from (0, 1, .., E-1) to (0, E/2, 1, E/2 + 1, ..)."""
+    half = x.shape[dim] // 2
+    order = torch.arange(2 * half, device=x.device).view(2, half).t().reshape(-1)
+    return x.index_select(dim, order)
