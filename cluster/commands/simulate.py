@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rlhfspec.policies.reallocation.rate_curve import RateCurve
     from rlhfspec.policies.simulate.compare import Comparison
-    from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
+    from rlhfspec.policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup, Samples
 
 PRESETS = ("skewed", "long_tail", "balanced")
 SHOW_AFTER_S = 2.0
@@ -35,59 +35,64 @@ def _from_to(lowest: float, highest: float, convert: type[int] | type[float] = i
     return number(words, convert, lambda value: lowest <= value <= highest)  # a NaN is in no range
 
 
+Slots = Annotated[int, Arg("N", "samples that run at once on each (%(default)s)", parse=_from_to(1, 10**5))]
+NumSamples = Annotated[
+    int, Arg("N", "samples of the rollout (as many as there are slots)", parse=_from_to(1, 10**7))
+]
+MaxNewTokens = Annotated[
+    int, Arg("N", "limit of a response (4096; of a file: its longest)", parse=_from_to(1, 10**7))
+]
+Device = Annotated[
+    Literal["h100-class", "h100-class-plain"], Arg(help="analytic (%(default)s)", group="rates")
+]
+KvBytesPerToken = Annotated[
+    float, Arg("N", "size of both caches (of the device; 16384)", parse=_from_to(1.0, 1e9, float))
+]
+Policy = Annotated[
+    Literal["all", "static", "pull", "recompute_only", "paper_rule", "finish_time"],
+    Arg(help="beside static and pull (%(default)s)"),
+]
+Poll = Annotated[
+    float,
+    Arg(
+        "SECONDS",
+        f"between two looks at the pool (a {POLLS}th of the rollout)",
+        parse=_from_to(1e-3, 1e6, float),
+    ),
+]
+SpeedSigma = Annotated[
+    float, Arg("S", "log-normal spread of speeds (%(default)s)", parse=_from_to(0.0, 3.0, float))
+]
+MaxInstances = Annotated[
+    int, Arg("K", "let the pool grow from --instances to so many, and shrink", parse=_from_to(1, 10**4))
+]
+StartUp = Annotated[
+    float, Arg("SECONDS", "of an added instance (%(default)s)", parse=_from_to(0.0, 1e6, float))
+]
+IdleTimeout = Annotated[
+    float, Arg("SECONDS", "until one leaves (%(default)s)", parse=_from_to(1e-3, 1e6, float))
+]
+RolloutsAhead = Annotated[int, Arg("N", "rollouts still to come (%(default)s)", parse=_from_to(0, 10**6))]
+
+
 def simulate(
     *,
     instances: Annotated[int, Arg("K", "instances (%(default)s)", parse=_from_to(1, 10**4))] = 8,
-    slots: Annotated[
-        int, Arg("N", "samples that run at once on each (%(default)s)", parse=_from_to(1, 10**5))
-    ] = 64,
-    samples: Annotated[
-        int, Arg("N", "samples of the rollout (as many as there are slots)", parse=_from_to(1, 10**7))
-    ]
-    | None = None,
+    slots: Slots = 64,
+    samples: NumSamples | None = None,
     lengths: Annotated[str, Arg("WHAT", f"{', '.join(PRESETS)} or a file (%(default)s)")] = "skewed",
-    max_new_tokens: Annotated[
-        int, Arg("N", "limit of a response (4096; of a file: its longest)", parse=_from_to(1, 10**7))
-    ]
-    | None = None,
+    max_new_tokens: MaxNewTokens | None = None,
     prompt_tokens: Annotated[int, Arg("N", "of each prompt (%(default)s)", parse=_from_to(0, 10**7))] = 128,
     profile: Annotated[Path, Arg("DIR", "a folder made by `rlhfspec profile`", group="rates")] | None = None,
-    device: Annotated[
-        Literal["h100-class", "h100-class-plain"], Arg(help="analytic (%(default)s)", group="rates")
-    ] = "h100-class",
-    kv_bytes_per_token: Annotated[
-        float, Arg("N", "size of both caches (of the device; 16384)", parse=_from_to(1.0, 1e9, float))
-    ]
-    | None = None,
-    policy: Annotated[
-        Literal["all", "static", "pull", "recompute_only", "paper_rule", "finish_time"],
-        Arg(help="beside static and pull (%(default)s)"),
-    ] = "all",
-    poll: Annotated[
-        float,
-        Arg(
-            "SECONDS",
-            f"between two looks at the pool (a {POLLS}th of the rollout)",
-            parse=_from_to(1e-3, 1e6, float),
-        ),
-    ]
-    | None = None,
-    speed_sigma: Annotated[
-        float, Arg("S", "log-normal spread of speeds (%(default)s)", parse=_from_to(0.0, 3.0, float))
-    ] = 0.1,
-    max_instances: Annotated[
-        int, Arg("K", "let the pool grow from --instances to so many, and shrink", parse=_from_to(1, 10**4))
-    ]
-    | None = None,
-    start_up: Annotated[
-        float, Arg("SECONDS", "of an added instance (%(default)s)", parse=_from_to(0.0, 1e6, float))
-    ] = 30.0,
-    idle_timeout: Annotated[
-        float, Arg("SECONDS", "until one leaves (%(default)s)", parse=_from_to(1e-3, 1e6, float))
-    ] = 120.0,
-    rollouts_ahead: Annotated[
-        int, Arg("N", "rollouts still to come (%(default)s)", parse=_from_to(0, 10**6))
-    ] = 0,
+    device: Device = "h100-class",
+    kv_bytes_per_token: KvBytesPerToken | None = None,
+    policy: Policy = "all",
+    poll: Poll | None = None,
+    speed_sigma: SpeedSigma = 0.1,
+    max_instances: MaxInstances | None = None,
+    start_up: StartUp = 30.0,
+    idle_timeout: IdleTimeout = 120.0,
+    rollouts_ahead: RolloutsAhead = 0,
     seed: Annotated[int, Arg(help="of drawn lengths and speeds (%(default)s)", parse=SEED)] = 0,
     out: Annotated[Path, Arg("FILE", "gets the figures as JSON")] | None = None,
 ) -> int:
@@ -107,28 +112,15 @@ def simulate(
     perfect spreads all samples evenly at every moment, at no cost; no schedule whatever is faster than the bound.
     """
     from rlhfspec.cluster.observe.console import PipeConsole
-    from rlhfspec.policies.simulate.compare import COMPARED, compare, least_finish_s
-    from rlhfspec.policies.simulate.simulation_records import Elastic, PoolSetup
+    from rlhfspec.policies.simulate.simulation_records import PoolSetup
     from rlhfspec.policies.simulate.workloads import samples_of
 
     require_file("--out", out)
-    if max_instances is not None and max_instances < instances:
-        raise ConfigError(
-            f"--max-instances {max_instances} is below --instances {instances}, which the pool begins with"
-        )
+    elastic = _elastic(instances, max_instances, start_up, idle_timeout, rollouts_ahead)
     counts, limit = _lengths(lengths, samples, instances, slots, max_new_tokens, seed)
     drawn = samples_of(counts, prompt_tokens=prompt_tokens, speed_sigma=speed_sigma, seed=seed)
     context = prompt_tokens + int(drawn.response_tokens.mean())
     curve, moves, label = _rates(profile, device, kv_bytes_per_token, slots, context)
-    elastic = None
-    if max_instances is not None:
-        elastic = Elastic(
-            least=instances,
-            most=max_instances,
-            start_up_s=start_up,
-            idle_timeout_s=idle_timeout,
-            rollouts_ahead=rollouts_ahead,
-        )
     setup = PoolSetup(
         num_instances=instances,
         num_slots=slots,
@@ -137,22 +129,59 @@ def simulate(
         moves=moves,
         elastic=elastic,
     )
-    setup = replace(setup, poll_interval_s=poll or max(least_finish_s(drawn, setup) / POLLS, 0.1))
-    wanted = COMPARED if policy == "all" else tuple(dict.fromkeys(("static", "pull", policy)))
     console = PipeConsole(highlight=False)
-    with simulation_bar(len(drawn) * len(wanted), console) as tick:
-        made = compare(drawn, setup, wanted, progress=tick)
-    console.print(
-        f"{instances} instances of {slots} slots, {len(drawn)} samples ({int(drawn.response_tokens.sum())} tokens, "
-        f"the longest {int(drawn.response_tokens.max())}), {label}",
-        soft_wrap=True,
+    tree = {"rates": label, "lengths": lengths, "seed": seed} | _compare(
+        drawn, setup, poll, policy, console, label
     )
-    _print(console, made)
     if out is not None:
-        tree = {"rates": label, "lengths": lengths, "seed": seed} | _tree(drawn, setup, made)
         out.write_text(json.dumps(tree, indent=2) + "\n")
         console.print(f"written {out}", soft_wrap=True)
     return 0
+
+
+def _compare(
+    drawn: Samples, setup: PoolSetup, poll: float | None, policy: str, console: Any, label: str
+) -> dict[str, Any]:
+    """Simulate and print; return the figures for JSON."""
+    from rlhfspec.policies.simulate.compare import COMPARED, compare, least_finish_s
+
+    setup = replace(setup, poll_interval_s=poll or max(least_finish_s(drawn, setup) / POLLS, 0.1))
+    wanted = COMPARED if policy == "all" else tuple(dict.fromkeys(("static", "pull", policy)))
+    with simulation_bar(len(drawn) * len(wanted), console) as tick:
+        made = compare(drawn, setup, wanted, progress=tick)
+    console.print(
+        f"{setup.num_instances} instances of {setup.num_slots} slots, {len(drawn)} samples "
+        f"({int(drawn.response_tokens.sum())} tokens, the longest {int(drawn.response_tokens.max())}), {label}",
+        soft_wrap=True,
+    )
+    console.print(_table(made))
+    for name, result in made.results.items():
+        for at_s, change in result.resizes:
+            console.print(
+                f"{name}: {at_s:.1f} s: to {change.target} instances: {change.reason}", soft_wrap=True
+            )
+    return _tree(drawn, setup, made)
+
+
+def _elastic(
+    instances: int, most: int | None, start_up_s: float, idle_timeout_s: float, rollouts_ahead: int
+) -> Elastic | None:
+    """How the pool grows and shrinks; None where it does not. Raises ConfigError."""
+    from rlhfspec.policies.simulate.simulation_records import Elastic
+
+    if most is None:
+        return None
+    if most < instances:
+        raise ConfigError(
+            f"--max-instances {most} is below --instances {instances}, which the pool begins with"
+        )
+    return Elastic(
+        least=instances,
+        most=most,
+        start_up_s=start_up_s,
+        idle_timeout_s=idle_timeout_s,
+        rollouts_ahead=rollouts_ahead,
+    )
 
 
 @contextmanager
@@ -234,15 +263,6 @@ def _rates(
     if kv_bytes is not None:
         moves = replace(moves, kv_bytes_per_token=kv_bytes)
     return curve, moves, H100_LABEL + (", speculation" if has_drafts else ", plain decoding")
-
-
-def _print(console: Any, made: Comparison) -> None:
-    console.print(_table(made))
-    for name, result in made.results.items():
-        for at_s, change in result.resizes:
-            console.print(
-                f"{name}: {at_s:.1f} s: to {change.target} instances: {change.reason}", soft_wrap=True
-            )
 
 
 def _table(made: Comparison) -> Any:

@@ -13,9 +13,13 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
     from rlhfspec.policies.simulate.assumptions import Assumption
     from rlhfspec.policies.simulate.cluster_simulation import ClusterResult
     from rlhfspec.policies.simulate.sweep import Tried
+    from rlhfspec.profiles.profile import Profile
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -51,10 +55,8 @@ def cluster(
     from rlhfspec.core.config_io import load_config_of
     from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
     from rlhfspec.policies.simulate.assumptions import assumptions
-    from rlhfspec.policies.simulate.cluster_simulation import num_played, require_bounded, simulate_cluster
+    from rlhfspec.policies.simulate.cluster_simulation import require_bounded, simulate_cluster
     from rlhfspec.policies.simulate.described_cluster import describe
-    from rlhfspec.policies.simulate.sweep import best, default_axes, planned
-    from rlhfspec.policies.simulate.sweep import sweep as run_sweep
     from rlhfspec.profiles.profile import load_profile
 
     _check(sweep, picture, out)
@@ -66,24 +68,7 @@ def cluster(
     rows = assumptions(described, profiled=profile is not None)
     tree: dict[str, Any] = {"schema_version": 1, "config": setup.model_dump(mode="json")}
     if sweep:
-        axes = setup.sweep or default_axes(setup)
-        plans = planned(setup, axes, recorded=recorded)
-        total = sum(num_played(plan.cluster.config) for plan in plans if plan.cluster is not None)
-        with simulation_bar(total, console) as tick:
-            tried = run_sweep(setup, axes, recorded=recorded, profile=profile, progress=tick)
-        chosen = best(tried)
-        console.print(_sweep_table(tried, chosen))
-        if chosen is None:
-            console.print("none of them fits: see why in the last column")
-        else:
-            console.print(f"best: {chosen.label}", soft_wrap=True)
-        tree["sweep"] = [_tried_tree(row) for row in tried]
-        tree["best"] = None if chosen is None else chosen.values
-        if picture is not None:
-            from rlhfspec.cluster.observe.pictures import draw_sweep
-
-            draw_sweep(tried, picture)
-            console.print(f"written {picture}", soft_wrap=True)
+        tree |= _sweep(setup, recorded, profile, console, picture)
     else:
         with simulation_bar(require_bounded([setup]), console) as tick:
             made = simulate_cluster(described, profile=profile, progress=tick)
@@ -101,6 +86,38 @@ def cluster(
             out.write_text(json.dumps(tree, indent=2) + "\n")
         console.print(f"written {out}", soft_wrap=True)
     return 0
+
+
+def _sweep(
+    setup: SimulatedClusterConfig,
+    recorded: np.ndarray | None,
+    profile: Profile | None,
+    console: Any,
+    picture: Path | None,
+) -> dict[str, Any]:
+    from rlhfspec.policies.simulate.cluster_simulation import num_played
+    from rlhfspec.policies.simulate.sweep import best, default_axes, planned, sweep
+
+    axes = setup.sweep or default_axes(setup)
+    plans = planned(setup, axes, recorded=recorded)
+    total = sum(num_played(plan.cluster.config) for plan in plans if plan.cluster is not None)
+    with simulation_bar(total, console) as tick:
+        tried = sweep(setup, axes, recorded=recorded, profile=profile, progress=tick)
+    chosen = best(tried)
+    console.print(_sweep_table(tried, chosen))
+    if chosen is None:
+        console.print("none of them fits: see why in the last column")
+    else:
+        console.print(f"best: {chosen.label}", soft_wrap=True)
+    if picture is not None:
+        from rlhfspec.cluster.observe.pictures import draw_sweep
+
+        draw_sweep(tried, picture)
+        console.print(f"written {picture}", soft_wrap=True)
+    return {
+        "sweep": [_tried_tree(row) for row in tried],
+        "best": None if chosen is None else chosen.values,
+    }
 
 
 def _check(sweep: bool, picture: Path | None, out: Path | None) -> None:
