@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from rlhfspec.core.records import Prompt
 from rlhfspec.learning.environments.environment_protocol import Step
-from rlhfspec.learning.tasks.gsm8k import Gsm8kReward, reference_number
+from rlhfspec.learning.tasks.gsm8k import gsm8k_reward, reference_number
 
 _CALL = re.compile(r"<<(?P<sum>[^<>=]{1,80})=$")
 _BARE = re.compile(r"(?P<sum>[-+*/().\d ]{1,80})=$")
@@ -73,7 +73,7 @@ class Calculator:
     def _end(self) -> Step:
         if self._prompt is None or not self._prompt.reference:
             return Step(done=True)
-        (reward,) = Gsm8kReward().score([self._prompt], [self._said])
+        reward = gsm8k_reward(self._prompt, self._said)
         return Step(reward=reward.value, done=True, parts={CORRECT: reward.parts[CORRECT]})
 
 

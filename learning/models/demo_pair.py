@@ -23,7 +23,7 @@ from rlhfspec.learning.tasks.chain_task import ALPHABET as CHAIN_ALPHABET
 from rlhfspec.learning.tasks.chain_task import (
     MAX_RESPONSE_TOKENS,
     ChainProblem,
-    ChainReward,
+    chain_reward,
     draw_problem,
     solution,
 )
@@ -145,7 +145,7 @@ class DemoPairMaker:
         texts = [
             str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) for tokens in responses
         ]
-        rewards = ChainReward().score(prompts, texts)
+        rewards = [chain_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         self.accuracy = float(np.mean([reward.parts["correct"] for reward in rewards]))
         return self.accuracy
 

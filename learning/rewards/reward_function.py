@@ -45,17 +45,17 @@ def _source(
 ) -> RewardSource:
     # imported here so that a rule reward does not wait for what it never uses
     if scorer.kind == "chain":
-        from rlhfspec.learning.tasks.chain_task import ChainReward
+        from rlhfspec.learning.tasks.chain_task import chain_reward
 
-        return RuleSource(ChainReward())
+        return RuleSource(chain_reward)
     if scorer.kind == "one_sentence":
-        from rlhfspec.learning.tasks.one_sentence import OneSentenceReward
+        from rlhfspec.learning.tasks.one_sentence import one_sentence_reward
 
-        return RuleSource(OneSentenceReward())
+        return RuleSource(one_sentence_reward)
     if scorer.kind == "gsm8k":
-        from rlhfspec.learning.tasks.gsm8k import Gsm8kReward
+        from rlhfspec.learning.tasks.gsm8k import gsm8k_reward
 
-        return RuleSource(Gsm8kReward())
+        return RuleSource(gsm8k_reward)
     if scorer.kind == "model" and scorer.model is not None:
         from rlhfspec.learning.rewards.reward_model import ModelReward
 

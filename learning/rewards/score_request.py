@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
@@ -88,25 +88,17 @@ class RewardSource(Protocol):
         ...
 
 
-@runtime_checkable
-class SimpleReward(Protocol):
-    """A rule that needs prompt and response only (`learning.tasks`)."""
-
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
-        """One reward a response, in order. Raises RewardError naming the prompt."""
-        ...
-
-
 class RuleSource:
     """A rule, response by response: what it cannot score does not take others with it."""
 
-    def __init__(self, rule: SimpleReward) -> None:
+    def __init__(self, rule: Callable[[Prompt, str], Reward]) -> None:
+        """`rule` needs prompt and response only (`learning.tasks`); it raises RewardError naming the prompt."""
         self._rule = rule
 
     def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterable[Reward | Unscored]:
         """As the protocol says."""
         for request in requests:
             try:
-                yield from self._rule.score([request.prompt], [request.response])
+                yield self._rule(request.prompt, request.response)
             except RewardError as error:
                 yield Unscored(reason=f"{error} ({request.where})")

@@ -75,19 +75,13 @@ def parse_prompt(text: str) -> ChainProblem:
     return ChainProblem(num_steps=int(text[:2]), letter=LETTERS.index(text[3]), shift=int(text[5]))
 
 
-class ChainReward:
+def chain_reward(prompt: Prompt, response: str) -> Reward:
     """0.8 for the right letter behind `#`, 0.2 times the share of steps that are right in themselves.
 
     A step is right when it counts down, repeats the letter written before it and shifts it rightly;
     one slip costs one step there but, as a rule, the whole 0.8. Parts: `correct` (0 or 1), `steps`.
+    Raises RewardError when a prompt is no chain prompt.
     """
-
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
-        """Score one response a prompt, in order. Raises RewardError when a prompt is no chain prompt."""
-        return [_score_one(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-
-
-def _score_one(prompt: Prompt, response: str) -> Reward:
     try:
         problem = parse_prompt(prompt.text)
     except ValueError as error:

@@ -6,7 +6,6 @@ Source: Cobbe et al. 2021, 'Training verifiers to solve math word problems' (the
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 
 from rlhfspec.core.errors import RewardError
@@ -49,15 +48,11 @@ def reference_number(prompt: Prompt) -> Decimal:
     return number
 
 
-class Gsm8kReward:
-    """Scores against `prompt.reference`: the data set's answer text, or the bare number."""
+def gsm8k_reward(prompt: Prompt, response: str) -> Reward:
+    """Score against `prompt.reference`: the data set's answer text, or the bare number.
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
-        """Score one response a prompt, in order. Raises RewardError when a reference holds no number."""
-        return [_score_one(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-
-
-def _score_one(prompt: Prompt, response: str) -> Reward:
+    Raises RewardError when the reference holds no number.
+    """
     expected = reference_number(prompt)
     got = final_number(response)
     formatted, correct = float(got is not None), float(got == expected)

@@ -7,7 +7,6 @@ The reward checks the form by rules, so a small model that tends to go on and on
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -49,19 +48,13 @@ def draw_prompts(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
     return [(question.format(subject), subject) for question, subject in chosen]
 
 
-class OneSentenceReward:
+def one_sentence_reward(prompt: Prompt, response: str) -> Reward:
     """0.5 for brevity, 0.3 for one whole sentence, 0.2 for naming the subject; 0 below four words.
 
     Brevity is 1 up to 50 characters and falls in a line to 0 at 150. `prompt.reference` is the subject. Parts:
     `brevity`, `sentence`, `subject`.
     """
-
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
-        """Score one response a prompt, in order."""
-        return [_score_one(prompt.reference, text) for prompt, text in zip(prompts, responses, strict=True)]
-
-
-def _score_one(subject: str, response: str) -> Reward:
+    subject = prompt.reference
     text = response.strip()
     ends = [match.end() for match in _END.finditer(text)]
     sentence = float(ends == [len(text)])

@@ -140,7 +140,7 @@ def test_what_cannot_be_imported_is_refused_with_what_to_do(project, files, path
 def test_a_function_of_ours_is_found_from_a_folder_with_names_of_its_own(project):
     project({"core/__init__.py": "", "code.py": "raise ValueError"})
     code = "from rlhfspec.core.named_code import named_code as find\n" + (
-        "print(find('rlhfspec.learning.tasks.gsm8k:Gsm8kReward', key='k', kind='class', example='e').__module__)"
+        "print(find('rlhfspec.learning.tasks.gsm8k:gsm8k_reward', key='k', kind='function', example='e').__module__)"
     )
     command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.errors import ConfigError, ModelError, RewardError
 from rlhfspec.core.records import Prompt
 from rlhfspec.learning.rewards.reward_function import build_reward
-from rlhfspec.learning.tasks.gsm8k import Gsm8kReward, final_number
+from rlhfspec.learning.tasks.gsm8k import final_number, gsm8k_reward
 
 
 def prompt(reference: str = "", prompt_id: int = 0) -> Prompt:
@@ -66,24 +66,24 @@ TERMS = [
 def test_the_beginning_of_another_number_is_no_number(term):
     assert final_number(f"#### {term}") is None
     with raises(RewardError, match="must be a plain number"):
-        Gsm8kReward().score([prompt(term)], ["#### 1"])
+        gsm8k_reward(prompt(term), "#### 1")
 
 
 def test_gsm8k_pays_for_form_and_for_the_number():
     reference = "He has 2*3=<<2*3=6>>6.\n#### 6"
-    rewards = Gsm8kReward().score([prompt(reference)] * 4, ["#### 6.0", "#### 7", "6", "a\n#### $6."])
+    rewards = [gsm8k_reward(prompt(reference), said) for said in ("#### 6.0", "#### 7", "6", "a\n#### $6.")]
     assert [r.value for r in rewards] == approx([1.0, 0.2, 0.0, 1.0])
     assert [r.parts["correct"] for r in rewards] == [1.0, 0.0, 0.0, 1.0]
     assert [r.parts["format"] for r in rewards] == [1.0, 1.0, 0.0, 1.0]
 
 
 def test_gsm8k_takes_a_bare_reference():
-    assert Gsm8kReward().score([prompt("1,000")], ["#### 1000"])[0].value == approx(1.0)
+    assert gsm8k_reward(prompt("1,000"), "#### 1000").value == approx(1.0)
 
 
 def test_gsm8k_names_the_prompt_without_a_number():
     with raises(RewardError, match="prompt 4"):
-        Gsm8kReward().score([prompt("none", 4)], ["#### 1"])
+        gsm8k_reward(prompt("none", 4), "#### 1")
 
 
 def length_reward(prompt: str, response: str, reference: str) -> float:

@@ -5,16 +5,19 @@ from pytest import approx, mark, raises
 
 from rlhfspec.core.errors import RewardError
 from rlhfspec.core.records import Prompt
-from rlhfspec.learning.tasks.chain_task import ChainProblem, ChainReward, draw_problem, parse_prompt, solution
+from rlhfspec.learning.tasks.chain_task import (
+    ChainProblem,
+    chain_reward,
+    draw_problem,
+    parse_prompt,
+    solution,
+)
 
 THREE = ChainProblem(num_steps=3, letter=2, shift=5)  # c -> h -> m -> b (the ring ends at p)
 
 
 def score(response: str, prompt: str = THREE.prompt):
-    [reward] = ChainReward().score(
-        [Prompt(prompt_id=9, token_ids=np.arange(7), text=prompt, reference="")], [response]
-    )
-    return reward
+    return chain_reward(Prompt(prompt_id=9, token_ids=np.arange(7), text=prompt, reference=""), response)
 
 
 def test_prompt_and_solution_are_as_the_docstring_says():

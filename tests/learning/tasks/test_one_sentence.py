@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from rlhfspec.core.records import Prompt, Reward
-from rlhfspec.learning.tasks.one_sentence import QUESTIONS, SUBJECTS, OneSentenceReward, draw_prompts
+from rlhfspec.learning.tasks.one_sentence import QUESTIONS, SUBJECTS, draw_prompts, one_sentence_reward
 
 
 def score(response: str, subject: str = "lamp") -> Reward:
     prompt = Prompt(prompt_id=0, token_ids=np.arange(3), text="What is a lamp?", reference=subject)
-    [reward] = OneSentenceReward().score([prompt], [response])
+    reward = one_sentence_reward(prompt, response)
     return reward
 
 
