@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,33 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures, engine_rate, interleaved, ratios
-from benchmarks.support.workload import (
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    VOCAB_SIZE,
-    default_cache_dir,
-    demo_workload,
-    model_p_folder,
-    model_p_requests,
-)
-from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from benchmarks.support.harness import Bench
+from benchmarks.support.timing import engine_rate, interleaved, ratios
+from benchmarks.support.workload import PLAIN, demo_workload, model_p
+from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.engine.attention.backends import ordered_attention
-from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.cpu.backend import CpuBackend
 from rlhfspec.engine.cpu.noise_source import CpuNoiseSource
 from rlhfspec.engine.cpu.tokens import CpuNoise
 from rlhfspec.engine.decoding.noise import Noise, NoiseSource
 from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.weights.loading import load_causal_lm
 
 CPU = torch.device("cpu")
 ROUNDS = {"quick": 2, "default": 6, "full": 12}
 BATCH_SIZES = (1, 8)
 CHAIN = SpeculationConfig(policy="fixed", num_nodes=4)
-PLAIN = SpeculationConfig(policy="off")
 
 
 class WithoutChain(CpuBackend):
@@ -112,42 +101,31 @@ BACKENDS: Mapping[str, Callable[[], ComputeBackend]] = {
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0."""
-    torch.set_num_threads(1)
-    console, figures, rounds = PipeConsole(), Figures(), ROUNDS[mode]
+    bench = Bench("ablation", out=out, mode=mode)
+    figures, rounds = bench.figures, ROUNDS[mode]
     workload = demo_workload(16)
-    folder = model_p_folder(default_cache_dir())
     for batch_size in BATCH_SIZES:
-        demo = workload.requests()[: 2 * batch_size + 2]
-        pairs = {
-            "demo": (demo, CHAIN, workload.max_total_tokens, workload.vocab_size),
-            "p": (model_p_requests(batch_size), PLAIN, PROMPT_TOKENS + NEW_TOKENS, VOCAB_SIZE),
-        }
-        for pair, (requests, speculation, max_total_tokens, vocab_size) in pairs.items():
+        demo = replace(workload, prompts=workload.prompts[: 2 * batch_size + 2])
+        for pair, decoded in {"demo": demo, "p": model_p(batch_size)}.items():
+            plan, draft = (CHAIN, demo.draft("float32")) if pair == "demo" else (PLAIN, None)
             rates = {}
             for name, backend in BACKENDS.items():
-                is_demo = pair == "demo"
-                engine = build_engine(
-                    workload.target("float32") if is_demo else load_causal_lm(str(folder), "float32"),
-                    workload.draft("float32") if is_demo else None,
-                    engine=EngineConfig(device="cpu", max_running_samples=batch_size, probe=False),
-                    speculation=speculation,
-                    max_total_tokens=max_total_tokens,
-                    vocab_size=vocab_size,
-                    backend=backend(),
+                engine = decoded.engine(
+                    plan,
+                    draft,
+                    max_total_tokens=workload.max_total_tokens if pair == "demo" else None,
+                    parts={"backend": backend()},
+                    device="cpu",
+                    max_running_samples=batch_size,
+                    probe=False,
                 )
                 # processor time: other processes do not count
-                rates[name] = engine_rate(engine, requests, time.thread_time)
+                rates[name] = engine_rate(engine, decoded.requests(), time.thread_time)
             taken = interleaved(rates, rounds)
             for name in BACKENDS:
                 if name != "all":
                     figure = f"without_{name}_{pair}_b{batch_size}"
                     figures.keep(figure, ratios(taken, "all", name))
-                    console.print(f"{figure}: {figures.values[figure]:.3f} {figures.intervals[figure]}")
-    write_result(
-        out,
-        "ablation",
-        figures.values,
-        figures.intervals,
-        provenance={"mode": mode, "rounds": rounds, "num_threads": 1},
-    )
+                    bench.console.print(f"{figure}: {figures.values[figure]:.3f} {figures.intervals[figure]}")
+    bench.write(rounds=rounds)
     return 0

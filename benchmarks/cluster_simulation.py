@@ -7,15 +7,14 @@ middle and once at both ends of a range.
 from __future__ import annotations
 
 import time
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from benchmarks.published.papers import Row, nemo_8b_rows, nemo_235b_rows, rlhfspec_rows, tlt_rows
 from benchmarks.simulated_runs.compared_runs import own_runs
-from benchmarks.support.result import write_result
-from rlhfspec.cluster.observe.console import PipeConsole
+from benchmarks.support.harness import Bench
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.policies.simulate.cluster_simulation import simulate_rollout
 from rlhfspec.policies.simulate.described_cluster import describe
@@ -28,28 +27,23 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
 
     Of the runs of this machine `quick` has those with a core each for instance and trainer.
     """
-    console, out = PipeConsole(), out.absolute()
+    bench = Bench("cluster_simulation", out=out, mode=mode)
+    console, figures = bench.console, bench.figures.values
     papers = {"tlt": [*tlt_rows()], "rlhfspec": [*rlhfspec_rows()], "nemo_8b": [*nemo_8b_rows()]}
     if mode != "quick":
         papers["nemo_235b"] = [*nemo_235b_rows()]
-    figures: dict[str, float] = {}
-    intervals: dict[str, tuple[float, float]] = {}
     for paper, rows in papers.items():
         figures |= paper_figures(paper, rows)
     figures["simulate_1024_s"] = large_rollout_s()
     rows = [row for rows in papers.values() for row in rows]
     for row in rows:
         figures[row.name] = row.simulated
-        intervals[row.name] = (row.low, row.high)
+        bench.figures.intervals[row.name] = (row.low, row.high)
     console.print(_table(rows))
-    provenance: dict[str, Any] = {"mode": mode, "published": [row.tree() for row in rows]}
     # runs that break off leave what is known by then
-    path = write_result(out, "cluster_simulation", figures, intervals, provenance)
-    for own in own_runs(out, mode, console):
+    for own in chain([{}], own_runs(bench.out, mode, console)):
         figures |= own
-        path = write_result(out, "cluster_simulation", figures, intervals, provenance)
-    console.print({name: value for name, value in figures.items() if name not in intervals})
-    console.print(f"written {path}")
+        bench.write(published=[row.tree() for row in rows])
     return 0
 
 

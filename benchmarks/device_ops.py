@@ -1,37 +1,266 @@
 """What a decode step asks of a GPU: launches, copies and waits, counted without one; with one, times beside them.
 
-Bars: a layer at most 11 launches, plain and verifying; outside recordings a plain step at most 12, a chain of 8 at
-most 20, a tree of 8 at most 30, of 16 at most 40; one copy up and one down a step, waited for once.
+Counted on tensors of the `meta` device, which have shapes and no numbers: one call of an operator that computes or
+moves something is one launch; operators that torch takes apart are counted by their parts, attention as one. Views and
+new memory are none. Whoever looks at a number is refused. Bars: a layer at most 11 launches, plain and verifying;
+outside recordings a plain step at most 12, a chain of 8 at most 20, a tree of 8 at most 30, of 16 at most 40; one copy
+up and one down a step, waited for once.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.device.counted_steps import PLANS, counted, layer_launches
-from benchmarks.support.result import write_result
+from benchmarks.support.harness import Bench
 from benchmarks.support.workload import demo_workload
-from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.core.config import EngineConfig
+from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.attention.backends import ATTENTION
+from rlhfspec.engine.cuda.cuda_backend import CudaBackend
+from rlhfspec.engine.decode_step import decode_step
+from rlhfspec.engine.decoding.noise import Noise, NoiseSource
+from rlhfspec.engine.draft_policies import build_policy
+from rlhfspec.engine.drafters.model_drafter import ModelDrafter
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model import runner as runner_module
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.cuda_graphs import Run
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.recorded_step import StepRecordings
+from rlhfspec.engine.weights.loading import freeze
+
+META = torch.device("meta")
+LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"}
+MADE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+WHOLE = {"scaled_dot_product_attention"}
+
+
+class DeviceCalls(TorchDispatchMode):
+    """`counts`: launches, those replayed inside recordings, copies up and down, those of them that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        devices = {x.device.type for x in given}
+        if name in LOOKS and "meta" in devices:
+            raise AssertionError(f"{name} looks at numbers of the device, where a step may not wait")
+        target = kwargs.get("device", next((x for x in args if isinstance(x, torch.device)), None))
+        if name in ("_to_copy", "to") and target is not None and devices and target.type not in devices:
+            self._crosses("downs" if target.type == "cpu" else "ups", kwargs.get("non_blocking"))
+            if target.type == "cpu":
+                return torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
+            return func(*args, **kwargs)
+        if name == "copy_" and devices == {"cpu", "meta"}:
+            down = given[0].device.type == "cpu"
+            self._crosses(
+                "downs" if down else "ups", kwargs.get("non_blocking") or any(x is True for x in args)
+            )
+            return given[0] if down else func(*args, **kwargs)
+        if name not in WHOLE:
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        found = func(*args, **kwargs)
+        if self._computes(func, name, given, found):
+            self.note(name)
+        return found
+
+    def note(self, name: str, launches: int = 1) -> None:
+        """Count what is no operator of torch."""
+        self.counts["launches"] += launches
+        self.by_name[name] += launches
+
+    def _computes(self, func: Any, name: str, given: list[Tensor], found: Any) -> bool:
+        made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.device.type == "meta"]
+        if name in MADE or not made:
+            return False
+        known = {x.untyped_storage()._cdata for x in given}
+        return func._schema.is_mutable or any(x.untyped_storage()._cdata not in known for x in made)
+
+    def _crosses(self, way: str, non_blocking: object) -> None:
+        self.counts[way] += 1
+        self.note(way)
+        if not non_blocking:
+            self.counts["waits"] += 1
+
+
+class CountingRecorder:
+    """Counts what a recording holds when it is made, and one launch a replay."""
+
+    held_bytes = 0
+
+    def __init__(self, calls: DeviceCalls) -> None:
+        self._calls = calls
+
+    def record(self, run: Run) -> Run:
+        """See `engine.model.cuda_graphs.Recorder`."""
+        before = self._calls.counts["launches"]
+        result = run()
+        inside = self._calls.counts["launches"] - before
+
+        def replay() -> Tensor:
+            self._calls.note("replay")
+            self._calls.counts["replayed"] += inside
+            return result
+
+        return replay
+
+    def forget(self) -> None:
+        """See `engine.model.cuda_graphs.Recorder`."""
+
+
+class CountedNoise(Noise):
+    """As `engine.decoding.noise_cuda` makes it: a choice is a kernel and two calls, all values are one kernel."""
+
+    def __init__(self, shape: tuple[int, int, int], note: Callable[[str, int], None]) -> None:
+        super().__init__(torch.empty(shape, device=META))
+        self._note = note
+
+    @property
+    def values(self) -> Tensor:
+        """See `Noise`."""
+        self._note("gumbel", 1)
+        return self._values
+
+    def choose(self, logits: Tensor, levels: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
+        """See `Noise.choose`."""
+        self._note("choice", 3)
+        return torch.empty(levels.shape, dtype=torch.int64, device=META)
+
+
+class CountedNoiseSource(NoiseSource):
+    """Hands it out."""
+
+    ahead = False
+
+    def __init__(self, calls: DeviceCalls) -> None:
+        super().__init__(META)
+        self._calls = calls
+
+    def of_words(self, words: Tensor, vocab_size: int) -> Noise:
+        """See `NoiseSource`."""
+        return CountedNoise((*words.shape[1:], vocab_size), self._calls.note)  # pyright: ignore[reportArgumentType]
+
+
+PLANS = {
+    "plain": SpeculationConfig(policy="off"),
+    "chain8": SpeculationConfig(policy="fixed", num_nodes=8, depth=8, branching=1),
+    "tree8": SpeculationConfig(policy="fixed", num_nodes=8, depth=4, branching=2),
+    "tree16": SpeculationConfig(policy="fixed", num_nodes=16, depth=8, branching=2),
+}
+BATCH, VOCAB_SIZE, CAPACITY, STEPS = 8, 512, 256, 3
+
+
+def counted(plan: str, *, layers: int = 2, kernels: bool = True, recorded: bool = True) -> Counter[str]:
+    """Return what a decode step of 8 samples asks of the device, a step's mean, beside `DeviceCalls.by_name`."""
+    calls = DeviceCalls()
+    with calls, _nothing_to_compare():
+        engine = _engine(plan, calls, layers=layers, kernels=kernels, recorded=recorded)
+        for index in range(BATCH):
+            engine.submit(
+                SampleRequest(
+                    key=SampleKey(run_seed=0, stream=Stream.BENCH, sample_index=index),
+                    prompt=Prompt(prompt_id=index, token_ids=np.arange(3, 20 + index)),
+                    sampling=SamplingParams(max_new_tokens=100),
+                )
+            )
+        # the first admits and fills, the second still brings drafters up, and both record
+        for _ in range(2):
+            engine.step()
+        calls.counts.clear()
+        calls.by_name.clear()
+        for _ in range(STEPS):
+            engine.step()
+    total = calls.counts | {f"call {name}": count for name, count in calls.by_name.items()}
+    return Counter({name: count / STEPS for name, count in total.items()})  # type: ignore[arg-type]
+
+
+def layer_launches(plan: str, *, kernels: bool) -> float:
+    """Return the launches of one decoder layer of the target in a step's forward."""
+    few, many = (
+        counted(plan, layers=layers, kernels=kernels, recorded=False)["launches"] for layers in (2, 4)
+    )
+    return (many - few) / 2
+
+
+def _engine(plan: str, calls: DeviceCalls, *, layers: int, kernels: bool, recorded: bool) -> Engine:
+    backend = CudaBackend(META) if kernels else ComputeBackend(META)
+    backend.noise = CountedNoiseSource(calls)
+
+    def runner(num_layers: int) -> ModelRunner:
+        return ModelRunner(
+            _model(num_layers),
+            num_slots=BATCH,
+            capacity=CAPACITY,
+            backend=backend,
+            vocab_size=VOCAB_SIZE,
+            attention=ATTENTION["sdpa"],
+        )
+
+    return Engine(
+        runner(layers),
+        drafter=None if plan == "plain" else ModelDrafter(runner(1), max_prefill_tokens=8192),
+        policy=build_policy(PLANS[plan]),
+        max_total_tokens=CAPACITY - 32,
+        max_prefill_tokens=8192,
+        decode=StepRecordings(CountingRecorder(calls), max_bytes=1) if recorded else decode_step,
+    )
+
+
+def _model(num_layers: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=CAPACITY,
+    )
+    # not under `torch.device`: rotary frequencies are computed on the host
+    model: Any = LlamaForCausalLM(config)
+    return freeze(model.to(torch.bfloat16)).to(META)  # type: ignore[return-value,arg-type]
+
+
+def _nothing_to_compare() -> patch:  # type: ignore[valid-type]
+    """Tensors without numbers have nothing that could differ from the model's own forward."""
+    nothing = {"__init__": lambda self, *args, **kwargs: None, "require_equal": lambda self, runner: None}
+    return patch.multiple(
+        runner_module,
+        Comparison=type("NoComparison", (), nothing),
+        refuse_unsupported=lambda model, capacity: None,
+    )
+
 
 NEW_TOKENS = 64
-BATCH = 8
 
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; always returns 0. `data` is not used."""
-    torch.set_num_threads(1)
-    figures = count()
+    bench = Bench("device_ops", out=out, mode=mode)
+    bench.figures.values |= count()
     if torch.cuda.is_available():
-        figures |= measure()
-    console = PipeConsole()
-    console.print(figures)
-    console.print(f"written {write_result(out, 'device_ops', figures, provenance={'mode': mode})}")
+        bench.figures.values |= measure()
+    bench.console.print(f"written {bench.write()}")
     return 0
 
 
@@ -64,13 +293,13 @@ def measure() -> dict[str, float]:
     ]
     figures = {}
     for plan, speculation in PLANS.items():
-        engine = build_engine(
-            workload.target("bfloat16"),
+        engine = workload.engine(
+            speculation,
             workload.draft("bfloat16"),
-            engine=EngineConfig(device="cuda", max_running_samples=BATCH, probe=False),
-            speculation=speculation,
-            max_total_tokens=workload.max_total_tokens,
-            vocab_size=workload.vocab_size,
+            dtype="bfloat16",
+            device="cuda",
+            max_running_samples=BATCH,
+            probe=False,
         )
         engine.generate(requests)
         torch.cuda.synchronize()

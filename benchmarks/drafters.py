@@ -7,8 +7,8 @@
 - a rollout of long-tailed limits on two instances;
 - runs that change the target's style, with a head that is trained in idle time and with a frozen one.
 
-The head is made by the benchmark from other prompts, once (`benchmarks.contestants.made_head`); without --data there is
-none: it would have nothing to learn from.
+The head is made by the benchmark from other prompts, once (`benchmarks.contestants`); without --data
+there is none: it would have nothing to learn from.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from benchmarks.contestants.contestants import PAIRS, PLAIN, Contestants
-from benchmarks.contestants.made_head import bench_head, head_folder
-from benchmarks.contestants.other_prompts import CHAT, CODE, other_prompts
-from benchmarks.contestants.training_runs import adapted_over_frozen
-from benchmarks.contestants.two_instances import head_rollouts
-from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures, interleaved, ratios
+from benchmarks.contestants.contestants import (
+    CHAT,
+    CODE,
+    PAIRS,
+    PLAIN,
+    Contestants,
+    adapted_over_frozen,
+    bench_head,
+    head_folder,
+    head_rollouts,
+    other_prompts,
+)
+from benchmarks.support.harness import Bench
+from benchmarks.support.timing import interleaved, rate_rows, ratios
 from benchmarks.support.workload import Workload, real_workload
-from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.records import SampleRequest
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 
@@ -50,61 +52,41 @@ COOL, OTHERS, REPEATED = 20_000, 30_000, 40_000
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Write OUT/drafters.json; returns 0, or 1 when a token differs from plain decoding's."""
-    console = PipeConsole()
+    bench = Bench("drafters", out=out, mode=mode, data=data)
     largest = max(*BATCH_SIZES[mode], PROMPTS[mode])
     extra = 0 if data is None else HEAD_PROMPTS
-    workload = real_workload(largest + extra, data=data, max_new_tokens=MAX_NEW_TOKENS[mode], console=console)
+    workload = real_workload(
+        largest + extra, data=data, max_new_tokens=MAX_NEW_TOKENS[mode], console=bench.console
+    )
     if workload is None:
         return 0
-    measured = replace(workload, prompts=workload.prompts[:largest])
-    figures, head = Figures(), None
+    head = None
     if extra:
         head, facts = bench_head(replace(workload, prompts=workload.prompts[largest:]), mode)
-        figures.values |= facts
-    provenance = {
-        "mode": mode,
-        "rounds": ROUNDS[mode],
-        "num_threads": 1,
-        "data": data.name if data else None,
-    }
-    parts = _Parts(measured, head, figures, mode, console, out)
+        bench.figures.values |= facts
+    parts = _Parts(bench, replace(workload, prompts=workload.prompts[:largest]), head)
     todo = [parts.table, parts.speeds, parts.repeats]
-    if mode != "quick":
+    if not bench.is_quick:
         todo += [parts.other_prompts, parts.rollouts, parts.trained]
     for part in todo:
         part()
-        figures.values |= parts.verdicts()
-        # one that is broken off keeps what it has
-        write_result(out, "drafters", figures.values, figures.intervals, provenance=provenance)
-    pq.write_table(pa.Table.from_pylist(parts.rows), out / "drafters.parquet")
-    console.print(figures.values)
+        bench.figures.values |= parts.verdicts()
+        bench.write(rounds=ROUNDS[mode])
     return 1 if parts.verdicts()["mismatches"] else 0
 
 
 class _Parts:
     """The parts that one process runs."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        head: HeadWeights | None,
-        figures: Figures,
-        mode: str,
-        console: PipeConsole,
-        out: Path,
-    ) -> None:
-        self._workload, self._out = workload, out.absolute()
-        self._figures = figures
-        self._mode = mode
-        self._console = console
-        self._head = head
+    def __init__(self, bench: Bench, workload: Workload, head: HeadWeights | None) -> None:
+        self._bench, self._workload, self._head = bench, workload, head
+        self._figures, self._mode, self._console = bench.figures, bench.mode, bench.console
         self._has_head = head is not None
         self._worst: list[float] = []
         "of every comparison that may not fall below plain decoding"
         self._differing = 0
-        slots = max(*BATCH_SIZES[mode], GROUP)
-        self.contestants = Contestants(workload, head, num_slots=slots, profile_s=PROFILE_S[mode])
-        self.rows: list[dict[str, Any]] = []
+        slots = max(*BATCH_SIZES[bench.mode], GROUP)
+        self.contestants = Contestants(workload, head, num_slots=slots, profile_s=PROFILE_S[bench.mode])
 
     def table(self) -> None:
         """Acceptance by depth and cost of a level, at temperature 1; the head's at 0.6 too."""
@@ -153,7 +135,7 @@ class _Parts:
         """A head that follows the target, beside one that stays."""
         if self._head is not None:
             folder = head_folder(self._workload, self._mode)
-            self._differing += adapted_over_frozen(self._out, self._mode, folder, self._figures)
+            self._differing += adapted_over_frozen(self._bench.out, self._mode, folder, self._figures)
 
     def other_prompts(self) -> None:
         """Code and chat, which no head was made from."""
@@ -190,11 +172,7 @@ class _Parts:
             for name in (PLAIN, *names)
         }
         taken = interleaved(rates, ROUNDS[self._mode])
-        self.rows += [
-            {"part": part, "contestant": name, "tokens_per_s": value}
-            for name, values in taken.items()
-            for value in values
-        ]
+        self._bench.rows += rate_rows(taken, part=part)
         found = {name: self._figures.keep(f"{name}_{part}", ratios(taken, name, PLAIN)) for name in names}
         self._console.print(f"{part}: { ({n: round(v, 3) for n, v in found.items()}) }", markup=False)
         self._worst += found.values()

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
-
-from benchmarks.adaptive.batches import FIXED, GOODPUT, MAIN_FIXED, OTHERS, PLAIN, WEAK_FIXED, constant_batch
-from benchmarks.adaptive.dead_drafter import plant_dead_drafter
-from benchmarks.adaptive.pairs import pair_workload, profile_of, with_other_draft
+from benchmarks.adaptive.policies import (
+    FIXED,
+    GOODPUT,
+    MAIN_FIXED,
+    OTHERS,
+    PLAIN,
+    WEAK_FIXED,
+    acceptance_by_iteration,
+    best_of,
+    constant_batch,
+    pair_workload,
+    plant_dead_drafter,
+    profile_of,
+    whole_rollout,
+    with_other_draft,
+)
 from benchmarks.adaptive.recorded import World, oracle_goodput, policy_goodput
-from benchmarks.adaptive.refits import acceptance_by_iteration
-from benchmarks.adaptive.rollouts import best_of, whole_rollout
-from benchmarks.real.speed import run_drafting
-from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures, ratios
-from benchmarks.support.workload import Workload
-from rlhfspec.cluster.observe.console import PipeConsole
+from benchmarks.support.harness import Bench
+from benchmarks.support.timing import rate_rows, ratios
+from benchmarks.support.workload import DRAFT_LAYERS, Workload, real_workload
+from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.profiles.profile import Profile
 from rlhfspec.profiles.recording import DraftRecording
@@ -37,65 +42,85 @@ PROFILE_S = {"quick": 12.0, "default": 45.0, "full": 90.0}
 ORACLE_BATCHES = 240
 ORACLE_STEPS = 600
 REFIT_ITERATIONS = 15
+REAL_NEW_TOKENS = {"quick": 32, "default": 96, "full": 128}
+REAL_BATCH_SIZES = {"quick": (8,), "default": (1, 8, 16), "full": (1, 4, 8, 16)}
+REAL_ROUNDS = {"quick": 1, "default": 2, "full": 4}
+REAL_PROFILE_S = {"quick": 12.0, "default": 40.0, "full": 60.0}
+REAL_POLICIES = {
+    "plain": SpeculationConfig(policy="off"),
+    "suffix_chain2": SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=2),
+    "suffix_bandit": SpeculationConfig(policy="bandit", drafter="suffix"),
+    "layers_chain2": SpeculationConfig(policy="fixed", num_nodes=2),
+    "goodput": SpeculationConfig(policy="goodput"),
+}
 
 
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Run the benchmark, with `real` on the real model; returns 0."""
-    torch.set_num_threads(1)
-    console, figures = PipeConsole(), Figures()
+    bench = Bench("drafting_real" if real else "drafting", out=out, mode=mode, data=data)
     if real:
-        return run_drafting(out=out, mode=mode, data=data, console=console)
-    rows: list[dict[str, Any]] = []
-    names = ("demo",) if mode == "quick" else ("demo", "large")
+        return _real(bench)
+    names = ("demo",) if bench.is_quick else ("demo", "large")
     for name in (*names, "gsm8k") if data is not None else names:
         workload = pair_workload(name, data=data if name == "gsm8k" else None)
         made = profile_of(workload, budget_s=PROFILE_S[mode])
-        rows += _good_draft(workload, made.profile, made.drafts, figures, console, mode)
-        if (name == "demo" and mode != "quick") or (mode == "full" and name == "large"):
-            rows += _other_drafts(workload, made.profile, figures, console, mode)
-        if mode != "quick" and name == "demo":
+        _good_draft(bench, workload, made.profile, made.drafts)
+        if (name == "demo" and not bench.is_quick) or (mode == "full" and name == "large"):
+            _other_drafts(bench, workload, made.profile)
+        if name == "demo" and not bench.is_quick:
             dead = plant_dead_drafter(workload, made.profile)
-            figures.values["dead_drafter_suspended_after_steps"] = float(dead.suspended_after_steps)
-            figures.values["dead_drafter_cost_share"] = dead.cost_share
-            console.print(f"dead drafter: {dead}")
+            bench.figures.values["dead_drafter_suspended_after_steps"] = float(dead.suspended_after_steps)
+            bench.figures.values["dead_drafter_cost_share"] = dead.cost_share
+            bench.console.print(f"dead drafter: {dead}")
     if mode == "full":
-        _refits(out, figures, console)
-    pq.write_table(pa.Table.from_pylist(rows), out / "drafting.parquet")
-    provenance = {
-        "mode": mode,
-        "rounds": ROUNDS[mode],
-        "num_threads": 1,
-        "data": data.name if data else None,
-    }
-    write_result(out, "drafting", figures.values, figures.intervals, provenance=provenance)
-    console.print(figures.values)
+        _refits(bench)
+    bench.write(rounds=ROUNDS[mode])
     return 0
 
 
-def _good_draft(
-    workload: Workload,
-    profile: Profile,
-    drafts: list[DraftRecording],
-    figures: Figures,
-    console: PipeConsole,
-    mode: str,
-) -> list[dict[str, Any]]:
+def _real(bench: Bench) -> int:
+    """Every policy over plain decoding, without a trained draft: from the texts or from the target's own layers."""
+    mode, sizes = bench.mode, REAL_BATCH_SIZES[bench.mode]
+    workload = real_workload(
+        2 * max(sizes) + 12,
+        data=bench.data,
+        max_new_tokens=REAL_NEW_TOKENS[mode],
+        console=bench.console,
+    )
+    if workload is None:
+        return 0
+    bench.console.print(f"draft model: the first {DRAFT_LAYERS} layers of the target, untrained")
+    profile = profile_of(workload, budget_s=REAL_PROFILE_S[mode]).profile
+    for size in sizes:
+        result = constant_batch(workload, REAL_POLICIES, profile, size, REAL_ROUNDS[mode])
+        for name in REAL_POLICIES:
+            if name != "plain":
+                bench.figures.keep(f"{name}_over_plain_b{size}_real", ratios(result.rates, name, "plain"))
+        bench.console.print(
+            f"B={size}: { ({n: round(result.median(n), 1) for n in REAL_POLICIES}) } tokens/s"
+        )
+        bench.rows += rate_rows(result.rates, part="drafting", batch_size=size)
+    bench.write(rounds=REAL_ROUNDS[mode])
+    return 0
+
+
+def _good_draft(bench: Bench, workload: Workload, profile: Profile, drafts: list[DraftRecording]) -> None:
     """The oracle, constant batches and a whole rollout with the pair's own draft."""
-    name, rounds = workload.name, ROUNDS[mode]
+    name, mode, figures = workload.name, bench.mode, bench.figures
+    rounds = ROUNDS[mode]
     fixed = FIXED if mode == "full" else MAIN_FIXED
     policies = PLAIN | fixed | GOODPUT | (OTHERS if mode == "full" else {})
-    rows: list[dict[str, Any]] = []
     fractions, realised = {}, {}
     over_plain, over_fixed, shares = {}, {}, []
     for batch_size in (LARGE_BATCH_SIZES if name == "large" else BATCH_SIZES)[mode]:
         result = constant_batch(workload, policies, profile, batch_size, rounds)
-        rows += result.rows(pair=name, draft="good")
+        bench.rows += rate_rows(result.rates, part="batch", batch_size=batch_size, pair=name, draft="good")
         best = result.best(list(fixed))
         over_plain[batch_size] = figures.keep(
-            f"over_plain_b{batch_size}_{name}", result.ratios("goodput", "plain")
+            f"over_plain_b{batch_size}_{name}", ratios(result.rates, "goodput", "plain")
         )
         over_fixed[batch_size] = figures.keep(
-            f"over_best_fixed_b{batch_size}_{name}", result.ratios("goodput", best)
+            f"over_best_fixed_b{batch_size}_{name}", ratios(result.rates, "goodput", best)
         )
         shares.append(result.select_share)
         world = World(drafts, profile.acceptance, profile.cost, seed=1)
@@ -106,7 +131,7 @@ def _good_draft(
         ours = policy_goodput(policy, again, batch_size, ORACLE_STEPS, result.select_s)
         fractions[batch_size], realised[batch_size] = ours / oracle.by_state, ours / oracle.realised
         line = {policy: round(result.median(policy) / result.median("plain"), 2) for policy in result.rates}
-        console.print(
+        bench.console.print(
             f"{name}, B={batch_size}: over plain {line}; of the oracle {fractions[batch_size]:.3f}, "
             f"choosing {result.select_share:.3f}"
         )
@@ -116,8 +141,8 @@ def _good_draft(
     figures.values[f"over_plain_worst_batch_{name}"] = min(over_plain.values())
     figures.values[f"over_best_fixed_worst_batch_{name}"] = min(over_fixed.values())
 
-    if mode == "quick":
-        return rows
+    if bench.is_quick:
+        return
     taken, stats = whole_rollout(workload, policies, profile, rounds, hugging_face=True)
     best = best_of(taken, list(fixed))
     figures.keep(f"rollout_over_plain_{name}", ratios(taken, "goodput", "plain"))
@@ -125,16 +150,12 @@ def _good_draft(
     figures.keep(f"rollout_over_hf_{name}", ratios(taken, "goodput", "hf"))
     figures.values[f"selection_share_{name}"] = stats.select_s / stats.busy_s
     figures.values[f"selection_share_worst_batch_{name}"] = max(shares)
-    rows += _rollout_rows(taken, name, "good")
-    _say_rollout(console, name, "good", taken, best)
-    return rows
+    _keep_rollout(bench, name, "good", taken, best)
 
 
-def _other_drafts(
-    workload: Workload, profile: Profile, figures: Figures, console: PipeConsole, mode: str
-) -> list[dict[str, Any]]:
+def _other_drafts(bench: Bench, workload: Workload, profile: Profile) -> None:
     """Whole rollouts with a weak and with a useless draft."""
-    name, rows = workload.name, []
+    name, mode, figures = workload.name, bench.mode, bench.figures
     for draft in ("weak", "useless"):
         other, _ = with_other_draft(workload, profile, draft, budget_s=PROFILE_S[mode] / 4)
         policies = PLAIN | WEAK_FIXED | GOODPUT | (OTHERS if mode == "full" else {})
@@ -142,38 +163,23 @@ def _other_drafts(
         best = best_of(taken, list(WEAK_FIXED))
         figures.keep(f"rollout_{draft}_over_best_fixed_{name}", ratios(taken, "goodput", best))
         figures.keep(f"{draft}_over_plain_{name}", ratios(taken, "goodput", "plain"))
-        rows += _rollout_rows(taken, name, draft)
-        _say_rollout(console, name, draft, taken, best)
-    return rows
+        _keep_rollout(bench, name, draft, taken, best)
 
 
-def _refits(out: Path, figures: Figures, console: PipeConsole) -> None:
+def _refits(bench: Bench) -> None:
     """The demo run with refits and with a frozen draft."""
+    values = bench.figures.values
     for refit, suffix in ((True, ""), (False, "_frozen")):
-        rates, share, checksum = acceptance_by_iteration(out, refit=refit, iterations=REFIT_ITERATIONS)
-        figures.values[f"acceptance_last_over_first{suffix}_demo"] = rates[-1] / rates[0]
+        rates, share, checksum = acceptance_by_iteration(bench.out, refit=refit, iterations=REFIT_ITERATIONS)
+        values[f"acceptance_last_over_first{suffix}_demo"] = rates[-1] / rates[0]
         if refit:
-            figures.values["refit_largest_time_share_demo"] = share
-        console.print(f"refit {refit}: acceptance {rates[0]:.3f} to {rates[-1]:.3f}, checksum {checksum}")
+            values["refit_largest_time_share_demo"] = share
+        bench.console.print(
+            f"refit {refit}: acceptance {rates[0]:.3f} to {rates[-1]:.3f}, checksum {checksum}"
+        )
 
 
-def _rollout_rows(taken: dict[str, list[float]], pair: str, draft: str) -> list[dict[str, Any]]:
-    return [
-        {
-            "part": "rollout",
-            "batch_size": 64,
-            "policy": name,
-            "tokens_per_s": value,
-            "pair": pair,
-            "draft": draft,
-        }
-        for name, values in taken.items()
-        for value in values
-    ]
-
-
-def _say_rollout(
-    console: PipeConsole, name: str, draft: str, taken: dict[str, list[float]], best: str
-) -> None:
+def _keep_rollout(bench: Bench, pair: str, draft: str, taken: dict[str, list[float]], best: str) -> None:
+    bench.rows += rate_rows(taken, part="rollout", batch_size=64, pair=pair, draft=draft)
     line = {policy: round(statistics.median(ratios(taken, policy, "plain")), 2) for policy in taken}
-    console.print(f"{name}, {draft} draft, rollout: over plain {line}; best fixed plan {best}")
+    bench.console.print(f"{pair}, {draft} draft, rollout: over plain {line}; best fixed plan {best}")

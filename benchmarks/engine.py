@@ -12,53 +12,46 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from benchmarks.peers.client import available_peers
-from benchmarks.real.speed import run_engine
-from benchmarks.speed.breakdown import step_breakdown
-from benchmarks.speed.memory import memory
-from benchmarks.speed.paging import paging
-from benchmarks.speed.plain import plain_decoding
-from benchmarks.speed.rollout import rollout
-from benchmarks.speed.shares import draft_share, prefill, step_shares
-from benchmarks.speed.speculation import speculation
-from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures
-from benchmarks.support.workload import default_cache_dir, demo_workload
-from rlhfspec.cluster.observe.console import PipeConsole
+from benchmarks.speed.rates import paging, plain_decoding, real_decoding, rollout, speculation
+from benchmarks.speed.steps import draft_share, memory, prefill, step_breakdown, step_shares
+from benchmarks.support.harness import Bench
+from benchmarks.support.workload import default_cache_dir, demo_workload, real_workload
 
 ROLLOUT_PROMPTS = 32
 ROUNDS = {"quick": 1, "default": 2, "full": 5}
+REAL_NEW_TOKENS = {"quick": 32, "default": 96, "full": 128}
+REAL_BATCH_SIZES = {"quick": (8,), "default": (1, 8, 16), "full": (1, 4, 8, 16, 32)}
+REAL_ROUNDS = {"quick": 1, "default": 2, "full": 4}
 
 
 def run(*, out: Path, mode: str, data: Path | None, profile: bool = False, real: bool = False) -> int:
     """Run the benchmark; with `profile` only the breakdown of a decode step, with `real` the real model; returns 0."""
-    torch.set_num_threads(1)
-    console, figures, cache_dir = PipeConsole(), Figures(), default_cache_dir()
+    bench = Bench("engine_real" if real else "engine", out=out, mode=mode, data=data)
+    cache_dir, figures, rounds = default_cache_dir(), bench.figures, ROUNDS[mode]
     if real:
-        return run_engine(out=out, mode=mode, data=data, console=console)
-    if profile:
-        pq.write_table(pa.Table.from_pylist(step_breakdown(cache_dir, console)), out / "breakdown.parquet")
+        sizes = REAL_BATCH_SIZES[mode]
+        workload = real_workload(
+            max(sizes), data=data, max_new_tokens=REAL_NEW_TOKENS[mode], console=bench.console
+        )
+        if workload is not None:
+            bench.rows += real_decoding(workload, figures, REAL_ROUNDS[mode], bench.console, sizes)
+            bench.write(rounds=REAL_ROUNDS[mode])
         return 0
-    workload, rounds = demo_workload(ROLLOUT_PROMPTS), ROUNDS[mode]
-    quick = mode == "quick"
+    if profile:
+        rows = step_breakdown(bench.console)
+        pq.write_table(pa.Table.from_pylist(rows), out / "breakdown.parquet")
+        return 0
+    workload, sizes = demo_workload(ROLLOUT_PROMPTS), {"batch_sizes": (8,)} if bench.is_quick else {}
     rollout(workload, figures, 8 * rounds)
     draft_share(workload, figures, rounds)
-    rows = plain_decoding(cache_dir, figures, rounds, console, **({"batch_sizes": (8,)} if quick else {}))
-    rows += speculation(workload, figures, rounds, console, **({"batch_sizes": (8,)} if quick else {}))
-    rows += step_shares(cache_dir, figures)
-    prefill(cache_dir, figures, rounds)
+    bench.rows += plain_decoding(cache_dir, figures, rounds, bench.console, **sizes)
+    bench.rows += speculation(workload, figures, rounds, bench.console, **sizes)
+    bench.rows += step_shares(figures)
+    prefill(figures, rounds)
     memory(cache_dir, figures)
-    if not quick:
-        paging(cache_dir, figures, rounds)
-    pq.write_table(pa.Table.from_pylist(rows), out / "engine.parquet")
-    provenance = {
-        "mode": mode,
-        "rounds": rounds,
-        "num_threads": 1,
-        "peers": available_peers(cache_dir / "peers"),
-    }
-    write_result(out, "engine", figures.values, figures.intervals, provenance=provenance)
-    console.print(figures.values)
+    if not bench.is_quick:
+        paging(figures, rounds)
+    bench.write(rounds=rounds, peers=available_peers(cache_dir / "peers"))
     return 0

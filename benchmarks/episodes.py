@@ -1,29 +1,217 @@
-"""Episodes of several turns change no bit: over two instances, drafted and moved, as on one without speculation.
+"""Episodes of several turns with a calculator: over instances that draft and move samples, the same bits as on one.
 
-The calculator task with a model that has learned nothing. Compared: tokens, log-probabilities, marks of what was
-sampled, and why each episode ended.
+The calculator task by a model that has learned nothing; compared with one instance without speculation or kept caches.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import ray
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from benchmarks.moving.exact import SPECULATION
-from benchmarks.multiturn.calculator_task import calculator_config, calculator_workload, play_alone
-from benchmarks.multiturn.over_instances import play_over
-from benchmarks.support.actor_pool import ActorPool, bench_ray
-from benchmarks.support.result import write_result
-from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from rlhfspec.core.records import Completion, SampleKey
-from rlhfspec.engine.build import build_engine
+from benchmarks.support.actor_pool import ActorPool, ask, bench_ray
+from benchmarks.support.harness import Bench
+from benchmarks.support.workload import BENCH_SEED, Workload
+from rlhfspec.actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
+from rlhfspec.cluster.run.episodes import Episodes
+from rlhfspec.core.config import Config, EngineConfig, ReallocationConfig
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import WaitTimeout
+from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
+from rlhfspec.engine.engine import Engine
+from rlhfspec.learning.environments.environment_protocol import Environment, environment_maker, stop_texts
+from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
+from rlhfspec.learning.environments.observations import ObservationRenderer, ending_with
+from rlhfspec.learning.models.make import PairPaths
+from rlhfspec.learning.models.tokenization import character_tokenizer
+from rlhfspec.learning.rewards.written_text import written_text
 from rlhfspec.policies.migration.move_messages import MoveOutcome
 from rlhfspec.policies.reallocation.forced import ForcedMoves
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.scheduling.events import Alarm, MoveRecord
+
+ALPHABET = "0123456789+-*/=<>#. abcdefghijklmnopqrstuvwxyz"
+MAX_TURNS = 24
+
+
+def calculator_workload(folder: Path, num_episodes: int, *, max_new_tokens: int) -> Workload:
+    """Write a random pair into `folder`, a draft that is often right; prompts are sums in words."""
+    tokenizer = character_tokenizer(ALPHABET)
+    paths = PairPaths(target=folder / "target", draft=folder / "draft")
+    model = _random_model(len(tokenizer))
+    model.save_pretrained(paths.target)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight += torch.randn_like(weight) * weight.std() * 0.2
+    model.save_pretrained(paths.draft)
+    for path in (paths.target, paths.draft):
+        tokenizer.save_pretrained(path)
+    random = np.random.default_rng(BENCH_SEED)
+    texts = [f"{a}+{b} is <<{a}+{b}=" for a, b in random.integers(1, 1000, (num_episodes, 2))]
+    return Workload(
+        name="calculator",
+        paths=paths,
+        known_tokenizer=tokenizer,
+        prompts=[
+            Prompt(prompt_id=number, token_ids=np.array(tokenizer.encode(text)), text=text)
+            for number, text in enumerate(texts)
+        ],
+        # no end token: `=` alone ends a turn
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+    )
+
+
+def calculator_config(workload: Workload, **environment: object) -> Config:
+    """The config of its environment."""
+    return config_from_dict(
+        {
+            "data": {"task": "chain"},
+            "models": {"target": str(workload.paths.target), "draft": str(workload.paths.draft)},
+            "reward": {"kind": "environment"},
+            "environment": {
+                "kind": "calculator",
+                "options": {"answer_all": True, "turn_reward": 0.1},
+                "max_turns": MAX_TURNS,
+            }
+            | environment,
+        }
+    )
+
+
+def play_alone(
+    engine: Engine,
+    requests: Sequence[SampleRequest],
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[SampleKey, Completion]:
+    """Play every episode on one engine, each answer at once: what a pool must equal bit by bit."""
+    make = environment_maker(config.environment)
+    renderer = ObservationRenderer(tokenizer, max_tokens=config.environment.max_observation_tokens)
+    limits = EpisodeLimits(
+        max_turns=config.environment.max_turns,
+        max_turn_tokens=config.environment.max_turn_tokens,
+        stop_token_ids=ending_with(tokenizer, stop_texts(make())),
+    )
+    playing: dict[SampleKey, tuple[Episode, Environment]] = {}
+    done: dict[SampleKey, Completion] = {}
+    for request in requests:
+        episode, environment = playing[request.key] = (Episode(request, limits), make())
+        environment.reset(request.prompt)
+        engine.submit(episode.first())
+    while engine.has_work:
+        for completion in engine.step():
+            episode, environment = playing[completion.key.sample]
+            text = written_text(tokenizer, episode.new_tokens(completion), stopped=True)
+            episode.responses.append(text)
+            step = environment.step(text)
+            given = renderer.give(
+                step.observation, prompt=episode.request.prompt, last_token=int(completion.token_ids[-1])
+            ).token_ids
+            then = episode.goes_on(completion, given, reward=step.reward, done=step.done)
+            if isinstance(then, SampleRequest):
+                engine.submit(then)
+            else:
+                done[then.key] = then
+    return done
+
+
+def _random_model(vocab_size: int) -> LlamaForCausalLM:
+    torch.manual_seed(BENCH_SEED)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        # a character token ends nothing
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+LIMIT_S = 400.0
+ENVIRONMENT_ACTORS = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Played:
+    """What came of the episodes."""
+
+    completions: dict[SampleKey, Completion] = field(default_factory=dict)
+    moves: list[MoveRecord] = field(default_factory=list)
+    alarms: list[Alarm] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    num_prefill_tokens: int = 0
+    num_kept_tokens: int = 0
+    seconds: float = 0.0
+
+
+def play_over(
+    pool: ActorPool,
+    workload: Workload,
+    config: Config,
+    requests: Sequence[SampleRequest],
+    *,
+    reallocation: ReallocationPolicy | None,
+    strike: Callable[[Played], bool] = lambda played: True,
+) -> Played:
+    """Play all episodes; `strike` is called after each look until it says that it has struck. Raises WaitTimeout."""
+    actors = [
+        EnvironmentActor.options(num_cpus=0.1, max_concurrency=8).remote(f"env-{i}", config.environment)
+        for i in range(ENVIRONMENT_ACTORS)
+    ]
+    episodes = Episodes(
+        config,
+        workload.tokenizer,
+        EnvironmentPool(actors, config.environment, order_timeout_s=LIMIT_S),
+    )
+    scheduler = pool.new_scheduler(reallocation, interval_s=0.02)
+    played, struck = Played(), False
+    began_s = time.perf_counter()
+    episodes.begin(requests)
+    try:
+        while len(played.completions) < len(requests):
+            if time.perf_counter() - began_s > LIMIT_S:
+                raise WaitTimeout(
+                    waiter="the benchmark",
+                    waited_for="the instances",
+                    order=f"end {len(requests) - len(played.completions)} more episodes",
+                    waited_s=LIMIT_S,
+                    advice="look at the actors' logs",
+                )
+            taken = ask(scheduler.take.remote(0.02), "take")
+            ended = episodes.advance(
+                taken.completions, lambda requests: ask(scheduler.enqueue.remote(requests), "enqueue")
+            )
+            played.completions.update((completion.key, completion) for _, completion, _ in ended)
+            played.moves += taken.moves
+            played.alarms += taken.alarms
+            played.lost += [lost.instance for lost in taken.lost]
+            played.num_prefill_tokens = sum(one.num_prefill_tokens for one in taken.stats.values())
+            played.num_kept_tokens = sum(one.num_kept_tokens for one in taken.stats.values())
+            struck = struck or strike(played)
+    finally:
+        for actor in (*actors, scheduler):
+            ray.kill(actor)
+    played.seconds = time.perf_counter() - began_s
+    played.figures = episodes.figures()
+    return played
+
 
 EPISODES = {"quick": 24, "default": 100, "full": 400}
 NEW_TOKENS = 320
@@ -32,32 +220,21 @@ ENGINE = EngineConfig(device="cpu", max_running_samples=64, probe=False)
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0, or 1 when a bit changed or an episode was lost."""
-    torch.set_num_threads(1)
-    console = PipeConsole()
+    bench = Bench("episodes", out=out, mode=mode)
     with tempfile.TemporaryDirectory() as folder, bench_ray("bench-episodes"):
         workload = calculator_workload(Path(folder), EPISODES[mode], max_new_tokens=NEW_TOKENS)
         config, requests = calculator_config(workload), workload.requests()
-        engine = build_engine(
-            workload.target("float32"),
-            None,
-            engine=ENGINE.model_copy(update={"turn_cache_mb": 0.0}),
-            speculation=SpeculationConfig(policy="off"),
-            max_total_tokens=workload.max_total_tokens,
-            vocab_size=workload.vocab_size,
-        )
+        engine = workload.engine(**ENGINE.model_dump() | {"turn_cache_mb": 0.0})
         expected = play_alone(engine, requests, config, workload.tokenizer)
-        pool = ActorPool(
+        with ActorPool(
             workload,
             engine=ENGINE,
             speculation=SPECULATION,
             migration=ReallocationConfig(transfer_share=1.0),
-        )
-        try:
+        ) as pool:
             policy = ForcedMoves(rate=0.3, seed=0, recompute_share=0.1)
             played = play_over(pool, workload, config, requests, reallocation=policy)
-        finally:
-            pool.close()
-    figures = {
+    figures = bench.figures.values = {
         "episodes": float(len(expected)),
         "mismatches": float(count_mismatches(played.completions, expected)),
         "moves": float(sum(move.outcome == MoveOutcome.MOVED for move in played.moves)),
@@ -68,8 +245,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         "kept_tokens": float(played.num_kept_tokens),
         "seconds": played.seconds,
     } | {name.replace("environment/", ""): value for name, value in played.figures.items()}
-    console.print(figures)
-    console.print(f"written {write_result(out, 'episodes', figures, {}, {'mode': mode})}")
+    bench.console.print(f"written {bench.write()}")
     return 1 if figures["mismatches"] or figures["alarms"] else 0
 
 

@@ -17,17 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from rich.table import Table
 
-from benchmarks.contestants.made_head import bench_head
-from benchmarks.exact.plans import ACTOR_PLAN, ADAPTIVE, PLANS, Plan
-from benchmarks.real.exact import run_exactness
+from benchmarks.contestants.contestants import bench_head
+from benchmarks.moving.exact import run_real
 from benchmarks.support.actor_pool import generate_on_two_actors
+from benchmarks.support.harness import Bench
 from benchmarks.support.reference import compare_with_reference
-from benchmarks.support.result import write_result
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.placement.ray_session import ray_session
@@ -39,7 +36,6 @@ from rlhfspec.core.config import (
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.calibration.engine_provenance import provenance_of
 from rlhfspec.engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_profile
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
@@ -47,6 +43,70 @@ from rlhfspec.engine.drafters.head.published_head import pack_head
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
 from rlhfspec.profiles.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way to decode."""
+
+    name: str
+    batch_size: int
+    speculation: SpeculationConfig
+
+
+PLANS = (
+    Plan(name="plain", batch_size=5, speculation=SpeculationConfig(policy="off")),
+    Plan(name="plain, other batch", batch_size=16, speculation=SpeculationConfig(policy="off")),
+    Plan(name="chain n=4", batch_size=3, speculation=SpeculationConfig(policy="fixed", num_nodes=4)),
+    Plan(
+        name="tree n=8 b=2",
+        batch_size=8,
+        speculation=SpeculationConfig(policy="fixed", num_nodes=8, depth=5, branching=2),
+    ),
+    Plan(
+        name="tree n=16 b=3",
+        batch_size=12,
+        speculation=SpeculationConfig(policy="fixed", num_nodes=16, depth=6, branching=3),
+    ),
+    Plan(
+        name="suffix",
+        batch_size=6,
+        speculation=SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=6),
+    ),
+    Plan(
+        name="head, tree n=8 b=3",
+        batch_size=7,
+        speculation=SpeculationConfig(policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3),
+    ),
+    Plan(
+        name="head beside look-ups",
+        batch_size=8,
+        speculation=SpeculationConfig(
+            policy="fixed", drafter="head", look_up="suffix", num_nodes=8, depth=4, branching=2
+        ),
+    ),
+)
+ADAPTIVE = (
+    Plan(name="goodput, draft exchanged", batch_size=9, speculation=SpeculationConfig(policy="goodput")),
+    Plan(
+        name="goodput beside look-ups, draft exchanged",
+        batch_size=6,
+        speculation=SpeculationConfig(policy="goodput", look_up="suffix"),
+    ),
+    Plan(
+        name="goodput, head beside look-ups, head exchanged",
+        batch_size=7,
+        speculation=SpeculationConfig(policy="goodput", drafter="head", look_up="suffix"),
+    ),
+    Plan(
+        name="goodput, look-ups alone",
+        batch_size=8,
+        speculation=SpeculationConfig(policy="goodput", drafter="suffix"),
+    ),
+)
+"By a measured profile."
+ACTOR_PLAN = PLANS[3]
+
 
 SAMPLINGS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"temperature": 0.0})
 REFERENCE_TOLERANCE = 1e-4
@@ -77,10 +137,10 @@ class Tally:
 
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Run the benchmark, with `real` on the real model; returns 1 when anything differed."""
-    torch.set_num_threads(1)
-    console = PipeConsole()
+    bench = Bench("exactness_real" if real else "exactness", out=out, mode=mode, data=data)
+    console = bench.console
     if real:
-        return run_exactness(out=out, mode=mode, data=data, console=console)
+        return run_real(bench)
     num_prompts = {"quick": 6, "default": 24, "full": 128}[mode]
     subjects = [_with_head(demo_workload(max(num_prompts, HEAD_PROMPTS)), num_prompts)]
     if data is not None:
@@ -88,16 +148,14 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
         subjects.append(_with_head(gsm8k_workload(data, max(few, HEAD_PROMPTS)), few))
     else:
         console.print("no --data given: the pair made from real prompts is skipped")
-    tally, rows = Tally(), []
+    tally, rows = Tally(), bench.rows
     with ray_session(ClusterConfig(dashboard=False), "bench-exactness"):
         for workload, head in subjects:
             for dtype in ("float32", "bfloat16"):
                 rows += _compare_all(workload, head, dtype, tally, console)
     _print(rows, console)
-    pq.write_table(pa.Table.from_pylist(rows), out / "exactness.parquet")
-    figures = {name: float(getattr(tally, name)) for name in Tally.__dataclass_fields__}
-    write_result(out, "exactness", figures, provenance={"mode": mode, "data": data.name if data else None})
-    console.print(figures)
+    bench.figures.values |= {name: float(getattr(tally, name)) for name in Tally.__dataclass_fields__}
+    bench.write()
     exact = tally.mismatches == 0 and tally.reference_mismatches == 0
     return 0 if exact and tally.logprob_max_abs_error <= REFERENCE_TOLERANCE else 1
 
@@ -163,14 +221,12 @@ def _engine(
     workload: Workload, head: HeadWeights, dtype: str, plan: Plan, speculation: SpeculationConfig, **more: Any
 ) -> Engine:
     drafts = {"model": partial(workload.draft, dtype), "head": lambda: head}
-    return build_engine(
-        workload.target(dtype),
+    return workload.engine(
+        speculation,
         drafts[speculation.drafter]() if speculation.has_draft else None,
-        engine=_engine_config(plan),
-        speculation=speculation,
-        max_total_tokens=workload.max_total_tokens,
-        vocab_size=workload.vocab_size,
-        **more,
+        dtype=dtype,
+        parts=more,
+        max_running_samples=plan.batch_size,
     )
 
 

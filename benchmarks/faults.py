@@ -17,13 +17,27 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faulty import network
-from benchmarks.faulty.comparison import Comparison, compare_runs
-from benchmarks.faulty.deck import NETWORK_KINDS, Card, deal
-from benchmarks.faulty.injection import HEARTBEAT_LIMIT_S, ORDER_LIMIT_S, Fault, inject
-from benchmarks.faulty.judgement import Disturbed, Resumed, fault_figures, problems
-from benchmarks.faulty.kept import kept
+from benchmarks.faulty.injection import (
+    HEARTBEAT_LIMIT_S,
+    NETWORK_KINDS,
+    ORDER_LIMIT_S,
+    Card,
+    Fault,
+    deal,
+    inject,
+)
+from benchmarks.faulty.outcome import (
+    Comparison,
+    Disturbed,
+    Resumed,
+    compare_runs,
+    fault_figures,
+    kept,
+    problems,
+)
+from benchmarks.support.harness import Bench
 from benchmarks.support.processes import run_command, setting_words, start_command
-from benchmarks.support.result import ROOT, machine_provenance, write_result
+from benchmarks.support.result import ROOT, machine_provenance
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.errors import RlhfSpecError
@@ -65,8 +79,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
 
     Borne is a fault after which every actor is at work again, and nothing of the run is lost, doubled or changed.
     """
-    console = PipeConsole()
-    out = out.absolute()
+    bench = Bench("faults", out=out, mode=mode)
+    console, out = bench.console, bench.out
     (out / "parts").mkdir(parents=True, exist_ok=True)
     stamp = {"mode": mode, "commit": machine_provenance()["commit"]}
     without, reason = frozenset[str](), network.why_not()
@@ -85,11 +99,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     ]
     verified = kept(out / "parts" / "verified.json", stamp, lambda: _verified(out))
     resumes = _resumes(out, mode, stamp, console)
-    figures = {**fault_figures(runs, resumes), **verified}
-    for name, value in figures.items():
-        console.print(f"{name}: {value:.4g}")
-    provenance = {"mode": mode, "iterations": ITERATIONS[mode], "left_out": sorted(without)}
-    write_result(out, "faults", figures, provenance=provenance)
+    figures = bench.figures.values = {**fault_figures(runs, resumes), **verified}
+    bench.write(iterations=ITERATIONS[mode], left_out=sorted(without))
     wrong = problems(runs, resumes, most=FAULTS[mode], num_resumes=RESUMES[mode], figures=figures)
     for line in wrong:
         console.print(f"not met: {line}", style="red", soft_wrap=True)

@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures
+from benchmarks.support.harness import Bench
 from benchmarks.support.workload import Workload, real_workload
-from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.learning.drafts.evaluate_head import OwnResponse, Responder
 from rlhfspec.learning.drafts.head import TargetParts
 from rlhfspec.learning.drafts.make_head import HeadRecipe, learn_head
@@ -36,13 +34,13 @@ SEED = 0
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Write OUT/learning_curve.json; returns 0, also when there is no model or no data."""
-    console = PipeConsole()
+    bench = Bench("learning_curve", out=out, mode=mode, data=data)
     if data is None:
-        console.print("skipped: a head learns from real prompts; give --data")
+        bench.console.print("skipped: a head learns from real prompts; give --data")
         return 0
     held_out = HELD_OUT[mode]
     workload = real_workload(
-        held_out + PROMPTS[mode], data=data, max_new_tokens=MAX_NEW_TOKENS[mode], console=console
+        held_out + PROMPTS[mode], data=data, max_new_tokens=MAX_NEW_TOKENS[mode], console=bench.console
     )
     if workload is None:
         return 0
@@ -55,7 +53,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     )
     unseen = list(_responses(responder, replace(workload, prompts=workload.prompts[:held_out]), SEED + 1))
     more = _responses(responder, replace(workload, prompts=workload.prompts[held_out:]), SEED)
-    figures, seen, have = Figures(), list[OwnResponse](), 0
+    figures, seen, have = bench.figures, list[OwnResponse](), 0
     figures.values["unseen_tokens"] = float(sum(each.num_tokens for each in unseen))
     for wanted in POINTS[mode]:
         while have < wanted:
@@ -81,8 +79,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
             f"own_tokens_{wanted}": float(made.num_tokens),
             f"learned_tokens_{wanted}": float(made.num_learned_tokens),
         }
-        write_result(out, "learning_curve", figures.values, provenance={"mode": mode, "data": data.name})
-        console.print(
+        bench.write()
+        bench.console.print(
             f"{made.num_tokens:,} tokens: tree {found.tree_length(TREE_NODES):.3f}, chain {found.mean_length():.3f}; "
             f"learned in {made.train_s:.0f} s"
         )

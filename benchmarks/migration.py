@@ -12,15 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
 
 from benchmarks.moving.downtime import Moved, move_while_decoding
-from benchmarks.moving.exact import ForcedRun, forced_moves
+from benchmarks.moving.exact import MoveTally, forced_moves
 from benchmarks.moving.gate_grid import Cell, measure_grid
 from benchmarks.support.actor_pool import bench_ray
-from benchmarks.support.result import write_result
+from benchmarks.support.harness import Bench
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import demo_workload, gsm8k_workload
 from rlhfspec.cluster.observe.console import PipeConsole
@@ -34,19 +31,16 @@ QUICK_CONTEXTS = (16, 512)
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0, or 1 when a bit changed or a sample was lost."""
-    torch.set_num_threads(1)
-    console, figures = PipeConsole(), Figures()
+    bench = Bench("migration", out=out, mode=mode, data=data)
     with bench_ray("bench-migration"):
-        runs = _exact(mode, data, figures, console)
-        _costs(mode, figures, console)
-        cells = _gate(mode, figures, console)
-    pq.write_table(pa.Table.from_pylist([asdict(cell) for cell in cells]), out / "migration.parquet")
-    path = write_result(out, "migration", figures.values, figures.intervals, {"mode": mode})
-    console.print(f"written {path}")
-    return 1 if any(run.mismatches or run.missing or run.alarms for run in runs) else 0
+        runs = _exact(mode, data, bench.figures, bench.console)
+        _costs(mode, bench.figures, bench.console)
+        bench.rows += [asdict(cell) for cell in _gate(mode, bench.figures, bench.console)]
+    bench.console.print(f"written {bench.write()}")
+    return 1 if any(run.differing_samples or run.missing_samples or run.alarms for run in runs) else 0
 
 
-def _exact(mode: str, data: Path | None, figures: Figures, console: PipeConsole) -> list[ForcedRun]:
+def _exact(mode: str, data: Path | None, figures: Figures, console: PipeConsole) -> list[MoveTally]:
     workload = demo_workload(40)
     runs = [forced_moves(workload, at_least=MIGRATIONS[mode], transport="auto")]
     if OVER_OBJECT_STORE[mode]:
@@ -55,8 +49,9 @@ def _exact(mode: str, data: Path | None, figures: Figures, console: PipeConsole)
         runs.append(forced_moves(gsm8k_workload(data, 40), at_least=MIGRATIONS[mode] // 10, transport="auto"))
     for forced in runs:
         console.print(f"forced moves: {forced}")
+    named = {"mismatches": "differing_samples", "missing": "missing_samples"}
     for name in ("migrations", "recomputations", "kept", "samples", "mismatches", "alarms", "missing"):
-        figures.values[name] = float(sum(getattr(forced, name) for forced in runs))
+        figures.values[name] = float(sum(getattr(forced, named.get(name, name)) for forced in runs))
     figures.values["most_moves_of_a_sample"] = float(max(forced.most_moves_of_a_sample for forced in runs))
     return runs
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ray
-import torch
 
 from benchmarks.support.actor_pool import ActorPool, bench_ray
-from benchmarks.support.result import write_result
+from benchmarks.support.harness import Bench
 from benchmarks.support.workload import (
     SAMPLES_PER_PROMPT,
     Workload,
@@ -25,6 +24,7 @@ from benchmarks.support.workload import (
     grouped_requests,
     real_workload,
 )
+from benchmarks.update import learner_of
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.weights.publish import PublishedWeights, publish
 from rlhfspec.core.config import (
@@ -37,7 +37,6 @@ from rlhfspec.core.config import (
 from rlhfspec.core.records import Rollout, SampleRequest
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import pack_tensors
-from rlhfspec.learning.trainer.engine_scoring import EngineScorer
 from rlhfspec.learning.trainer.learner import Learner
 from rlhfspec.policies.migration.move_messages import MoveOutcome
 from rlhfspec.policies.reallocation.forced import ForcedMoves
@@ -86,8 +85,8 @@ class Tally:
 
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Write OUT/onpolicy.json, with `real` OUT/onpolicy_real.json; returns 1 when anything differed."""
-    torch.set_num_threads(1)
-    console, tally, suffix = PipeConsole(), Tally(), "real" if real else "demo"
+    bench = Bench("onpolicy_real" if real else "onpolicy", out=out, mode=mode, data=data)
+    console, tally, suffix = bench.console, Tally(), "real" if real else "demo"
     if real:
         workload = real_workload(
             NUM_PROMPTS_REAL[mode], data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=console
@@ -100,7 +99,7 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
         for dtype in DTYPE_NAMES:
             _compare(workload, dtype, tally, INTERVAL_S[suffix], console)
     share = tally.equal_tokens / tally.tokens
-    figures = {
+    bench.figures.values = {
         f"bit_equal_share_{suffix}": share,
         f"tokens_{suffix}": float(tally.tokens),
         f"first_ratio_error_{suffix}": tally.first_ratio_error,
@@ -109,29 +108,20 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
         f"accepted_draft_tokens_{suffix}": float(tally.accepted_draft_tokens),
         f"updates_{suffix}": float(tally.updates),
     } | {f"{what}_share_{suffix}": statistics.fmean(shares) for what, shares in tally.by_kind.items()}
-    provenance = {
-        "mode": mode,
-        "temperature": TEMPERATURE,
-        "top_p": TOP_P,
-        "samples_per_prompt": SAMPLES_PER_PROMPT,
-        "data": data.name if data else None,
-    }
-    write_result(out, f"onpolicy_{suffix}" if real else "onpolicy", figures, provenance=provenance)
-    console.print(figures)
+    bench.write(temperature=TEMPERATURE, top_p=TOP_P, samples_per_prompt=SAMPLES_PER_PROMPT)
     exact = share == 1.0 and tally.first_ratio_error == 0.0 and tally.reference_kl == 0.0
     return 0 if exact and tally.moves > 0 else 1
 
 
 def _compare(workload: Workload, dtype: str, tally: Tally, interval_s: float, console: PipeConsole) -> None:
     """Both algorithms learn from one pool's samples, version 0 first and then each its own version 1."""
-    pool = ActorPool(
+    with ActorPool(
         workload,
         engine=ENGINE,
         speculation=TREE,
         dtype=dtype,
         migration=ReallocationConfig(transfer_share=1.0),
-    )
-    try:
+    ) as pool:
         first = _sampled(workload, pool, 0, tally, interval_s)
         for number, kind in enumerate(KINDS, start=1):
             learner = _learner(workload, kind, dtype)
@@ -146,8 +136,6 @@ def _compare(workload: Workload, dtype: str, tally: Tally, interval_s: float, co
                 )
                 if version == 0:
                     _publish(workload, pool, learner, dtype, weight_version=number)
-    finally:
-        pool.close()
 
 
 def _sampled(
@@ -172,29 +160,11 @@ def _requests(workload: Workload, number: int) -> list[SampleRequest]:
 
 
 def _learner(workload: Workload, kind: str, dtype: str) -> Learner:
-    scorer = EngineScorer(
-        workload.target(dtype),
-        engine=ENGINE,
-        max_total_tokens=workload.max_total_tokens,
-        vocab_size=workload.vocab_size,
-        temperature=TEMPERATURE,
+    trainer = TrainerConfig(
+        learning_rate=1e-4, minibatch_size=16, max_tokens_per_forward=1024, num_threads=1, scoring="engine"
     )
-    return Learner(
-        workload.target("float32"),
-        algorithm=AlgorithmConfig.model_validate({"kind": kind, "kl_coef": 0.01, "report_entropy": False}),
-        trainer=TrainerConfig(
-            learning_rate=1e-4,
-            minibatch_size=16,
-            max_tokens_per_forward=1024,
-            num_threads=1,
-            scoring="engine",
-        ),
-        temperature=TEMPERATURE,
-        seed=0,
-        pad_token_id=workload.pad_token_id,
-        vocab_size=workload.vocab_size,
-        scorer=scorer,
-    )
+    algorithm = AlgorithmConfig.model_validate({"kind": kind, "kl_coef": 0.01, "report_entropy": False})
+    return learner_of(workload, trainer, algorithm=algorithm, scored_as=dtype, temperature=TEMPERATURE)
 
 
 def _publish(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from benchmarks.rlhf import CONFIGS, Metrics, train
-from benchmarks.support.result import write_result
+from benchmarks.support.harness import Bench
 from benchmarks.support.timing import Figures
 from rlhfspec.cluster.folder.rollouts import places_in, rollout_files
 from rlhfspec.cluster.observe.console import PipeConsole
@@ -64,17 +64,11 @@ CORRECTED = "algorithm.correction.kind=tis"
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Write OUT/pipeline.json; returns 0, or 1 where a sample differs or is staler than its run allows."""
-    console, figures = PipeConsole(), Figures()
-    out = out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    provenance = {"mode": mode, "num_threads": 1}
+    bench = Bench("pipeline", out=out, mode=mode)
     for part in (_steps, _proofs, _rewards):
-        part(out, mode, figures, console)
-        # one that is broken off keeps what it has
-        write_result(out, "pipeline", figures.values, figures.intervals, provenance=provenance)
-    values = figures.values
-    for name, value in values.items():
-        console.print(f"{name}: {value:.4g}")
+        part(bench.out, mode, bench.figures, bench.console)
+        bench.write()
+    values = bench.figures.values
     stale = any(values[f"max_observed_staleness_{k}"] > k for k in (1, 2))
     return 1 if values["replay_mismatches"] or values["unequal_runs"] or stale else 0
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from benchmarks.adaptive.pairs import pair_workload, profile_of, with_other_draft
-from benchmarks.support.result import write_result
-from rlhfspec.cluster.observe.console import PipeConsole
+from benchmarks.adaptive.policies import pair_workload, profile_of, with_other_draft
+from benchmarks.support.harness import Bench
 from rlhfspec.cluster.observe.pictures import draw_profile
 from rlhfspec.profiles.profile import save_profile
 
@@ -26,8 +23,7 @@ FIGURES = (
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0."""
-    torch.set_num_threads(1)
-    figures: dict[str, float] = {}
+    bench, figures = Bench("profile", out=out, mode=mode), dict[str, float]()
     for name in ("demo",) if mode == "quick" else ("demo", "large"):
         workload = pair_workload(name)
         made = profile_of(workload, budget_s=BUDGET_S[mode])
@@ -39,6 +35,6 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
             figures |= {
                 f"{figure}_demo_weak": weak.quality[figure] for figure in FIGURES if "acceptance" in figure
             }
-    write_result(out, "profile", figures, provenance={"mode": mode, "num_threads": 1})
-    PipeConsole().print(figures)
+    bench.figures.values |= figures
+    bench.write()
     return 0

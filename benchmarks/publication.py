@@ -6,25 +6,181 @@ bytes. Ratios are over one warm `numpy.copyto` of as many bytes, taken right bef
 
 from __future__ import annotations
 
+import os
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.real.publishing import Publications, measure
-from benchmarks.real.starting import seconds
-from benchmarks.support.result import write_result
+from benchmarks.support.actor_pool import ask
+from benchmarks.support.harness import Bench
+from benchmarks.support.processes import descendants
+from benchmarks.support.starting import seconds
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import REAL_MODEL, default_cache_dir, job
+from rlhfspec.actors.actor_messages import GenerationSpec, TrainerSpec
+from rlhfspec.actors.generation.generation_actor import GenerationActor
+from rlhfspec.actors.workers.trainer_actor import TrainerActor
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.ray_session import ray_session
+from rlhfspec.cluster.system.trainer_pool import TrainerPool
+from rlhfspec.cluster.weights.group_publication import Broadcast
+from rlhfspec.cluster.weights.publish import PublishedWeights, from_trainer, publish
 from rlhfspec.core.config import (
+    AlgorithmConfig,
     ClusterConfig,
+    EngineConfig,
+    SpeculationConfig,
+    TrainerConfig,
 )
-from rlhfspec.core.errors import ModelError
+from rlhfspec.core.errors import ModelError, RlhfSpecError
+from rlhfspec.core.settings.cluster import PublicationConfig
+from rlhfspec.engine.weights.chunks import pack_weights
+from rlhfspec.engine.weights.loading import load_causal_lm
 from rlhfspec.learning.models.get import get_model
+
+TIMEOUT_S = 300.0
+WARM_COPIES = 5
+SAMPLE_S = 0.005
+"Between two looks at memory."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publications:
+    """Of one model, rounds side by side."""
+
+    num_bytes: int
+    seconds: list[float]
+    "from the order to pack until every instance has confirmed"
+    over_memcpy: list[float]
+    "over one warm `numpy.copyto` of as many bytes, taken right before"
+    extra_models: list[float]
+    "peak of all processes' own memory and the object store over what was there before, in models"
+
+
+def measure(folder: Path, *, rounds: int, broadcast: bool = False) -> Publications:
+    """Publish a model `rounds` times to two running instances, after one time to warm up. Ray must be running."""
+    with _running(folder) as (trainer, instances, weights):
+        num_bytes = weights.manifest.num_bytes
+        cluster = ClusterConfig(publication=PublicationConfig(transport="broadcast"))
+        group = Broadcast(cluster, TrainerPool({"trainer": trainer}, cluster), print) if broadcast else None
+        source, copy = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+        seconds, ratios, extra = [], [], []
+        for number in range(1 + rounds):
+            memcpy_s = min(_timed_copy(copy, source) for _ in range(WARM_COPIES))
+            with _peak_memory() as peak:
+                began_s = time.perf_counter()
+                if group is None:
+                    weights = from_trainer(trainer, timeout_s=TIMEOUT_S)
+                    publish(weights, instances, timeout_s=TIMEOUT_S)
+                elif group.publish(weights, 0, instances) is None:
+                    raise RlhfSpecError("the broadcast did not serve; the line before says why")
+                took_s = time.perf_counter() - began_s
+            extra.append(peak.bytes / num_bytes)
+            if number:
+                seconds.append(took_s)
+                ratios.append(took_s / memcpy_s)
+    return Publications(num_bytes=num_bytes, seconds=seconds, over_memcpy=ratios, extra_models=extra)
+
+
+@contextmanager
+def _running(folder: Path) -> Iterator[tuple[Any, dict[str, Any], PublishedWeights]]:
+    engine = EngineConfig(max_running_samples=8, probe=False)
+    speculation = SpeculationConfig(drafter="none", policy="off")
+    names = ("gen-0", "gen-1")
+    manifest, chunks = pack_weights(load_causal_lm(str(folder), "float32"), name="target", weight_version=0)
+    weights = PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
+    vocab_size = manifest.tensors[0].shape[0]
+    del chunks
+    trainer = TrainerActor.options(num_cpus=0.5).remote(
+        TrainerSpec(
+            algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0),
+            trainer=TrainerConfig(),
+            drafter_training=None,
+            dtype="float32",
+            temperature=1.0,
+            seed=0,
+            pad_token_id=0,
+            vocab_size=vocab_size,
+        )
+    )
+    instances: dict[str, Any] = {
+        name: GenerationActor.options(num_cpus=0.5).remote(
+            GenerationSpec(
+                instance=name,
+                engine=engine,
+                speculation=speculation,
+                dtype="float32",
+                max_total_tokens=256,
+                vocab_size=vocab_size,
+                report_interval_s=0.1,
+            )
+        )
+        for name in names
+    }
+    loops = [handle.run.remote() for handle in instances.values()]
+    try:
+        ask(trainer.load_weights.remote(manifest, *weights.chunk_refs), "load the first weights")
+        publish(weights, instances, timeout_s=TIMEOUT_S)
+        yield trainer, instances, weights
+    finally:
+        for handle in (trainer, *instances.values()):
+            ray.kill(handle)
+        del loops
+
+
+def _timed_copy(into: np.ndarray, source: np.ndarray) -> float:
+    began_s = time.perf_counter()
+    np.copyto(into, source)
+    return time.perf_counter() - began_s
+
+
+class _Peak:
+    bytes = 0
+
+
+@contextmanager
+def _peak_memory() -> Iterator[_Peak]:
+    """Watch this process and all below it, and shared memory; Linux."""
+    peak, ends = _Peak(), threading.Event()
+    statuses = [Path(f"/proc/{pid}/status") for pid in (os.getpid(), *descendants(os.getpid()))]
+    before = _used(statuses)
+
+    def watch() -> None:
+        while not ends.wait(SAMPLE_S):
+            peak.bytes = max(peak.bytes, _used(statuses) - before)
+
+    watcher = threading.Thread(target=watch, name="memory", daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        ends.set()
+        watcher.join()
+
+
+def _used(statuses: list[Path]) -> int:
+    total = 0
+    for path in statuses:
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        at = text.find("RssAnon:")
+        total += int(text[at + 8 :].split(None, 1)[0]) << 10 if at >= 0 else 0
+    shared = os.statvfs("/dev/shm")
+    return total + (shared.f_blocks - shared.f_bfree) * shared.f_frsize
+
 
 ROUNDS = {"quick": 3, "default": 10, "full": 20}
 RANDOM_LAYERS = {"0.75 GB": 13, "1.5 GB": 28, "3 GB": 58}
@@ -35,8 +191,8 @@ PROCESSES = 8
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; always returns 0. `data` is not used."""
-    torch.set_num_threads(1)
-    console, figures = PipeConsole(), Figures()
+    bench = Bench("publication", out=out, mode=mode)
+    console, figures = bench.console, bench.figures
     try:
         with job(f"getting {REAL_MODEL}") as tick:
             target = get_model(REAL_MODEL, default_cache_dir(), progress=tick).path
@@ -57,9 +213,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         _starts(target, figures)
     if mode == "full":
         _linearity(rounds, figures, console)
-    path = write_result(out, "publication", figures.values, figures.intervals, {"mode": mode})
-    console.print(figures.values)
-    console.print(f"written {path}")
+    console.print(f"written {bench.write()}")
     return 0
 
 

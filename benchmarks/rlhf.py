@@ -13,10 +13,10 @@ from transformers import AutoModelForSequenceClassification
 
 from benchmarks import chain
 from benchmarks.oracles.trl_comparison import OURS, differences, frozen
+from benchmarks.support.harness import Bench
 from benchmarks.support.processes import run_command, setting_words
-from benchmarks.support.result import ROOT, write_result
+from benchmarks.support.result import ROOT
 from benchmarks.support.workload import demo_workload
-from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.observe.summary import summarise
 from rlhfspec.core.metrics import read_metrics
 
@@ -36,10 +36,8 @@ Metrics = Sequence[Mapping[str, float]]
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark, and `bench chain` where OUT has no result of it; returns 0."""
-    console = PipeConsole()
-    out = out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, float] = {}
+    bench = Bench("rlhf", out=out, mode=mode)
+    out, figures = bench.out, bench.figures.values
     for kind, config in CONFIGS.items():
         if mode == "quick" and kind not in QUICK:
             continue
@@ -47,7 +45,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         summary = summarise(metrics)
         assert summary is not None, "a run that ended well has iterations"
         figures[f"reward_gain_{kind}"] = summary.reward_gain
-        console.print(f"reward_gain_{kind}: {figures[f'reward_gain_{kind}']:.3f}")
+        bench.console.print(f"reward_gain_{kind}: {figures[f'reward_gain_{kind}']:.3f}")
         if kind == "ppo":
             figures["amdahl_bound"] = summary.amdahl_bound
     figures |= _scoring(out, mode)
@@ -55,9 +53,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     figures["gold_gain_reward_model"] = _gold_gain(out, mode)
     numbers = frozen()
     figures["trl_max_abs_difference"] = max(differences(case, numbers) for case in OURS)
-    for name, value in figures.items():
-        console.print(f"{name}: {value:.4g}")
-    write_result(out, "rlhf", figures, provenance={"mode": mode, "iterations": ITERATIONS[mode]})
+    bench.write(iterations=ITERATIONS[mode])
     return 0
 
 

@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
 
-from benchmarks.adaptive.pairs import pair_workload, profile_of
-from benchmarks.moving.planning import plan_seconds
+from benchmarks.adaptive.policies import pair_workload, profile_of
 from benchmarks.moving.rates import Rates, measured_rates
 from benchmarks.moving.rollouts import (
     OURS,
@@ -28,14 +24,14 @@ from benchmarks.moving.rollouts import (
     STATIC,
     Way,
     overhead_shares,
+    plan_seconds,
     policy_of,
     requests_of,
 )
-from benchmarks.real.rollouts import run_rollout
 from benchmarks.support.actor_pool import ActorPool, RolloutOutcome, bench_ray
-from benchmarks.support.result import write_result
+from benchmarks.support.harness import Bench
 from benchmarks.support.timing import Figures
-from benchmarks.support.workload import Workload
+from benchmarks.support.workload import Workload, real_workload
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from rlhfspec.engine.cache.kv_pool import KVShape
@@ -47,6 +43,55 @@ from rlhfspec.policies.simulate.simulated_pool import simulate
 from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
 from rlhfspec.policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
 from rlhfspec.profiles.profile import Profile
+
+INSTANCES = 2
+REAL_SAMPLES = {"quick": 16, "default": 48, "full": 64}
+REAL_MAX_TOKENS = {"quick": 64, "default": 192, "full": 256}
+REAL_ROUNDS = {"quick": 1, "default": 3, "full": 5}
+WAYS = (STATIC, PULL, OURS)
+EARLIER_SEED = 900
+
+
+def _real(bench: Bench) -> int:
+    """Write OUT/rollout_real.json: how many times as fast ours is, on skewed lengths; returns 0."""
+    mode, console, figures = bench.mode, bench.console, bench.figures
+    samples, most = REAL_SAMPLES[mode], REAL_MAX_TOKENS[mode]
+    workload = real_workload(samples, data=bench.data, max_new_tokens=most, console=console)
+    if workload is None:
+        return 0
+    lengths = drawn_lengths("skewed", samples, INSTANCES, max_new_tokens=most, seed=0)
+    earlier = drawn_lengths("long_tail", samples, INSTANCES, max_new_tokens=most, seed=EARLIER_SEED)
+    kv_bytes = float(KVShape.of(workload.target("float32").config).token_bytes)
+    seconds: dict[str, list[float]] = {way.name: [] for way in WAYS}
+    moved: list[int] = []
+    with (
+        bench_ray("bench-rollout-real"),
+        ActorPool(
+            workload,
+            engine=EngineConfig(max_running_samples=samples, probe=False),
+            speculation=SpeculationConfig(policy="off"),
+            migration=ReallocationConfig(),
+        ) as pool,
+    ):
+        curve = measured_rates(pool, workload, earlier[::INSTANCES], 1).curve
+        for number in range(REAL_ROUNDS[mode]):
+            for way in WAYS if number % 2 == 0 else reversed(WAYS):
+                outcome = pool.rollout(
+                    requests_of(workload, lengths),
+                    reallocation=policy_of(way, curve, kv_bytes, earlier.tolist()),
+                    binding=way.binding,
+                )
+                seconds[way.name].append(outcome.seconds)
+                if way is OURS:
+                    moved.append(sum(move.outcome == MoveOutcome.MOVED for move in outcome.moves))
+            console.print({name: round(values[-1], 2) for name, values in seconds.items()})
+    for other in (STATIC, PULL):
+        pairs = zip(seconds[other.name], seconds[OURS.name], strict=True)
+        figures.keep(f"skewed_over_{other.name}_real", [slow / fast for slow, fast in pairs])
+    figures.values["moves_per_rollout_real"] = statistics.fmean(moved)
+    bench.write(samples=samples)
+    return 0
+
 
 INSTANCES = 2
 SAMPLES = 256
@@ -107,34 +152,27 @@ class Played:
 
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Run the benchmark, with `real` on the real model; returns 0."""
-    torch.set_num_threads(1)
-    console, figures = PipeConsole(), Figures()
+    bench = Bench("rollout_real" if real else "rollout", out=out, mode=mode, data=data)
     if real:
-        return run_rollout(out=out, mode=mode, data=data, console=console)
-    rows: list[dict[str, Any]] = []
+        return _real(bench)
+    console, figures, rows = bench.console, bench.figures, bench.rows
     workload = _long(pair_workload("large", SAMPLES, data))
     kv_bytes = _kv_bytes_per_token(workload)
     profile = profile_of(workload, budget_s=PROFILE_S[mode]).profile
     figures.values["plan_1024_ms"] = 1e3 * plan_seconds(1024, kv_bytes)
     errors: list[float] = []
     with bench_ray("bench-rollout"):
-        pool = _pool(workload, SpeculationConfig(), profile)
-        try:
+        with _pool(workload, SpeculationConfig(), profile) as pool:
             stage = _stage(pool, workload, kv_bytes, ROUNDS[mode])
             figures.values["alone_speedup"] = stage.rates.alone_speedup
             _resident(stage, mode, figures, rows, errors, console)
-        finally:
-            pool.close()
-        pool = _pool(workload, SpeculationConfig(), profile, num_slots=CAPPED_SLOTS)
-        try:
+        with _pool(workload, SpeculationConfig(), profile, num_slots=CAPPED_SLOTS) as pool:
             stage = _look(replace(stage, pool=pool))
             skew = _scene("skewed capped", "skewed", 0, num_slots=CAPPED_SLOTS)
             ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
             played = _play(stage, skew, ways, MORE_ROUNDS * ROUNDS[mode], rows, errors, console)
             _keep(figures, "skewed", played.seconds)
             figures.keep("skewed_gap_closed", played.gap_closed())
-        finally:
-            pool.close()
         _over_plain_static(skew, workload, figures, rows, console)
     figures.values["busy_pull_over_static"] = _busy_pull_over_static(rows)
     # of what we ship: the paper's rule, say, computes caches anew
@@ -145,11 +183,7 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     figures.values["simulator_relative_error_worst"] = max(errors)
     worst = [value for name, value in figures.values.items() if name.startswith("ours_over_paper_rule_")]
     figures.values["ours_over_paper_rule_worst"] = min(worst)
-    pq.write_table(pa.Table.from_pylist(rows), out / "rollout.parquet")
-    provenance = {"mode": mode, "data": str(data.name) if data else None, "samples": SAMPLES}
-    path = write_result(out, "rollout", figures.values, figures.intervals, provenance)
-    console.print(figures.values)
-    console.print(f"written {path}")
+    console.print(f"written {bench.write(samples=SAMPLES)}")
     return 0
 
 
@@ -189,11 +223,8 @@ def _over_plain_static(
     scene: Scene, workload: Workload, figures: Figures, rows: list[dict[str, Any]], console: PipeConsole
 ) -> None:
     """Speculation and reallocation together, against neither."""
-    pool = _pool(workload, SpeculationConfig(policy="off"), None)
-    try:
+    with _pool(workload, SpeculationConfig(policy="off"), None) as pool:
         outcome = pool.rollout(requests_of(workload, scene.lengths), binding="static")
-    finally:
-        pool.close()
     rows.append(_row("skewed resident", "plain static", outcome))
     ours = [row["seconds"] for row in rows if row["scene"] == "skewed resident" and row["way"] == OURS.name]
     figures.values["all_over_plain_static"] = outcome.seconds / statistics.median(ours)

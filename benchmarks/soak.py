@@ -13,19 +13,73 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.faulty.processes import serving_actors
-from benchmarks.support.growth import JUDGED_FROM_MINUTES, Sample, grown, growth
+from benchmarks.faulty.injection import serving_actors
+from benchmarks.support.harness import Bench
 from benchmarks.support.processes import descendants, setting_words, start_command
-from benchmarks.support.result import ROOT, write_result
+from benchmarks.support.result import ROOT
 from rlhfspec.cluster.folder.layout import of_run
-from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.placement.ray_session import TERMINATED
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.proc_files import PROC, sizes
+
+Sample = dict[str, float]
+"Of one moment: figures by name, memory in MiB."
+MEMORY_LIMIT = 1.05
+"Of late over early: the bar."
+FILES_LIMIT = 1.02
+"A dozen of a thousand come and go with connections."
+_SUFFIX = "_late_over_early"
+LEFT_LIMIT_MIB = 1.0
+JUDGED_FROM_MINUTES = 30.0
+"A shorter run is still warming up in its second sixth."
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, float]:
+    """For every figure of the samples: its mean over the last sixth, over that of the second sixth."""
+    sixth = max(len(samples) // 6, 1)
+    early, late = samples[sixth : 2 * sixth] or samples[:sixth], samples[-sixth:]
+    found = {}
+    for name in samples[-1]:
+        means = [sum(one[name] for one in part) / len(part) for part in (late, early)]
+        # from nothing to something is growth without bound; a figure must be finite
+        found[name + _SUFFIX] = means[0] / means[1] if means[1] else 1.0 + means[0]
+    return found
+
+
+def grown(figures: Mapping[str, float]) -> list[str]:
+    """What must not have grown and has, a line each, from the figures of a soak."""
+    lines = []
+    if figures["minutes"] >= JUDGED_FROM_MINUTES:
+        for name, ratio in figures.items():
+            what = name.removesuffix(_SUFFIX)
+            limit = _limit(what)
+            if what != name and ratio > limit:
+                lines.append(f"{what} grew to {ratio:.3f} of what it was early; expected at most {limit:g}")
+    for name, limit, what in (
+        ("processes_left", 0.0, "processes were left"),
+        ("shared_memory_left_mib", LEFT_LIMIT_MIB, "MiB of shared memory were left (by this run or another)"),
+        ("spilled_peak_mib", 0.0, "MiB of objects were written to disk: the object store was full"),
+    ):
+        if figures[name] > limit:
+            lines.append(f"{figures[name]:.4g} {what}; expected at most {limit:g}")
+    if figures["object_store_peak_mib"] > figures["object_store_size_mib"]:
+        lines.append(
+            f"the object store took {figures['object_store_peak_mib']:.0f} MiB; expected at most its size, "
+            f"{figures['object_store_size_mib']:.0f} MiB"
+        )
+    return lines
+
+
+def _limit(what: str) -> float:
+    if what == "num_processes":
+        return 1.0
+    return MEMORY_LIMIT if what.endswith("_mib") else FILES_LIMIT
+
 
 MINUTES = {"quick": 3.0, "default": 10.0, "full": 60.0}
 EVERY_S = 5.0
@@ -37,9 +91,8 @@ _IDLE_PROCESS = "ray::IDLE"
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0, or 1 when something has grown or was left behind, in a line each."""
-    console = PipeConsole()
-    out = out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    bench = Bench("soak", out=out, mode=mode)
+    console, out = bench.console, bench.out
     settings = [
         f"run.output_dir={out / 'runs'}",
         "run.name=soak",
@@ -79,9 +132,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         "folder_mib": folder_bytes(folder) / _MIB,
         **_folder_growth(folder, len(metrics)),
     }
-    for name, value in figures.items():
-        console.print(f"{name}: {value:.4g}")
-    write_result(out, "soak", figures, provenance={"mode": mode})
+    bench.figures.values |= figures
+    bench.write()
     if MINUTES[mode] < JUDGED_FROM_MINUTES:
         console.print(f"growth is judged from {JUDGED_FROM_MINUTES:.0f} minutes on: it was still warming up")
     wrong = grown(figures)

@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.support.harness import Bench
 from benchmarks.support.processes import measured_in_a_process, peak_bytes
-from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload, demo_workload, job, real_workload
-from benchmarks.update import ALGORITHM, MAX_NEW_TOKENS_REAL, TRAINER, Batch, sample
-from rlhfspec.cluster.observe.console import PipeConsole
+from benchmarks.update import ALGORITHM, MAX_NEW_TOKENS_REAL, TRAINER, Batch, learner_of, sample
 from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, ModelShape, ModelShapes
 from rlhfspec.cluster.plan.model_files import model_shape
 from rlhfspec.core.config import Config, TrainerConfig
@@ -29,7 +28,6 @@ from rlhfspec.core.records import Rollout
 from rlhfspec.engine.weights.chunks import WeightPacker
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, meta_model
 from rlhfspec.learning.trainer.adapter import count_adapter_params
-from rlhfspec.learning.trainer.learner import Learner
 
 CASES = ("full", "lora", "full_checkpointed", "lora_checkpointed")
 "All weights learn, or adapters; every layer's activations are kept, or one's (`trainer.gradient_checkpointing`)."
@@ -42,30 +40,20 @@ LEARNING_RATE = 1e-6
 
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Write OUT/training.json, with `real` OUT/training_real.json; returns 0."""
-    torch.set_num_threads(1)
-    console, figures = PipeConsole(), Figures()
+    bench = Bench("training_real" if real else "training", out=out, mode=mode, data=data if real else None)
     if real:
         workload = real_workload(
-            MEMORY_PROMPTS, data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=console
+            MEMORY_PROMPTS, data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=bench.console
         )
         if workload is None:
             return 0
     else:
         workload = demo_workload(MEMORY_PROMPTS)
     suffix = "real" if real else "demo"
-    _memory(workload, figures, suffix)
+    _memory(workload, bench.figures, suffix)
     if not real:
-        _precision(demo_workload(BATCH_PROMPTS * BATCHES[mode]), UPDATES[mode], figures)
-    console.print(figures.values)
-    provenance = {
-        "mode": mode,
-        "num_updates": 0 if real else UPDATES[mode],
-        "learning_rate": LEARNING_RATE,
-        "num_threads": 1,
-        "data": data.name if data and real else None,
-    }
-    name = "training_real" if real else "training"
-    write_result(out, name, figures.values, figures.intervals, provenance=provenance)
+        _precision(demo_workload(BATCH_PROMPTS * BATCHES[mode]), UPDATES[mode], bench.figures)
+    bench.write(num_updates=0 if real else UPDATES[mode], learning_rate=LEARNING_RATE)
     return 0
 
 
@@ -126,33 +114,13 @@ def _train(rollouts: Path, folder: str, case: str) -> None:
     torch.set_num_threads(1)
     importlib.import_module("ray")  # a trainer actor has it loaded
     batch: Batch = pickle.loads(rollouts.read_bytes())
-    learner = _learner(load_causal_lm(folder, "float32"), _trainer(case), batch.workload)
+    learner = learner_of(batch.workload, _trainer(case), model=load_causal_lm(folder, "float32"))
     for version in (1, 2):
         learner.update(batch.rollouts)
         packer = WeightPacker(name="target", weight_version=version, hf_config_json="{}", rooms=1)
         for _ in packer.chunks(learner.weights()):
             pass
     print(peak_bytes())
-
-
-def _learner(
-    model: PreTrainedModel,
-    trainer: TrainerConfig,
-    workload: Workload,
-    *,
-    compute_dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> Learner:
-    return Learner(
-        model,
-        algorithm=ALGORITHM,
-        trainer=trainer,
-        temperature=1.0,
-        seed=seed,
-        pad_token_id=workload.pad_token_id,
-        vocab_size=workload.vocab_size,
-        compute_dtype=compute_dtype,
-    )
 
 
 def _precision(workload: Workload, updates: int, figures: Figures) -> None:
@@ -174,7 +142,7 @@ def _precision(workload: Workload, updates: int, figures: Figures) -> None:
     for name, (dtype, seed) in cases.items():
         # all start where a bfloat16 checkpoint starts
         model = workload.target("bfloat16").float()
-        learner = _learner(model, trainer, workload, compute_dtype=dtype, seed=seed)
+        learner = learner_of(workload, trainer, model=model, compute_dtype=dtype, seed=seed)
         before = _flat(model)
         with job(f"{updates} updates, {name}"):
             losses[name] = [

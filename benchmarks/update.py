@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures, Rate, interleaved, ratios
+from benchmarks.support.harness import Bench
+from benchmarks.support.timing import Rate, interleaved, ratios
 from benchmarks.support.workload import (
     Workload,
     alternating_rollouts,
@@ -25,7 +26,6 @@ from benchmarks.support.workload import (
     grouped_requests,
     real_workload,
 )
-from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.config import (
     AlgorithmConfig,
     EngineConfig,
@@ -33,7 +33,6 @@ from rlhfspec.core.config import (
     TrainerConfig,
 )
 from rlhfspec.core.records import Rollout
-from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.decoding.logprobs import token_logprobs
 from rlhfspec.learning.objectives.losses import clipped_policy_loss
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer
@@ -59,37 +58,58 @@ class Batch:
     workload: Workload
     rollouts: Sequence[Rollout]
 
-    def learner(self, scoring: str) -> Learner:
-        """A fresh learner of the target."""
-        workload = self.workload
-        scorer = None
-        if scoring == "engine":
-            scorer = EngineScorer(
-                workload.target("float32"),
-                engine=ENGINE,
-                max_total_tokens=workload.max_total_tokens,
-                vocab_size=workload.vocab_size,
-                temperature=1.0,
-            )
-        return Learner(
-            workload.target("float32"),
-            algorithm=ALGORITHM,
-            trainer=TrainerConfig.model_validate(TRAINER.model_dump() | {"scoring": scoring}),
-            temperature=1.0,
-            seed=0,
-            pad_token_id=workload.pad_token_id,
+
+def learner_of(
+    workload: Workload,
+    trainer: TrainerConfig,
+    *,
+    algorithm: AlgorithmConfig | None = None,
+    model: PreTrainedModel | None = None,
+    scored_as: str = "",
+    temperature: float = 1.0,
+    **more: Any,
+) -> Learner:
+    """Return a fresh learner.
+
+    Args:
+        workload: whose target learns.
+        trainer: what it learns with; `scoring: engine` takes an engine of the target.
+        algorithm: ALGORITHM by default.
+        model: instead of the target in float32.
+        scored_as: number type of the engine that scores; the instances'.
+        temperature: of the samples.
+        more: of `Learner`: seed, number type.
+    """
+    scorer = None
+    if trainer.scoring == "engine":
+        scorer = EngineScorer(
+            workload.target(scored_as or "float32"),
+            engine=ENGINE,
+            max_total_tokens=workload.max_total_tokens,
             vocab_size=workload.vocab_size,
-            scorer=scorer,
+            temperature=temperature,
         )
+    return Learner(
+        workload.target("float32") if model is None else model,
+        algorithm=algorithm or ALGORITHM,
+        trainer=trainer,
+        temperature=temperature,
+        pad_token_id=workload.pad_token_id,
+        vocab_size=workload.vocab_size,
+        scorer=scorer,
+        **{"seed": 0} | more,
+    )
 
 
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Write OUT/update.json, with `real` OUT/update_real.json; returns 0."""
-    torch.set_num_threads(1)
-    console, figures, size = PipeConsole(), Figures(), (NUM_SAMPLES_REAL if real else NUM_SAMPLES)[mode]
+    bench = Bench("update_real" if real else "update", out=out, mode=mode, data=data)
+    figures, size = bench.figures, (NUM_SAMPLES_REAL if real else NUM_SAMPLES)[mode]
     rounds = (ROUNDS_REAL if real else ROUNDS)[mode]
     if real:
-        workload = real_workload(size // 2, data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=console)
+        workload = real_workload(
+            size // 2, data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=bench.console
+        )
         if workload is None:
             return 0
     else:
@@ -99,8 +119,8 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     reports: list[dict[str, float]] = []
     contestants = {
         "bare": bare_loop(batch),
-        "model": updates(batch.learner("model"), batch),
-        "engine": updates(batch.learner("engine"), batch, reports),
+        "model": updates(learner_of(workload, _scored_by("model")), batch),
+        "engine": updates(learner_of(workload, _scored_by("engine")), batch, reports),
     }
     taken = interleaved(contestants, rounds)
     figures.keep(f"update_over_bare_{suffix}", ratios(taken, "bare", "model"))
@@ -109,35 +129,18 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     figures.values[f"first_ratio_{suffix}"] = reports[0]["ratio_at_first_minibatch"]
     for name, rates in taken.items():
         figures.values[f"{name}_tokens_per_s_{suffix}"] = statistics.median(rates)
-    console.print(figures.values, figures.intervals)
-    provenance = {
-        "mode": mode,
-        "rounds": rounds,
-        "num_samples": len(batch.rollouts),
-        "num_tokens": _num_tokens(batch),
-        "num_threads": 1,
-        "data": data.name if data else None,
-    }
-    write_result(
-        out,
-        "update_real" if real else "update",
-        figures.values,
-        figures.intervals,
-        provenance=provenance,
-    )
+    bench.write(rounds=rounds, num_samples=len(batch.rollouts), num_tokens=_num_tokens(batch))
     return 0
+
+
+def _scored_by(scoring: str) -> TrainerConfig:
+    return TrainerConfig.model_validate(TRAINER.model_dump() | {"scoring": scoring})
 
 
 def sample(workload: Workload) -> Batch:
     """Two responses a prompt with drafts from the text; rewards alternate, so every sample has a gradient."""
-    engine = build_engine(
-        workload.target("float32"),
-        None,
-        engine=ENGINE,
-        speculation=SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=2),
-        max_total_tokens=workload.max_total_tokens,
-        vocab_size=workload.vocab_size,
-    )
+    drafts = SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=2)
+    engine = workload.engine(drafts, **ENGINE.model_dump())
     requests = grouped_requests(workload)
     return Batch(workload=workload, rollouts=alternating_rollouts(requests, engine.generate(requests)))
 

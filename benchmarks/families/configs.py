@@ -8,154 +8,26 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlhfspec.engine.weights.loading import freeze
 
 VOCAB_SIZE = 307
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE = 2, 64, 4, 2, 16
-POSITIONS = 256
+LAYERS, HEADS = 2, 4
 LOGIT_SPREAD = 2.5
 "Standard deviation of a position's logits."
 
-_SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (VOCAB_SIZE, ("vocab_size", "text_vocab_size")),
-    (
-        LAYERS,
-        (
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "num_layers",
-            "encoder_layers",
-            "decoder_layers",
-            "num_decoder_layers",
-            "num_encoder_layers",
-        ),
-    ),
-    (
-        HIDDEN,
-        (
-            "hidden_size",
-            "n_embd",
-            "d_model",
-            "embedding_size",
-            "embed_dim",
-            "dim",
-            "emb_dim",
-            "word_embed_proj_dim",
-            "lru_width",
-            "mamba_d_ssm",
-            "input_embedding_size",
-            "output_embedding_size",
-            "attention_hidden_size",
-        ),
-    ),
-    (
-        HEADS,
-        (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-            "num_decoder_attention_heads",
-            "num_encoder_attention_heads",
-            "swa_num_attention_heads",
-            "linear_num_value_heads",
-            "index_n_heads",
-            "num_experts",
-            "num_local_experts",
-            "n_routed_experts",
-            "moe_num_experts",
-            "mamba_d_state",
-        ),
-    ),
-    (
-        KV_HEADS,
-        (
-            "num_key_value_heads",
-            "num_kv_heads",
-            "swa_num_key_value_heads",
-            "num_global_key_value_heads",
-            "linear_num_key_heads",
-            "num_experts_per_tok",
-            "num_experts_per_token",
-            "moe_k",
-            "moe_topk",
-            "moe_top_k",
-            "top_k_experts",
-        ),
-    ),
-    (
-        HEAD_SIZE,
-        (
-            "head_dim",
-            "d_kv",
-            "kv_channels",
-            "attention_head_dim",
-            "attention_head_size",
-            "global_head_dim",
-            "swa_head_dim",
-            "swa_v_head_dim",
-            "v_head_dim",
-            "kv_lora_rank",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "query_pre_attn_scalar",
-            "sliding_window",
-            "index_head_dim",
-            "rotary_dim",
-            "hidden_size_per_layer_input",
-            "mamba_head_dim",
-            "ssm_state_size",
-            "state_size",
-            "time_step_rank",
-        ),
-    ),
-    (8, ("qk_nope_head_dim", "qk_rope_head_dim", "laurel_rank", "index_topk")),
-    (24, ("q_lora_rank",)),
-    (32, ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")),
-    (
-        96,
-        (
-            "intermediate_size",
-            "n_inner",
-            "ffn_dim",
-            "d_ff",
-            "encoder_ffn_dim",
-            "decoder_ffn_dim",
-            "ffn_hidden_size",
-            "expert_ffn_hidden_size",
-            "intermediate_size_mlp",
-            "dense_intermediate_size",
-        ),
-    ),
-    (POSITIONS, ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")),
-    (
-        1,
-        (
-            "n_group",
-            "topk_group",
-            "n_shared_experts",
-            "num_shared_experts",
-            "first_k_dense_replace",
-            "moe_num_shared_experts",
-            "num_nextn_predict_layers",
-            "bos_token_id",
-        ),
-    ),
-    (0, ("pad_token_id",)),
-    (2, ("eos_token_id",)),
-)
-BY_NAME = {name: size for size, names in _SIZES for name in names}
+TABLES = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text())
+BY_NAME = {name: size for size, names in TABLES["sizes"] for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +44,25 @@ class Family:
     def name(self) -> str:
         """The model type and the variant."""
         return f"{self.model_type}, {self.variant}" if self.variant else self.model_type
+
+
+def all_families() -> list[Family]:
+    """Return every family of the installed transformers and the variants, by name."""
+    needs = TABLES["needs"]
+    plain = [
+        Family(model_type=name, settings=needs.get(name, {})) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ]
+    special = [
+        Family(model_type=name, variant=variant, settings=settings)
+        for name, variant, settings in TABLES["variants"]
+    ]
+    stock = [Family(model_type=name, variant="forward: stock", forward="stock") for name in TABLES["stock"]]
+    return sorted([*plain, *special, *stock], key=lambda family: (family.model_type, family.variant))
+
+
+def quick_families() -> list[Family]:
+    """Return one of each kind of outcome, and what was wrong once."""
+    return [family for family in all_families() if family.name in TABLES["quick"]]
 
 
 def small_config(model_type: str, settings: dict[str, Any]) -> PretrainedConfig:

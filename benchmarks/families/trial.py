@@ -1,31 +1,134 @@
-"""One family's trial: does it start, and is what it decodes right, whatever is drafted, in whatever company.
-
-Under `numerics: auto` (invariant), then under `fast`, samples are decoded by several plans and batch sizes. The oracle
-shares nothing with the engine but the rule: a teacher-forced forward of a fresh copy with its own attention.
-"""
+"""Tries a family's small model: it decodes in a process of its own, and is judged by its own plain forwards."""
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
+import rlhfspec.engine.cache.kv_pool
 from benchmarks.families.configs import VOCAB_SIZE, Family, build_model, perturbed
-from benchmarks.families.guards import CorruptionError, Guards
 from benchmarks.support.reference import compare_with_reference
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import NumericsError, RlhfSpecError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.cache.kv_memory import PoolShape, WholeMemory, round_up
 from rlhfspec.engine.engine import Engine
 from rlhfspec.policies.drafting.baselines import FixedPolicy, OffPolicy
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
+
+CANARY = 0xA5
+MARGIN_BYTES = 512
+MOST_BUFFERS = 512
+"Watched before they are looked at."
+_GUARD_BYTES = 1 << 28
+"On each side; addresses only. A layer of another shape than the pool's reaches far."
+_PROT_NONE = 0
+_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class CorruptionError(Exception):
+    """Memory was written that nobody owns."""
+
+
+class GuardedMemory(WholeMemory):
+    """A pool's cells that end where a page begins that nobody may touch; another such page lies before them."""
+
+    def __init__(self, shape: PoolShape, device: torch.device) -> None:
+        lead = (shape.num_layers, 2, shape.num_slots, shape.num_kv_heads, round_up(shape.capacity))
+        sizes = torch.Size((*lead, shape.head_size))
+        num_bytes = sizes.numel() * shape.dtype.itemsize
+        guard, inner = _GUARD_BYTES, round_up(num_bytes, mmap.PAGESIZE)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED
+        self._map = mmap.mmap(-1, inner + 2 * guard, flags=flags)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for place in (start, start + guard + inner):
+            if _libc.mprotect(ctypes.c_void_p(place), ctypes.c_size_t(guard), _PROT_NONE) != 0:
+                raise OSError(ctypes.get_errno(), "mprotect refused a guard page")
+        owned = torch.frombuffer(self._map, dtype=torch.uint8, offset=guard, count=inner)
+        self._slack, cells = owned[: inner - num_bytes], owned[inner - num_bytes :]
+        self._slack.fill_(CANARY)
+        self.cells = cells.view(shape.dtype).view(sizes)
+
+    def is_intact(self) -> bool:
+        """Whether nothing was written between the guard page and the first cell."""
+        return bool((self._slack == CANARY).all())
+
+
+class Guards:
+    """While entered, watches the pools and buffers that the engine makes in this process."""
+
+    def __init__(self) -> None:
+        self._pools: list[GuardedMemory] = []
+        self._buffers: list[Tensor] = []
+        self._usual: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Self:
+        self._replace(rlhfspec.engine.cache.kv_pool, "WholeMemory", self._pool)
+        for name in ("new_empty", "new_zeros"):
+            self._replace(torch.Tensor, name, self._watched(getattr(torch.Tensor, name), name == "new_zeros"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for place, name, usual in self._usual:
+            setattr(place, name, usual)
+
+    def require_intact(self) -> None:
+        """Raise CorruptionError when anything was written beside a pool or a buffer; forget the buffers."""
+        buffers, self._buffers = self._buffers, []
+        for flat in buffers:
+            if not ((flat[:MARGIN_BYTES] == CANARY).all() and (flat[-MARGIN_BYTES:] == CANARY).all()):
+                raise CorruptionError("something was written beside a buffer of the engine")
+        if not all(pool.is_intact() for pool in self._pools):
+            raise CorruptionError("something was written before the first cell of a KV pool")
+
+    def _replace(self, place: Any, name: str, made: Any) -> None:
+        self._usual.append((place, name, getattr(place, name)))
+        setattr(place, name, made)
+
+    def _pool(self, shape: PoolShape, device: torch.device) -> GuardedMemory:
+        self._pools.append(GuardedMemory(shape, device))
+        return self._pools[-1]
+
+    def _watched(self, usual: Callable[..., Tensor], zeros: bool) -> Callable[..., Tensor]:
+        """Return another way to make a tensor: where the engine calls it, with canaries on both sides."""
+
+        def make(like: Tensor, *size: Any, **options: Any) -> Tensor:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            made = usual(like, *size, **options)
+            if not caller.startswith("engine.") or made.numel() == 0:
+                return made
+            flat = torch.full((made.nbytes + 2 * MARGIN_BYTES,), CANARY, dtype=torch.uint8)
+            self._buffers.append(flat)
+            if len(self._buffers) > MOST_BUFFERS:
+                self.require_intact()
+                self._buffers.append(flat)
+            inner = flat[MARGIN_BYTES:-MARGIN_BYTES].view(made.dtype).view(made.shape)
+            return inner.zero_() if zeros else inner
+
+        return make
+
 
 TOLERANCE = 1e-3
 "Largest difference of a log-probability from the oracle's."
@@ -215,3 +318,71 @@ def _same_bits(a: Completion, b: Completion) -> bool:
         and a.policy_logprobs.tobytes() == b.policy_logprobs.tobytes()
         and a.sampling_logprobs.tobytes() == b.sampling_logprobs.tobytes()
     )
+
+
+LIMIT_S = 600.0
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    # what is allocated and what is freed holds junk, not zeros
+    "MALLOC_PERTURB_": "165",
+}
+
+
+def try_families(
+    families: Iterable[Family],
+    *,
+    told: Callable[[Finding], None] | None = None,
+    attempt: Callable[[Family], Finding] = try_family,
+) -> list[Finding]:
+    """Return what became of each, in their order; as many at once as there are cores.
+
+    Args:
+        families: to try.
+        told: hears each finding as it is made.
+        attempt: what tries one family, in its process.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.families.trial"])
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def one(family: Family) -> Finding:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(attempt, family, theirs))
+        process.start()
+        theirs.close()
+        finding = None
+        try:
+            if ours.poll(LIMIT_S):
+                finding = ours.recv()
+            else:
+                finding = Finding(
+                    name=family.name, outcome="raw exception", reason=f"no answer within {LIMIT_S:.0f} s"
+                )
+        except EOFError:
+            process.join()
+            finding = Finding(name=family.name, outcome="corruption", reason=_end(process.exitcode))
+        process.kill()
+        process.join()
+        if told is not None:
+            told(finding)
+        return finding
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(one, families))
+
+
+def _work(attempt: Callable[[Family], Finding], family: Family, answer: Connection) -> None:
+    answer.send(attempt(family))
+
+
+def _end(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"the process ended by {signal.Signals(-exitcode).name}"
+    return f"the process ended with exit code {exitcode} and no answer"

@@ -1,16 +1,21 @@
 """Injects faults into a running command from outside, one after the other, and says how each was borne.
 
-A kill is SIGKILL; a freeze SIGSTOP, for a short time that the run must sit out, or a long one beyond the limit of
-silence, after which the run must have found it and put another in the place; a cut is of the network between two
-processes; the store is filled by a stranger.
+Which faults come, in which order and after which pauses is a function of the seed alone: a deck of cards is shuffled
+and dealt. A kill is SIGKILL; a freeze SIGSTOP, for a short time that the run must sit out, or a long one beyond the
+limit of silence, after which the run must have found it and put another in the place; a cut is of the network between
+two processes; the store is filled by a stranger.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -18,10 +23,148 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.faulty import network
-from benchmarks.faulty.deck import DRIVER, STORE, Card
-from benchmarks.faulty.processes import is_zombie, serving_actors
-from benchmarks.faulty.store import fill_store
+from benchmarks.support.processes import descendants
+from benchmarks.support.result import ROOT
 from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.proc_files import PROC, stat_fields
+
+MEAN_GAP_S = 2.0
+"From one recovery to the next fault: short, so that faults come faster than the run ends."
+DRIVER = "driver"
+STORE = "object_store"
+CARDS: tuple[tuple[str, str, int], ...] = (
+    ("kill", "generation", 4),
+    ("kill", "reward", 2),
+    ("kill", "scheduler", 3),
+    ("kill", "trainer", 3),
+    ("freeze", "generation", 2),
+    ("freeze", "reward", 2),
+    ("freeze", "scheduler", 2),
+    ("freeze", "trainer", 2),
+    ("long_freeze", "generation", 2),
+    ("long_freeze", "reward", 1),
+    ("long_freeze", "scheduler", 1),
+    ("long_freeze", "trainer", 1),
+    ("cut", "driver-generation", 1),
+    ("cut", "driver-reward", 1),
+    ("cut", "driver-scheduler", 1),
+    ("cut", "driver-trainer", 1),
+    ("cut", "scheduler-generation", 1),
+    ("cut", "generation-generation", 1),
+    ("long_cut", "scheduler-generation", 1),
+    ("long_cut", "driver-trainer", 1),
+    ("reset", "scheduler-generation", 1),
+    ("reset", "generation-generation", 1),
+    ("reset", "driver-scheduler", 1),
+    ("reset", "driver-reward", 1),
+    ("reset", "driver-trainer", 1),
+    ("fill", STORE, 2),
+)
+"Kind, whom it meets, how many of a deck. A pair of two processes is joined by a dash."
+NETWORK_KINDS = frozenset({"cut", "long_cut", "reset"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One fault to come."""
+
+    kind: str
+    pool: str
+    "of the victim, or a pair of two, or the object store"
+    gap_s: float
+    "after the recovery from the one before"
+    choice: float
+    "in [0, 1): which of a pool's actors"
+
+
+def deal(seed: int, *, without: Set[str] = frozenset()) -> Iterator[Card]:
+    """Deal cards without end, one shuffled deck after the other; `without` leaves out kinds that cannot be had."""
+    draw = random.Random(seed)
+    kinds = [(kind, pool) for kind, pool, number in CARDS if kind not in without for _ in range(number)]
+    while kinds:
+        draw.shuffle(kinds)
+        for kind, pool in kinds:
+            gap_s = min(draw.expovariate(1.0 / MEAN_GAP_S), 4.0 * MEAN_GAP_S)
+            yield Card(kind=kind, pool=pool, gap_s=gap_s, choice=draw.random())
+
+
+POOLS: Mapping[str, str] = {
+    "generation": "GenerationActor",
+    "reward": "RewardActor",
+    "scheduler": "SchedulerActor",
+    "trainer": "TrainerActor",
+}
+"Pool: the class that Ray writes into the process' title, `ray::CLASS.method` while it works."
+
+
+def serving_actors(driver: int) -> dict[str, set[int]]:
+    """Process ids by pool of all actors below a driver that have been built."""
+    below, titles = descendants(driver), {}
+    for pid in below:
+        with suppress(OSError):
+            titles[pid] = (
+                (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+    return {
+        pool: {
+            pid
+            for pid, title in titles.items()
+            if re.match(rf"ray::{name}\b", title) and ".__init__" not in title and not is_zombie(pid)
+        }
+        for pool, name in POOLS.items()
+    }
+
+
+def is_zombie(pid: int) -> bool:
+    """Whether a process has ended, asked how or not."""
+    return stat_fields(pid)[:1] in ([], ["Z"])
+
+
+LIMIT_S = 180.0
+
+
+def fill_store(driver: int, seconds: float, log: Path) -> float:
+    """Fill it, and return when it has been let go: since when it was full, by `time.monotonic`; words go to `log`.
+
+    Raises RlhfSpecError when it could not be filled, or is not let go within its limit.
+    """
+    command = [sys.executable, "-m", "benchmarks.faulty.fill_store", cluster_address(driver), str(seconds)]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    with (
+        log.open("ab") as said,
+        subprocess.Popen(
+            command, cwd=log.parent, env=environment, stdout=subprocess.PIPE, stderr=said
+        ) as filler,
+    ):
+        try:
+            words = filler.communicate(timeout=seconds + LIMIT_S)[0].decode()
+        except subprocess.TimeoutExpired:
+            words = ""
+        finally:
+            filler.kill()
+        said.write(words.encode())
+    full = re.search(r"full at (\S+):", words)
+    if full is None or filler.returncode != 0:
+        raise RlhfSpecError(
+            f"the object store could not be filled within {LIMIT_S:.0f} s: the filler ended with "
+            f"{filler.returncode}, expected 0; see {log}"
+        )
+    return float(full[1])
+
+
+def cluster_address(driver: int) -> str:
+    """`host:port` of the Ray that a driver started, read from its raylet's command line. Raises RlhfSpecError."""
+    for pid in descendants(driver):
+        with suppress(OSError):
+            words = (PROC / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ")
+            if found := re.search(r"raylet .*--gcs-address=(\S+)", words):
+                return found[1]
+    raise RlhfSpecError(f"process {driver} has no raylet below it; expected a run with a Ray of its own")
+
 
 HEARTBEAT_LIMIT_S = 10.0
 ORDER_LIMIT_S = 40.0

@@ -10,17 +10,59 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from transformers import LlamaForCausalLM
 
 from benchmarks.moving.exact import count_mismatches
-from benchmarks.moving.wide_pair import wide_workload
 from benchmarks.support.actor_pool import ActorPool
+from benchmarks.support.workload import Workload, default_cache_dir, demo_workload
 from rlhfspec.actors.generation.trace_events import TraceEvent
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from rlhfspec.core.records import Prompt
+from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.learning.models.make import PairPaths
+from rlhfspec.learning.models.net2net import deepen, widen
 from rlhfspec.policies.migration.move_messages import MoveOutcome
 from rlhfspec.policies.reallocation.forced import ForcedMoves
+
+LAYERS = 10
+MAX_POSITIONS = 4096
+"Beyond what it was trained on it writes nonsense, at the same speed."
+
+
+def wide_workload(num_prompts: int, *, prompt_tokens: int, new_tokens: int) -> Workload:
+    """Prompts of exactly `prompt_tokens` tokens, several of the chain task behind one another; no stop tokens."""
+    per_prompt = max(1, prompt_tokens // 4)
+    workload = demo_workload(num_prompts + per_prompt)
+    rows = [prompt.token_ids for prompt in workload.prompts]
+    prompts = [
+        Prompt(prompt_id=number, token_ids=np.concatenate(rows[number : number + per_prompt])[:prompt_tokens])
+        for number in range(num_prompts)
+    ]
+    return replace(
+        workload,
+        name="wide",
+        paths=wide_pair(workload.paths),
+        prompts=prompts,
+        sampling=replace(workload.sampling, max_new_tokens=new_tokens, stop_token_ids=()),
+    )
+
+
+def wide_pair(small: PairPaths) -> PairPaths:
+    """Return the larger pair, made on the first call and found in the cache on later ones."""
+    folder = default_cache_dir() / f"wide-{small.target.parent.name}"
+    if not (folder / "config.json").is_file():
+        target = load_causal_lm(str(small.target), "float32")
+        assert isinstance(target, LlamaForCausalLM)
+        grown = deepen(widen(target, factor=2), num_layers=LAYERS)
+        grown.config.max_position_embeddings = MAX_POSITIONS
+        grown.save_pretrained(folder)
+        for path in small.target.glob("*token*"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    return PairPaths(target=folder, draft=small.draft)
+
 
 PROMPT_TOKENS = 400
 NEW_TOKENS = 240
@@ -59,16 +101,15 @@ class Moved:
 def move_while_decoding(*, rollouts: int, plain: bool = False) -> Moved:
     """Run rollouts with rare random migrations and collect what they cost."""
     workload = wide_workload(SAMPLES, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS)
-    pool = ActorPool(
+    moved = Moved()
+    with ActorPool(
         workload,
         engine=EngineConfig(max_running_samples=2 * SAMPLES, probe=False),
         speculation=SpeculationConfig(policy="off")
         if plain
         else SpeculationConfig(policy="fixed", num_nodes=6, depth=6),
         migration=ReallocationConfig(),
-    )
-    moved = Moved()
-    try:
+    ) as pool:
         requests = workload.requests()
         expected = pool.rollout(requests).completions
         # opens both channels
@@ -82,8 +123,6 @@ def move_while_decoding(*, rollouts: int, plain: bool = False) -> Moved:
                     _keep(moved, record.figures, destination)
             for spans in outcome.spans.values():
                 moved.step_pairs += _step_pairs(spans)
-    finally:
-        pool.close()
     return moved
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import ray
 
-from benchmarks.moving.wide_pair import wide_workload
+from benchmarks.moving.downtime import wide_workload
 from benchmarks.support.actor_pool import ActorPool, ask
 from benchmarks.support.workload import Workload
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig

@@ -1,11 +1,9 @@
-"""Whole rollouts on two instances with lengths that we choose, under every way of placing samples.
-
-A sample's length is forced: no stop token, and a limit of its own. The text goes on behind the answer, and drafts of it
-are accepted much as before (2 to 3 tokens a step to some 700 tokens, on either pair). No policy knows a limit.
-"""
+"""Whole rollouts on instances of this machine: ways to move samples, requests of given lengths, what a plan takes."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,10 +11,10 @@ import numpy as np
 
 from benchmarks.support.actor_pool import RolloutOutcome
 from benchmarks.support.workload import Workload
-from rlhfspec.core.records import SampleRequest
+from rlhfspec.core.records import SampleKey, SampleRequest
 from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
 from rlhfspec.policies.reallocation.gate import Gate, GateMode
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.reallocation.pool_records import InstanceView, PoolView, ReallocationPolicy
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 
 
@@ -72,3 +70,46 @@ def overhead_shares(outcome: RolloutOutcome) -> dict[str, float]:
         "move_share": sum(each.move_s for each in stats) / busy_s,
         "publish_share": sum(each.publish_s for each in stats) / busy_s,
     }
+
+
+SAMPLES_PER_INSTANCE = 32
+PLANS = 7
+
+
+def plan_seconds(num_instances: int, kv_bytes_per_token: float) -> float:
+    """Median seconds of a plan for `num_instances` of 32 long-tailed samples each, one thread."""
+    random = np.random.default_rng(0)
+    curve = RateCurve([1, 4, 16, 64], [300.0, 900.0, 1500.0, 1700.0])
+    policy = make_reallocation_policy(
+        "finish_time", curve=curve, gate=Gate(kv_bytes_per_token=kv_bytes_per_token)
+    )
+    for length in random.lognormal(4.7, 0.8, 2000):
+        policy.note_finished(int(min(max(length, 1), 640)))
+    seconds: list[float] = []
+    for number in range(PLANS):
+        view = _view(num_instances, random, now_s=10.0 * number)
+        began_s = time.perf_counter()
+        policy.plan(view)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
+
+
+def _view(num_instances: int, random: np.random.Generator, *, now_s: float) -> PoolView:
+    instances = []
+    for number in range(num_instances):
+        count = int(random.integers(1, SAMPLES_PER_INSTANCE + 1))
+        tokens = random.integers(1, 600, count)
+        instances.append(
+            InstanceView(
+                instance=f"gen-{number:04d}",
+                num_slots=SAMPLES_PER_INSTANCE,
+                keys=tuple(
+                    SampleKey(run_seed=0, sample_index=number * SAMPLES_PER_INSTANCE + i)
+                    for i in range(count)
+                ),
+                response_tokens=tokens,
+                context_tokens=tokens + 20,
+                goodput_tokens_per_s=1500.0,
+            )
+        )
+    return PoolView(now_s=now_s, instances=tuple(instances), num_queued=0, max_new_tokens=640)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.pages.picture import draw_learning_curve, draw_speedup
-from benchmarks.pages.tables import HEADLINE_MACHINE, PAGES, ROOT, load_results, names, page, with_figures
+from benchmarks.pages.tables import (
+    HEADLINE_MACHINE,
+    PAGES,
+    ROOT,
+    draw_learning_curve,
+    draw_speedup,
+    load_results,
+    names,
+    page,
+    with_figures,
+)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.moving.wide_pair import wide_pair
+from benchmarks.moving.downtime import wide_pair
 from benchmarks.pipeline import CORRECTED, ONE_CORE_EACH
 from benchmarks.rlhf import CONFIGS, train
 from benchmarks.simulated_runs.machine import Background, CoreWatch, MachineProfile, measure_machine

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -167,6 +167,14 @@ class ActorPool:
             began_s=wall_s,
         )
 
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the actors."""
+        self.close()
+
     def close(self) -> None:
         """End the actors."""
         for handle in self.handles.values():
@@ -223,8 +231,5 @@ def generate_on_two_actors(
     speculation: SpeculationConfig,
 ) -> dict[SampleKey, Completion]:
     """Return every completion by key. Ray must be running. Raises WaitTimeout."""
-    pool = ActorPool(workload, dtype=dtype, engine=engine, speculation=speculation)
-    try:
+    with ActorPool(workload, dtype=dtype, engine=engine, speculation=speculation) as pool:
         return pool.rollout(requests).completions
-    finally:
-        pool.close()

@@ -10,18 +10,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import SampleRequest
-from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.weights.loading import load_causal_lm
 
 Rate = Callable[[], float]
 "Do the work once; tokens (or forwards) per second."
@@ -47,6 +43,15 @@ def ratios(taken: Mapping[str, Sequence[float]], a: str, b: str) -> list[float]:
     return [x / y for x, y in zip(taken[a], taken[b], strict=True)]
 
 
+def rate_rows(taken: Mapping[str, Sequence[float]], **labels: Any) -> list[dict[str, Any]]:
+    """One row a contestant and round, for a table beside the figures."""
+    return [
+        {"contestant": name, "tokens_per_s": value, **labels}
+        for name, values in taken.items()
+        for value in values
+    ]
+
+
 class Figures:
     """Figures of a benchmark with their intervals."""
 
@@ -62,52 +67,6 @@ class Figures:
         self.values[name] = statistics.median(samples)
         self.intervals[name] = (float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975)))
         return self.values[name]
-
-
-def new_engine(
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    speculation: SpeculationConfig,
-    *,
-    batch_size: int,
-    max_total_tokens: int,
-    vocab_size: int,
-    numerics: str = "invariant",
-    kv_cache_mb: float | None = None,
-) -> Engine:
-    """Build an engine of `batch_size` slots; the draft is used when the policy drafts."""
-    config = EngineConfig.model_validate(
-        {"max_running_samples": batch_size, "numerics": numerics, "kv_cache_mb": kv_cache_mb}
-    )
-    return build_engine(
-        target,
-        draft if speculation.policy != "off" else None,
-        engine=config,
-        speculation=speculation,
-        max_total_tokens=max_total_tokens,
-        vocab_size=vocab_size,
-    )
-
-
-def plain_engine(
-    folder: Path,
-    dtype: str,
-    *,
-    batch_size: int,
-    max_total_tokens: int,
-    vocab_size: int,
-    kv_cache_mb: float | None = None,
-) -> Engine:
-    """Build an engine that decodes a checkpoint plainly."""
-    return new_engine(
-        load_causal_lm(str(folder), dtype),
-        None,
-        SpeculationConfig(policy="off"),
-        batch_size=batch_size,
-        max_total_tokens=max_total_tokens,
-        vocab_size=vocab_size,
-        kv_cache_mb=kv_cache_mb,
-    )
 
 
 def engine_rate(

@@ -8,10 +8,11 @@ random Llama on which engines are compared: 8 layers, hidden 512, 8 heads over 4
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.config import DataConfig, RunConfig, SamplingConfig
+from rlhfspec.core.config import DataConfig, EngineConfig, RunConfig, SamplingConfig, SpeculationConfig
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.files import whole_folder
 from rlhfspec.core.records import (
@@ -34,12 +35,16 @@ from rlhfspec.core.records import (
     SamplingParams,
     Stream,
 )
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from rlhfspec.learning.data.prompts import load_prompts, sampling_params
 from rlhfspec.learning.models.get import get_model
 from rlhfspec.learning.models.make import PairPaths, make_demo_pair, make_pair_from_text
 
 BENCH_SEED = 7
+PLAIN = SpeculationConfig(policy="off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +53,29 @@ class Workload:
 
     name: str
     paths: PairPaths
-    tokenizer: PreTrainedTokenizerBase
+    known_tokenizer: PreTrainedTokenizerBase | None
+    "None: prompts are random ids of VOCAB_SIZE"
     prompts: Sequence[Prompt]
     sampling: SamplingParams
     "T = 1, unfiltered, with the task's limit and stop tokens"
 
     @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of a pair that reads text."""
+        assert self.known_tokenizer is not None
+        return self.known_tokenizer
+
+    @property
     def vocab_size(self) -> int:
         """Token ids the tokenizer knows."""
-        return num_token_ids(self.tokenizer)
+        return VOCAB_SIZE if self.known_tokenizer is None else num_token_ids(self.known_tokenizer)
 
     @property
     def pad_token_id(self) -> int:
         """The padding token, the first stop token where there is none."""
-        pad = self.tokenizer.pad_token_id
+        if self.known_tokenizer is None:
+            return 0
+        pad = self.known_tokenizer.pad_token_id
         return pad if isinstance(pad, int) else self.sampling.stop_token_ids[0]
 
     @property
@@ -77,6 +91,36 @@ class Workload:
     def draft(self, dtype: str) -> PreTrainedModel:
         """Load a fresh draft model."""
         return load_causal_lm(str(self.paths.draft), dtype)
+
+    def engine(
+        self,
+        speculation: SpeculationConfig = PLAIN,
+        draft: PreTrainedModel | HeadWeights | None = None,
+        *,
+        dtype: str = "float32",
+        max_total_tokens: int | None = None,
+        parts: Mapping[str, Any] | None = None,
+        **engine: Any,
+    ) -> Engine:
+        """Build an engine of the target.
+
+        Args:
+            speculation: drafter and policy; plain decoding by default.
+            draft: what drafts, where the policy drafts with a model or a head.
+            dtype: of the target.
+            max_total_tokens: the workload's own by default.
+            parts: what `build_engine` is given beside (policy, profile, backend, drafter).
+            engine: settings of `EngineConfig`.
+        """
+        return build_engine(
+            self.target(dtype),
+            draft,
+            engine=EngineConfig.model_validate(engine),
+            speculation=speculation,
+            max_total_tokens=max_total_tokens or self.max_total_tokens,
+            vocab_size=self.vocab_size,
+            **(parts or {}),
+        )
 
     def requests(self, first_index: int = 0, **changes: float) -> list[SampleRequest]:
         """One request a prompt, sampling changed as said, keys from `first_index` on."""
@@ -122,7 +166,7 @@ def _workload(
     return Workload(
         name=name,
         paths=paths,
-        tokenizer=tokenizer,
+        known_tokenizer=tokenizer,
         prompts=[dataset.prompts[index] for index in range(num_prompts)],
         sampling=sampling_params(SamplingConfig(max_new_tokens=max_new_tokens), tokenizer),
     )
@@ -162,7 +206,7 @@ def real_workload(
     return Workload(
         name="smollm2",
         paths=PairPaths(target=target, draft=_first_layers(target)),
-        tokenizer=tokenizer,
+        known_tokenizer=tokenizer,
         prompts=dataset.prompts[:num_prompts],
         sampling=sampling_params(SamplingConfig(max_new_tokens=max_new_tokens), tokenizer),
     )
@@ -172,9 +216,7 @@ def _first_layers(target: Path) -> Path:
     """The target cut behind its first layers, made once and kept in the cache."""
     folder = default_cache_dir() / f"bench-{REAL_MODEL}-first-{DRAFT_LAYERS}"
     if not (folder / "config.json").is_file():
-        model = load_causal_lm(str(target), "float32")
-        model.base_model.layers = model.base_model.layers[:DRAFT_LAYERS]  # type: ignore[union-attr,index]
-        model.config.num_hidden_layers = DRAFT_LAYERS
+        model = first_layers(load_causal_lm(str(target), "float32"), DRAFT_LAYERS)
         with whole_folder(folder) as partial:
             model.save_pretrained(partial)
             load_tokenizer(str(target)).save_pretrained(partial)
@@ -208,20 +250,26 @@ def model_p_folder(cache_dir: Path) -> Path:
     return folder
 
 
-def model_p_requests(
-    count: int, *, prompt_tokens: int = PROMPT_TOKENS, new_tokens: int = NEW_TOKENS
-) -> list[SampleRequest]:
-    """Random prompts of one length, greedy, no stop token."""
-    random = np.random.default_rng(_SEED)
-    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.0)
-    return [
-        SampleRequest(
-            key=SampleKey(run_seed=_SEED, stream=Stream.BENCH, sample_index=index),
-            prompt=Prompt(prompt_id=index, token_ids=random.integers(1, VOCAB_SIZE, prompt_tokens)),
-            sampling=sampling,
-        )
-        for index in range(count)
-    ]
+def model_p(count: int, *, prompt_tokens: int = PROMPT_TOKENS, new_tokens: int = NEW_TOKENS) -> Workload:
+    """Model P with random prompts of one length, greedy, no stop token; it is its own draft."""
+    random, folder = np.random.default_rng(_SEED), model_p_folder(default_cache_dir())
+    return Workload(
+        name="p",
+        paths=PairPaths(target=folder, draft=folder),
+        known_tokenizer=None,
+        prompts=[
+            Prompt(prompt_id=index, token_ids=random.integers(1, VOCAB_SIZE, prompt_tokens))
+            for index in range(count)
+        ],
+        sampling=SamplingParams(max_new_tokens=new_tokens, temperature=0.0),
+    )
+
+
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """The model cut behind its first layers: a draft of the same vocabulary."""
+    model.base_model.layers = model.base_model.layers[:count]  # type: ignore[union-attr,index]
+    model.config.num_hidden_layers = count
+    return model
 
 
 SAMPLES_PER_PROMPT = 2

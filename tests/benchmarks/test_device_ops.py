@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.device.counted_calls import META, DeviceCalls
-from benchmarks.device.counted_steps import counted, layer_launches
+from benchmarks.device_ops import META, DeviceCalls, counted, layer_launches
 
 MOST_OUTSIDE = {"plain": 12, "chain8": 20, "tree8": 30, "tree16": 40}
 MOST_OF_A_LAYER = 11

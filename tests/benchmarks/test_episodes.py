@@ -3,10 +3,16 @@
 import pytest
 import ray
 
-from benchmarks.episodes import ENGINE, equal
+from benchmarks.episodes import (
+    ENGINE,
+    Played,
+    calculator_config,
+    calculator_workload,
+    equal,
+    play_alone,
+    play_over,
+)
 from benchmarks.moving.exact import SPECULATION
-from benchmarks.multiturn.calculator_task import calculator_config, calculator_workload, play_alone
-from benchmarks.multiturn.over_instances import Played, play_over
 from benchmarks.support.actor_pool import ActorPool
 from rlhfspec.core.config import ReallocationConfig, SpeculationConfig
 from rlhfspec.engine.build import build_engine

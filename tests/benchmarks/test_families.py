@@ -15,12 +15,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import rlhfspec.engine.model.stock_forward
 from benchmarks.families import trial
-from benchmarks.families.configs import Family, build_model
-from benchmarks.families.guards import CorruptionError, GuardedMemory, Guards
-from benchmarks.families.page import GOOD, page, row, rows_of
-from benchmarks.families.trial import Finding, try_family
-from benchmarks.families.variants import QUICK, all_families, quick_families
-from benchmarks.families.workers import try_families
+from benchmarks.families.configs import TABLES, Family, all_families, build_model, quick_families
+from benchmarks.families.trial import (
+    CorruptionError,
+    Finding,
+    GuardedMemory,
+    Guards,
+    try_families,
+    try_family,
+)
+from benchmarks.models import GOOD, page, row, rows_of
 from rlhfspec.engine.cache.kv_memory import PoolShape
 from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.engine import Engine
@@ -40,7 +44,7 @@ def require_page(findings: list[Finding]) -> None:
 
 def test_a_dozen_families_become_what_the_page_says() -> None:
     families = quick_families()
-    assert len(families) == len(QUICK)
+    assert len(families) == len(TABLES["quick"])
     findings = try_families(families)
     require_page(findings)
     assert {"exact", "fast only", "refused"} == {finding.outcome for finding in findings}

@@ -13,11 +13,17 @@ from rich.console import Console
 
 from benchmarks import faults
 from benchmarks.faults import FAULTS, ITERATIONS, run
-from benchmarks.faulty.comparison import Comparison
-from benchmarks.faulty.deck import CARDS, NETWORK_KINDS, POOLS, deal
-from benchmarks.faulty.injection import HEARTBEAT_LIMIT_S, ORDER_LIMIT_S, Fault, freeze_s
-from benchmarks.faulty.judgement import Disturbed, Resumed, fault_figures, problems
-from benchmarks.faulty.kept import kept
+from benchmarks.faulty.injection import (
+    CARDS,
+    HEARTBEAT_LIMIT_S,
+    NETWORK_KINDS,
+    ORDER_LIMIT_S,
+    POOLS,
+    Fault,
+    deal,
+    freeze_s,
+)
+from benchmarks.faulty.outcome import Comparison, Disturbed, Resumed, fault_figures, kept, problems
 from benchmarks.support.result import machine_provenance
 
 SAME = Comparison(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pages import tables
-from benchmarks.pages.picture import draw_learning_curve, draw_speedup
+from benchmarks.pages.tables import draw_learning_curve, draw_speedup
 from benchmarks.support.result import machine_name
 
 PAGES = tables.PAGES

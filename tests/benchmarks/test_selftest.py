@@ -11,9 +11,18 @@ import torch
 from transformers import PreTrainedModel
 
 import rlhfspec.engine.decode_step
-from benchmarks.selftest.parts import PartFailed, bandwidth, distribution, logprobs, pooled, speed
-from benchmarks.selftest.run import device_tests, run_parts, write_report
-from benchmarks.selftest.subject import Subject
+from benchmarks.selftest.command import (
+    PartFailed,
+    Subject,
+    bandwidth,
+    device_tests,
+    distribution,
+    logprobs,
+    pooled,
+    run_parts,
+    speed,
+    write_report,
+)
 from rlhfspec.cluster.cli import main
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.loading import freeze
@@ -92,7 +101,7 @@ def test_a_part_that_raises_does_not_keep_the_others_from_running(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr("benchmarks.selftest.run.distribution", broken)
+    monkeypatch.setattr("benchmarks.selftest.command.distribution", broken)
     results = run_parts(subject, dtype="float32", quick=True, say=lambda _: None)
     assert [one.state for one in results] == ["passed", "failed", "passed", "passed"]
     report = write_report(results, tmp_path, device=CPU, what={}).read_text()

@@ -1,4 +1,4 @@
-"""How long a start takes: `python -m benchmarks.real.starting bare|run FOLDER` as a process of its own.
+"""How long a start takes: `python -m benchmarks.support.starting bare|run FOLDER` as a process of its own.
 
 `bare` imports torch and transformers and starts Ray; `run` does what `rlhfspec train` does until the first token of
 the first response has been decoded.
@@ -23,7 +23,7 @@ def seconds(mode: str, target: Path, cache: Path) -> float:
     """From the command until the process says that it is there."""
     began_s = time.time()
     child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.real.starting", mode, str(target), str(cache)],
+        [sys.executable, "-m", "benchmarks.support.starting", mode, str(target), str(cache)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -1,0 +1,48 @@
+"""One benchmark's run: of which size, on which prompts, its console, figures, rows, result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from benchmarks.support.result import write_result
+from benchmarks.support.timing import Figures
+from rlhfspec.cluster.observe.console import PipeConsole
+
+
+class Bench:
+    """What a benchmark's `run` is given, and what it keeps."""
+
+    def __init__(self, name: str, *, out: Path, mode: str, data: Path | None = None) -> None:
+        """Begin, on one thread.
+
+        Args:
+            name: of the result: OUT/NAME.json, and OUT/NAME.parquet where there are rows.
+            out: a folder; it is made where it is missing.
+            mode: `quick`, `default` or `full`.
+            data: real prompts, for benchmarks that use any.
+        """
+        torch.set_num_threads(1)
+        self.name, self.out, self.mode, self.data = name, out.absolute(), mode, data
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.console, self.figures, self.rows = PipeConsole(), Figures(), list[dict[str, Any]]()
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is to take a minute at most."""
+        return self.mode == "quick"
+
+    def write(self, **provenance: Any) -> Path:
+        """Write what is known by now; one that is broken off keeps what it has. Raises RlhfSpecError."""
+        if self.rows:
+            pq.write_table(pa.Table.from_pylist(self.rows), self.out / f"{self.name}.parquet")
+        known = {"mode": self.mode, "num_threads": 1, "data": self.data.name if self.data else None}
+        path = write_result(
+            self.out, self.name, self.figures.values, self.figures.intervals, known | provenance
+        )
+        self.console.print(self.figures.values, markup=False)
+        return path
