@@ -22,7 +22,7 @@ from rlhfspec.learning.data.chat_format import (
     require_written,
 )
 from rlhfspec.learning.data.messages import Messages, Tools, Turn, pairs_of
-from rlhfspec.learning.data.records_io import Row
+from rlhfspec.learning.data.prompt_rows import Row
 from rlhfspec.learning.rewards.written_text import chat_prefill, text_prefill, unbegun_turn
 
 

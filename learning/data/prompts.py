@@ -19,8 +19,8 @@ from rlhfspec.learning.data.end_tokens import model_end_tokens
 from rlhfspec.learning.data.left_out import LeftOut, Remarks, RowFilter, Seen
 from rlhfspec.learning.data.messages import whole_text
 from rlhfspec.learning.data.packed_prompts import PackedPrompts, PromptPacker
+from rlhfspec.learning.data.prompt_rows import Row, iter_rows
 from rlhfspec.learning.data.raw_records import ReadProgress
-from rlhfspec.learning.data.records_io import Row, iter_rows
 from rlhfspec.learning.tasks.chain_task import draw_problem
 from rlhfspec.learning.tasks.one_sentence import draw_prompts
 

@@ -14,9 +14,9 @@ from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError
 from rlhfspec.learning.data.encoding import PromptEncoder, Rendered
 from rlhfspec.learning.data.left_out import LeftOut, Seen
+from rlhfspec.learning.data.prompt_rows import Row
 from rlhfspec.learning.data.prompts import Tick, source_rows
 from rlhfspec.learning.data.raw_records import ReadProgress
-from rlhfspec.learning.data.records_io import Row
 
 MAX_FAULTS = 10
 "Faults that are spelled out."

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError
-from rlhfspec.learning.data.records_io import read_rows
+from rlhfspec.learning.data.prompt_rows import read_rows
 from rlhfspec.learning.models.net2net import deepen, widen
 from rlhfspec.learning.models.tokenization import token_id, train_bpe
 from rlhfspec.learning.trainer.next_token import (

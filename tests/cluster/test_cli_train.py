@@ -25,7 +25,7 @@ from rlhfspec.cluster.observe.live_page import LivePage
 from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.learning.data.encoding import PromptEncoder, Rendered
-from rlhfspec.learning.data.records_io import Row
+from rlhfspec.learning.data.prompt_rows import Row
 from tests.conftest import TinyPair
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from rlhfspec.core.records import Prompt
 from rlhfspec.learning.data.chat_format import render_chat
 from rlhfspec.learning.data.chat_masks import conversation_tokens
 from rlhfspec.learning.data.encoding import PromptEncoder
-from rlhfspec.learning.data.records_io import Row
+from rlhfspec.learning.data.prompt_rows import Row
 from rlhfspec.learning.data.template_time import asks_the_time, keep_time
 from rlhfspec.learning.environments.observations import ObservationRenderer
 from rlhfspec.learning.rewards.rendering import ModelText
