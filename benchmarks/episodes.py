@@ -176,9 +176,10 @@ def play_over(
         for i in range(ENVIRONMENT_ACTORS)
     ]
     episodes = Episodes(
-        config,
+        config.environment,
         workload.tokenizer,
         EnvironmentPool(actors, config.environment, order_timeout_s=LIMIT_S),
+        config.data,
     )
     scheduler = pool.new_scheduler(reallocation, interval_s=0.02)
     played, struck = Played(), False

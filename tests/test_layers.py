@@ -203,7 +203,7 @@ LONGER_FUNCTIONS = {
     "engine/build.py build_engine": 104,
     "engine/cuda/attention_kernel.py _attend": 89,
 }
-MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 17
+MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

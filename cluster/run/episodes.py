@@ -12,8 +12,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.workers.environment_actors import Answer, EnvironmentActor, EnvironmentPool, describe
-from rlhfspec.cluster.plan.topology import PlacementContext, Topology, actor_options
-from rlhfspec.core.config import Config
+from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.plan.topology import PlacementContext, actor_options
+from rlhfspec.core.config import DataConfig, EnvironmentConfig
 from rlhfspec.core.errors import EpisodeError
 from rlhfspec.core.records import (
     Completion,
@@ -43,14 +44,18 @@ class Episodes:
 
     def __init__(
         self,
-        config: Config,
+        settings: EnvironmentConfig,
         tokenizer: PreTrainedTokenizerBase,
         pool: EnvironmentPool[Asked],
+        data: DataConfig,
+        evaluation_data: DataConfig | None = None,
         *,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Episodes as `config.environment` has them. Raises ConfigError: there is no such environment."""
-        settings = config.environment
+        """The prompts are of `data`, those of evaluations of data of their own, if any.
+
+        Raises ConfigError: there is no such environment.
+        """
         self._tokenizer, self._pool, self._note = tokenizer, pool, note
         self._settings = settings
         example = environment_maker(settings)()
@@ -59,12 +64,12 @@ class Episodes:
                 tokenizer,
                 max_tokens=settings.max_observation_tokens,
                 raw=is_raw(example),
-                chat_template=read_template(data.chat_template, tokenizer),
-                chat_template_kwargs=data.chat_template_kwargs,
+                chat_template=read_template(source.chat_template, tokenizer),
+                chat_template_kwargs=source.chat_template_kwargs,
             )
-            for stream, data in {
-                **dict.fromkeys(Stream, config.data),
-                Stream.EVAL: config.evaluation.data or config.data,
+            for stream, source in {
+                **dict.fromkeys(Stream, data),
+                Stream.EVAL: evaluation_data or data,
             }.items()
         }
         self._limits = EpisodeLimits(
@@ -224,33 +229,27 @@ class Episodes:
         return episode.request, completion, response_text(self._tokenizer, completion)
 
 
-def start_episodes(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    topology: Topology,
-    context: PlacementContext,
-    note: Callable[[str], None],
-) -> Episodes | None:
-    """Start the actors that `config.environment` asks for; None where it names no environment."""
-    if config.environment.kind is None:
+def start_episodes(plan: RunPlan, context: PlacementContext, note: Callable[[str], None]) -> Episodes | None:
+    """Start the actors that the plan's environment asks for; None where it names no environment."""
+    settings, cluster, places = plan.config.environment, plan.config.cluster, plan.topology.environment
+    if settings.kind is None:
         return None
 
     def make(actor: int, number: int) -> Handle:
-        where = topology.environment[actor]
+        where = places[actor]
         name = f"{where.name}-r{number}" if number else where.name
-        options = actor_options(where, context) | {
-            "name": name,
-            "max_concurrency": config.environment.concurrency,
-        }
-        return EnvironmentActor.options(**options).remote(name, config.environment, os.getcwd())
+        own = {"name": name, "max_concurrency": settings.concurrency}
+        options = actor_options(where, context) | own
+        return EnvironmentActor.options(**options).remote(name, settings, os.getcwd())
 
     pool: EnvironmentPool[Asked] = EnvironmentPool(
-        [make(actor, 0) for actor in range(len(topology.environment))],
-        config.environment,
-        order_timeout_s=config.cluster.order_timeout_s,
-        heartbeat_timeout_s=config.cluster.silence_limit_s(config.environment.timeout_s),
+        [make(actor, 0) for actor in range(len(places))],
+        settings,
+        order_timeout_s=cluster.order_timeout_s,
+        heartbeat_timeout_s=cluster.silence_limit_s(settings.timeout_s),
         make=make,
-        max_restarts=config.cluster.max_instance_restarts,
+        max_restarts=cluster.max_instance_restarts,
         note=note,
     )
-    return Episodes(config, tokenizer, pool, note=note)
+    data, evaluation = plan.config.data, plan.config.evaluation.data
+    return Episodes(settings, plan.inputs.tokenizer, pool, data, evaluation, note=note)

@@ -198,7 +198,7 @@ def _make_generation(plan: RunPlan, made: _Placed) -> dict[str, Any]:
         note=made.note,
     )
     generation.make_all()
-    episodes = start_episodes(config, tokenizer, made.topology, made.context, made.note)
+    episodes = start_episodes(plan, made.context, made.note)
     return {
         "plan": plan,
         "tokenizer": tokenizer,

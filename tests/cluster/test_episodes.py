@@ -80,7 +80,7 @@ def completion(text: str, key: SampleKey) -> Completion:
 
 def begun(on_error: str = "fail") -> tuple[Episodes, Pool, list[SampleRequest]]:
     pool, queued = Pool(), []
-    episodes = Episodes(config(on_error), TOKENIZER, pool)  # type: ignore[arg-type]
+    episodes = Episodes(config(on_error).environment, TOKENIZER, pool, config(on_error).data)  # type: ignore[arg-type]
     episodes.begin([request()])
     return episodes, pool, queued
 
