@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -225,7 +226,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     with tempfile.TemporaryDirectory() as folder, bench_ray("bench-episodes"):
         workload = calculator_workload(Path(folder), EPISODES[mode], max_new_tokens=NEW_TOKENS)
         config, requests = calculator_config(workload), workload.requests()
-        engine = workload.engine(**ENGINE.model_dump() | {"turn_cache_mb": 0.0})
+        settings: dict[str, Any] = ENGINE.model_dump() | {"turn_cache_mb": 0.0}
+        engine = workload.engine(**settings)
         expected = play_alone(engine, requests, config, workload.tokenizer)
         with ActorPool(
             workload,

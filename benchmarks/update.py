@@ -97,7 +97,8 @@ def learner_of(
         pad_token_id=workload.pad_token_id,
         vocab_size=workload.vocab_size,
         scorer=scorer,
-        **{"seed": 0} | more,
+        seed=more.pop("seed", 0),
+        **more,
     )
 
 
