@@ -22,7 +22,7 @@ from benchmarks.support.workload import PLAIN, demo_workload, model_p
 from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.engine.attention.backends import ordered_attention
 from rlhfspec.engine.cpu.backend import CpuBackend
-from rlhfspec.engine.cpu.noise_source import CpuNoiseSource
+from rlhfspec.engine.cpu.noise_on_demand import CpuNoiseSource
 from rlhfspec.engine.cpu.tokens import CpuNoise
 from rlhfspec.engine.decoding.noise import Noise, NoiseSource
 from rlhfspec.engine.model.compute_backend import ComputeBackend

@@ -32,8 +32,7 @@ from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import CudaRecorder
-from rlhfspec.engine.model.invariance_probe import prove_invariance
-from rlhfspec.engine.model.kept_verdicts import KeptVerdicts, Verdict, facts_of
+from rlhfspec.engine.model.invariance_probe import KeptVerdicts, Verdict, facts_of, prove_invariance
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.model.support import not_held

@@ -38,11 +38,10 @@ from rlhfspec.engine.drafters.head.published_head import head_checksum, publishe
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.kept_verdicts import KeptVerdicts
+from rlhfspec.engine.model.invariance_probe import KeptVerdicts
 from rlhfspec.engine.weights.causal_lm import CausalLM
 from rlhfspec.engine.weights.chunks import chunk_of, chunk_starts, view_of, weight_views
-from rlhfspec.engine.weights.digests import Digest, read_once
-from rlhfspec.engine.weights.host_mirror import HostMirror
+from rlhfspec.engine.weights.digests import Digest, HostMirror, read_once
 from rlhfspec.engine.weights.llama_config import MODEL_TYPES
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ import torch.distributed
 from torch import Tensor
 
 from rlhfspec.actors.transport import device_window
-from rlhfspec.actors.transport.channel import new_channel_id, reason_of
+from rlhfspec.actors.transport.channels import new_channel_id, reason_of
 from rlhfspec.actors.transport.device_group import finish, open_nccl
-from rlhfspec.actors.transport.rendezvous import accept, close_listener, open_listener, reach
-from rlhfspec.actors.transport.star_store import StarStore
+from rlhfspec.actors.transport.rendezvous import StarStore, accept, close_listener, open_listener, reach
 from rlhfspec.core.errors import PlacementError, WaitTimeout, WeightsError
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo

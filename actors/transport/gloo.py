@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed
 
-from rlhfspec.actors.transport.channel import reason_of
+from rlhfspec.actors.transport.channels import reason_of
 from rlhfspec.actors.transport.process_group import Pair, PairTransport
 from rlhfspec.actors.transport.rendezvous import PairStore
 from rlhfspec.core.errors import ConfigError

@@ -24,8 +24,13 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from rlhfspec.actors.transport.channel import ChannelLife, new_channel_id, require_usable
-from rlhfspec.actors.transport.channels import Ticket, require_frame
+from rlhfspec.actors.transport.channels import (
+    ChannelLife,
+    Ticket,
+    new_channel_id,
+    require_frame,
+    require_usable,
+)
 from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.core.errors import TransferError
 

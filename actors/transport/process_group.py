@@ -14,8 +14,14 @@ from typing import Protocol
 
 import numpy as np
 
-from rlhfspec.actors.transport.channel import ChannelLife, new_channel_id, reason_of, require_usable
-from rlhfspec.actors.transport.channels import Ticket, require_frame
+from rlhfspec.actors.transport.channels import (
+    ChannelLife,
+    Ticket,
+    new_channel_id,
+    reason_of,
+    require_frame,
+    require_usable,
+)
 from rlhfspec.actors.transport.rendezvous import PairStore, accept, close_listener, open_listener, reach
 from rlhfspec.core.errors import TransferError
 

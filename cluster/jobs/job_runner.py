@@ -48,7 +48,7 @@ def _on_ray(
 ) -> Iterator[StepReport]:
     import ray
 
-    from rlhfspec.actors.waiting.group_wait import get_all
+    from rlhfspec.actors.waiting.waiting import get_all
     from rlhfspec.actors.workers.supervised_actor import SupervisedActor
     from rlhfspec.cluster.plan.topology import PlacementContext, actor_options
 
@@ -87,7 +87,7 @@ def _reports(
     import ray
     from ray.exceptions import RayError
 
-    from rlhfspec.actors.waiting.group_wait import get_all
+    from rlhfspec.actors.waiting.waiting import get_all
     from rlhfspec.core.errors import RlhfSpecError
 
     # the first report comes after the model is loaded

@@ -22,10 +22,9 @@ from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.engine.cache.kv_pool import KVShape
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import not_finite
-from rlhfspec.engine.weights.left_over import require_writer
+from rlhfspec.engine.weights.left_over import quantization_of, require_plain_weights, require_writer
 from rlhfspec.engine.weights.llama_config import MODEL_TYPES
 from rlhfspec.engine.weights.loading import load_hf_config, meta_model, num_token_ids, refuse_not_finite
-from rlhfspec.engine.weights.quantized import quantization_of, require_plain_weights
 from rlhfspec.engine.weights.weight_files import check_weight_files, local_folder, weight_files
 from rlhfspec.learning.models.catalog import KNOWN_MODELS
 from rlhfspec.learning.models.demo_pair import demo_configs

@@ -27,7 +27,7 @@ from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.drafters.record_drafter import RecordDrafter
 from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.kept_verdicts import KeptVerdicts
+from rlhfspec.engine.model.invariance_probe import KeptVerdicts
 from rlhfspec.engine.numerics import use_threads
 from rlhfspec.engine.requests import require_can_go_on
 from rlhfspec.engine.weights.causal_lm import CausalLM

@@ -16,10 +16,9 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from rlhfspec.actors.actor_messages import TrainerSpec
-from rlhfspec.actors.waiting.group_wait import get_all
 from rlhfspec.actors.waiting.heartbeat import Heartbeat
 from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.waiting import awake_s, get, wait_any
+from rlhfspec.actors.waiting.waiting import awake_s, get, get_all, wait_any
 from rlhfspec.actors.workers.trainer_actor import TrainerActor
 from rlhfspec.cluster.plan.topology import Place, PlacementContext, actor_options
 from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights, confirm

@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeVar
 import ray
 
 from rlhfspec.actors.actor_messages import LoadedWeights
-from rlhfspec.actors.waiting.group_wait import get_all
 from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.waiting import awake_s, get
+from rlhfspec.actors.waiting.waiting import awake_s, get, get_all
 from rlhfspec.actors.waiting.watch import LOOK_S
 from rlhfspec.core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout, WeightsError
 from rlhfspec.core.weight_records import DigestKind, WeightManifest

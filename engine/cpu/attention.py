@@ -11,15 +11,188 @@ depend on other queries, on decoys, on the length of the cache or on where in it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from llvmlite import ir
 
 from rlhfspec.engine.cache.segments import SEGMENT_FIELDS
-from rlhfspec.engine.cpu.part import Part
-from rlhfspec.engine.cpu.scores import pack_queries, write_scores
-from rlhfspec.engine.cpu.weighted_values import write_means
 from rlhfspec.engine.cpu.writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
+
+VECTORS_TOGETHER = 4
+"Of a head: their means are summed at a time, and the sums of at least two rows stay in registers."
+MOST_ROWS = 8
+"Whose means are summed abreast."
+REGISTERS = {8: 16, 16: 32}
+"Vectors that a processor holds, by their width."
+
+
+def write_means(part: Part, totals: Any, values: Any, view: Any, *, width: int) -> None:
+    """Sums of weighted values over sums of weights, of all rows; `totals` is room for a float of each."""
+    w = part.w
+    held = w.ir.select(part.is_chain, w.ir.add(part.segment["start"], part.begin), part.segment["base"])
+    together = VECTORS_TOGETHER * width
+    for begin in range(0, part.size, together):
+        count = min(part.size - begin, together)
+        with w.ir.if_else(w.ir.icmp_signed(">", held, INTEGER(0))) as (some, none):
+            with some:
+                _sum_abreast(part, totals, values, held, begin, count, width)
+            with none:
+                _clear(part, totals, begin, count)
+        with w.loop(part.rows) as row:
+            _finish(part, totals, values, held, view, begin, count, row.index)
+
+
+def _clear(part: Part, totals: Any, begin: int, count: int) -> None:
+    w = part.w
+    with w.loop(part.rows) as row:
+        w.store(FLOAT(0.0), totals, row.index)
+        for start in range(begin, begin + count, WIDTH):
+            w.store(w.splat(0.0), part.out(row.index), INTEGER(start))
+
+
+def _sum_abreast(part: Part, totals: Any, values: Any, held: Any, begin: int, count: int, width: int) -> None:
+    """Sum the first `held` positions of all rows: as many abreast as registers allow, then the rest."""
+    w = part.w
+    lanes = width if count % width == 0 else WIDTH
+    done, left = INTEGER(0), part.rows
+    abreast = _rows_abreast(count // lanes, width)
+    while abreast:
+        whole = w.times(w.ir.udiv(left, INTEGER(abreast)), abreast)
+        with w.if_any(whole), w.loop(whole, step=abreast) as group:
+            first = w.ir.add(done, group.index)
+            rows = [w.ir.add(first, INTEGER(lane)) for lane in range(abreast)]
+            _sum_rows(part, totals, values, held, rows, range(begin, begin + count, lanes))
+        done, left = w.ir.add(done, whole), w.ir.sub(left, whole)
+        abreast //= 2
+
+
+def _rows_abreast(vectors: int, width: int) -> int:
+    """Rows, a power of two, whose sums, weights and totals the registers hold, and a value."""
+    abreast = MOST_ROWS
+    while abreast > 1 and abreast * (vectors + 2) + 1 > REGISTERS[width]:
+        abreast //= 2
+    return abreast
+
+
+def _sum_rows(part: Part, totals: Any, values: Any, held: Any, rows: list[Any], starts: range) -> None:
+    """One loop over the positions for these rows; `starts` are the first elements of each vector."""
+    w, lanes, many = part.w, starts.step, len(rows)
+    kind, weights = ir.VectorType(FLOAT, lanes), [part.weights(row) for row in rows]
+    zeros = [FLOAT(0.0)] * many + [w.splat(0.0, lanes)] * (many * len(starts))
+    with w.loop(held, start=zeros) as each:
+        here = w.address(values, w.times(each.index, part.size))
+        single = [w.load(row, each.index, FLOAT) for row in weights]
+        splat = [w.splat(weight, lanes) for weight in single]
+        earlier = iter(each.values)
+        sums = [w.ir.fadd(next(earlier), weight) for weight in single]
+        for start in starts:
+            value = w.load(here, INTEGER(start), kind)
+            sums += [w.fma(value, weight, next(earlier)) for weight in splat]
+        each.values = sums
+    found = iter(each.values)
+    for row in rows:
+        w.store(next(found), totals, row)
+    outs = [part.out(row) for row in rows]
+    for start in starts:
+        for out in outs:
+            w.store(next(found), out, INTEGER(start))
+
+
+def _finish(
+    part: Part, totals: Any, values: Any, held: Any, view: Any, begin: int, count: int, row: Any
+) -> None:
+    """Add the positions behind `held` to one row's sums, and divide."""
+    w = part.w
+    out, starts, zeros = part.out(row), range(begin, begin + count, WIDTH), w.zeros(part.size)
+    weights = w.address(part.weights(row), held)
+    values = w.address(values, w.times(held, part.size))
+    sums = [w.load(totals, row, FLOAT), *(w.load(out, INTEGER(start)) for start in starts)]
+    with w.loop(w.ir.sub(view, held), start=sums) as each:
+        weight = w.load(weights, each.index, FLOAT)
+        unseen = w.ir.fcmp_ordered("==", weight, FLOAT(0.0))
+        value = w.ir.select(unseen, zeros, w.address(values, w.times(each.index, part.size)))
+        total, *sums = each.values
+        each.values = [w.ir.fadd(total, weight)] + [
+            w.fma(w.load(value, INTEGER(start)), w.splat(weight), x)
+            for start, x in zip(starts, sums, strict=True)
+        ]
+    total, *sums = each.values
+    for start, x in zip(starts, sums, strict=True):
+        w.store(w.ir.fdiv(x, w.splat(total)), out, INTEGER(start))
+
+
+class Part:
+    """Addresses of what belongs to each row; rows lie token by token, query by query."""
+
+    def __init__(
+        self, w: Writer, segment: Mapping[str, Any], *, head: Any, begin: Any, tokens: Any, size: int
+    ) -> None:
+        """`begin` is the first of the segment's tokens that belong to the part, `tokens` their number."""
+        self.w, self.segment, self.begin, self.tokens, self.size = w, segment, begin, tokens, size
+        self.rows = w.times(tokens, w.at["queries"])
+        self.is_chain = w.ir.icmp_signed("==", segment["seen"], INTEGER(0))
+        first = w.ir.add(segment["first"], begin)
+        self._place = w.sum(w.times(first, w.at["heads"]), head)
+
+    def weights(self, row: Any) -> Any:
+        """Where a row's scores, then its weights, are kept."""
+        return self.w.address(self.w.at["weights"], self.w.times(row, self.w.at["capacity"]))
+
+    def query(self, row: Any) -> Any:
+        """A row's query, in [tokens, heads, queries + 2, size]."""
+        return self._element("qkv", row, self.w.ir.add(self.w.at["queries"], INTEGER(2)))
+
+    def out(self, row: Any) -> Any:
+        """Where a row's result goes, in [tokens, heads, queries, size]."""
+        return self._element("out", row, self.w.at["queries"])
+
+    def _element(self, name: str, row: Any, lanes: Any) -> Any:
+        w = self.w
+        token, query = w.ir.udiv(row, w.at["queries"]), w.ir.urem(row, w.at["queries"])
+        place = w.sum(self._place, w.times(token, w.at["heads"]))
+        return w.address(w.at[name], w.times(w.sum(w.times(place, lanes), query), self.size))
+
+
+def pack_queries(part: Part, packed: Any, *, abreast: int) -> None:
+    """Lay the queries of `abreast` rows side by side, eight elements of each; the last row may stand twice."""
+    w = part.w
+    with w.loop(part.rows, step=abreast) as group:
+        target = w.address(packed, w.times(group.index, part.size))
+        for lane in range(abreast):
+            source = part.query(_row(w, part, group.index, lane))
+            for start in range(0, part.size, WIDTH):
+                place = INTEGER(start * abreast + lane * WIDTH)
+                w.store(w.load(source, INTEGER(start)), target, place)
+
+
+def write_scores(part: Part, packed: Any, keys: Any, view: Any, *, abreast: int) -> None:
+    """Every row's dot products with the first `view` keys, times the scale."""
+    w, size = part.w, part.size
+    lanes = abreast * WIDTH
+    kind, scale = ir.VectorType(FLOAT, lanes), w.splat(w.at["scale"], lanes)
+    twice = [lane % WIDTH for lane in range(lanes)]
+    with w.loop(view, step=WIDTH) as eight:
+        here = w.address(keys, w.times(eight.index, size))
+        with w.loop(part.rows, step=abreast) as group:
+            q = w.address(packed, w.times(group.index, size))
+            sums = [w.splat(0.0, lanes) for _ in range(WIDTH)]
+            for start in range(0, size, WIDTH):
+                element = w.load(q, INTEGER(start * abreast), kind)
+                for c in range(WIDTH):
+                    key = w.load(here, INTEGER(c * size + start))
+                    sums[c] = w.fma(w.shuffle(key, key, twice), element, sums[c])
+            scores = w.ir.fmul(w.sum_of_each(sums), scale)
+            for lane in range(abreast):
+                own = w.shuffle(scores, scores, range(lane * WIDTH, (lane + 1) * WIDTH))
+                w.store(own, part.weights(_row(w, part, group.index, lane)), eight.index)
+
+
+def _row(w: Writer, part: Part, first: Any, lane: int) -> Any:
+    """The row in this place of a group; the part's last one, where there is none."""
+    row, last = w.ir.add(first, INTEGER(lane)), w.ir.sub(part.rows, INTEGER(1))
+    return w.ir.select(w.ir.icmp_signed("<", row, last), row, last) if lane else first
+
 
 BLOCK_ROWS = 32
 "Rows whose weights are kept at a time."

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.cpu.chain import NativeChain
 from rlhfspec.engine.cpu.forward import NativeForward, NativeLayer
-from rlhfspec.engine.cpu.noise_source import CpuNoiseSource
+from rlhfspec.engine.cpu.noise_on_demand import CpuNoiseSource
 from rlhfspec.engine.cpu.pool_attention import CpuAttention
 from rlhfspec.engine.cpu.sampling import LEAST_VOCABULARY
 from rlhfspec.engine.cpu.streamed_linear import StreamedLinear

@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlhfspec.engine.cpu.sampling import LEAST_VOCABULARY
 from rlhfspec.engine.cpu.tokens import CpuNoise, gumbel_rows
-from rlhfspec.engine.decoding.noise import values_of_levels
+from rlhfspec.engine.decoding.noise import Noise, NoiseSource, id_words, values_of_levels
 
 
 class NoiseOnDemand(CpuNoise):
@@ -88,3 +89,13 @@ class NoiseOnDemand(CpuNoise):
             first, end = int(run[0]), int(run[-1]) + 1
             gumbel_rows(self._flat_words[:, None, first:end], self._ids, out=rows[None, first:end])
         self._is_made |= wanted
+
+
+class CpuNoiseSource(NoiseSource):
+    """Makes noise when it is looked at, a row in one pass."""
+
+    def of_words(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> Noise:
+        """See `NoiseSource`."""
+        if vocab_size < LEAST_VOCABULARY:
+            return super().of_words(words, vocab_size)
+        return NoiseOnDemand(words.numpy(), id_words(vocab_size, self.device))

@@ -20,8 +20,7 @@ from torch import Tensor
 from rlhfspec.core.errors import NotFiniteError, WeightsError
 from rlhfspec.core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, WeightManifest, kind_of
 from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.engine.weights.digests import Digest, read_once, read_only
-from rlhfspec.engine.weights.host_mirror import HostMirror
+from rlhfspec.engine.weights.digests import Digest, HostMirror, read_once, read_only
 
 CHUNK_BYTES = 32 << 20
 "A tensor that is larger is a chunk of its own."

@@ -140,3 +140,25 @@ def word_sums(tensor: Tensor) -> Int[Tensor, " 2"]:
 def _shifted_xor(words: Tensor, bits: int) -> Tensor:
     """Return x ^ (x >> bits) of unsigned words, in a new tensor: the mask takes out the signs that torch shifts in."""
     return words.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1).bitwise_xor_(words)
+
+
+class HostMirror:
+    """One buffer, pinned for a GPU's buckets, that is written over and over."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, bucket: Tensor) -> np.ndarray:
+        """Return a bucket's bytes, uint8 [n], once they are here; valid until the next call.
+
+        A bucket of the host is copied too: whoever has none on a device does without a mirror.
+        """
+        on_gpu = bucket.device.type == "cuda"
+        if len(self._room) < len(bucket):
+            self._room = torch.empty(len(bucket), dtype=torch.uint8, pin_memory=on_gpu)
+        here = self._room[: len(bucket)]
+        here.copy_(bucket, non_blocking=on_gpu)
+        if on_gpu:
+            # only what packs and copies: transfers of earlier buckets have a stream of their own
+            torch.cuda.current_stream(bucket.device).synchronize()
+        return here.numpy()

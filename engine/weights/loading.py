@@ -20,8 +20,12 @@ from rlhfspec.core.errors import ModelError
 from rlhfspec.core.outside import is_lfs_pointer
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
-from rlhfspec.engine.weights.left_over import require_taken, require_writer
-from rlhfspec.engine.weights.quantized import loading_settings, require_plain_weights
+from rlhfspec.engine.weights.left_over import (
+    loading_settings,
+    require_plain_weights,
+    require_taken,
+    require_writer,
+)
 from rlhfspec.engine.weights.renamed_configs import register_renamed
 from rlhfspec.engine.weights.weight_files import ADAPTER_FILE, first_line, require_all_weights, unequal_ties
 

@@ -13,8 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfspec.actors.transport.channel import ChannelLife, new_channel_id, require_usable
-from rlhfspec.actors.transport.channels import Ticket, require_frame
+from rlhfspec.actors.transport.channels import (
+    ChannelLife,
+    Ticket,
+    new_channel_id,
+    require_frame,
+    require_usable,
+)
 
 WINDOW_FRAMES = 4
 "A sender waits while this many frames of its channel are unread."

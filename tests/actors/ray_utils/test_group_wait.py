@@ -6,7 +6,7 @@ import time
 import pytest
 import ray
 
-from rlhfspec.actors.waiting.group_wait import explaining, get_all
+from rlhfspec.actors.waiting.waiting import explaining, get_all
 from rlhfspec.actors.waiting.watch import open_waits
 from rlhfspec.core.errors import InstanceLost, NotFiniteError, PeerLost, WaitTimeout
 

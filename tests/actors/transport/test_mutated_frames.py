@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import changed_bytes, examples
 
-from rlhfspec.actors.transport.channel import new_channel_id
+from rlhfspec.actors.transport.channels import new_channel_id
 from rlhfspec.actors.transport.frames import frame_bytes, open_frame, seal
 from rlhfspec.actors.transport.rendezvous import LENGTHS, PairStore, accept, close_listener, open_listener
 from rlhfspec.core.errors import TransferError

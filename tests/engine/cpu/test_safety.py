@@ -9,7 +9,7 @@ import torch
 from rlhfspec.core.errors import NumericsError
 from rlhfspec.core.records import SampleKey, Stream
 from rlhfspec.engine.cache.segments import segments_of
-from rlhfspec.engine.cpu.noise_source import CpuNoiseSource
+from rlhfspec.engine.cpu.noise_on_demand import CpuNoiseSource
 from rlhfspec.engine.cpu.program import native_code
 from rlhfspec.engine.decoding.noise import key_words
 from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhfspec.core.records import SampleKey, SamplingParams, Stream
-from rlhfspec.engine.cpu.noise_source import CpuNoiseSource
+from rlhfspec.engine.cpu.noise_on_demand import CpuNoiseSource
 from rlhfspec.engine.cpu.sampling import MOST_LEADERS
 from rlhfspec.engine.cpu.tokens import CpuNoise
 from rlhfspec.engine.decoding.noise import Noise, gumbel_noise, key_words, noise_bits

@@ -7,7 +7,7 @@ import pytest
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.kept_verdicts import KeptVerdicts, facts_of
+from rlhfspec.engine.model.invariance_probe import KeptVerdicts, facts_of
 
 SETTINGS = {"device": "cpu", "numerics": "invariant", "max_running_samples": 2}
 

@@ -17,7 +17,7 @@ from rlhfspec.engine.model.linears import Rows, first_altered, same_bits, togeth
 from rlhfspec.engine.model.llama_forward import LlamaForward
 from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.model.stock_linears import OwnProduct
+from rlhfspec.engine.model.stock_forward import OwnProduct
 from rlhfspec.engine.weights.chunks import unique_tensors
 from tests.helpers.backends import LAYOUTS, own_backend, stock_products, torch_backend
 from tests.helpers.devices import DEVICES

@@ -8,8 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhfspec.engine.model.linears import MatrixLinear
-from rlhfspec.engine.model.stock_forward import StockForward
-from rlhfspec.engine.model.stock_linears import OwnProduct, with_own_products
+from rlhfspec.engine.model.stock_forward import OwnProduct, StockForward, with_own_products
 from rlhfspec.engine.weights.chunks import unique_tensors
 from tests.helpers.backends import OWN_LAYOUTS, stock_products
 
