@@ -170,7 +170,7 @@ def step(run: Run, iteration: int) -> dict[str, float]:
     update = Update(system, schedule, iteration, run.log)
     phases.append(_phase(run, iteration, beside=update))
 
-    waited_from_s = time.perf_counter() if schedule.max_staleness else update.began_s
+    waited_from_s = time.perf_counter()
     moves = run.recorder.record(
         iteration, phases[-1], system.generation.instances, system.generation.final_reports()
     )
