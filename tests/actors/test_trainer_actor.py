@@ -29,7 +29,8 @@ from rlhfspec.core.records import (
     WeightSpan,
 )
 from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.weights.chunks import digest, load_into, model_checksum, pack_weights, unpack_weights
+from rlhfspec.engine.weights.chunks import load_into, model_checksum, pack_weights, unpack_weights
+from rlhfspec.engine.weights.digests import digest
 from rlhfspec.engine.weights.loading import build_causal_lm, load_causal_lm
 
 Trainer = TrainerActor.__ray_metadata__.modified_class
