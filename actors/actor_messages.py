@@ -245,7 +245,7 @@ class Rejoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceSight:
+class InstanceView:
     """An instance as its scheduler sees it, for people."""
 
     instance: str
@@ -263,7 +263,7 @@ class InstanceSight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveSight:
+class MoveView:
     """A move that ended, for people."""
 
     ended_at: float
@@ -272,11 +272,11 @@ class MoveSight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSight:
+class SchedulerView:
     """What a scheduler sees and did last, for people."""
 
-    instances: tuple[InstanceSight, ...] = ()
-    moves: tuple[MoveSight, ...] = ()
+    instances: tuple[InstanceView, ...] = ()
+    moves: tuple[MoveView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

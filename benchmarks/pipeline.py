@@ -18,7 +18,7 @@ from benchmarks.support.harness import Bench
 from benchmarks.support.timing import Figures
 from rlhfspec.cluster.folder.rollouts import places_in, rollout_files
 from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.cluster.verify.verify_run import verify_run
 
 ONE_CORE_EACH = (
     "cluster.generation.num_actors=1",

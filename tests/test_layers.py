@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,8 +198,8 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 
 # Ratchets: these figures may only fall. Whoever makes the tree smaller lowers them.
-MAX_SOURCE_FILES = 515
-MAX_SOURCE_LINES = 75_200
+MAX_SOURCE_FILES = 497
+MAX_SOURCE_LINES = 75_000
 MAX_FUNCTION_LINES = 80
 LONGER_FUNCTIONS = {
     "engine/build.py build_engine": 104,
@@ -234,3 +236,28 @@ def test_a_function_fits_on_a_page() -> None:
 def test_few_functions_take_the_whole_config() -> None:
     taking = [name for name, function in functions() if takes_the_whole_config(function)]
     assert len(taking) <= MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG, "\n".join(taking)
+
+
+PRIVATE_WORDS = {
+    "news",
+    "sight",
+    "sights",
+    "vitals",
+    "proof",
+    "reckon",
+    "joiner",
+    "joiners",
+    "departure",
+    "departures",
+}
+"That nobody of the field would look for; `docs/glossary.md` has those to use."
+
+
+def test_names_are_words_of_the_field() -> None:
+    found = set()
+    for path in modules(*LAYERS):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.NAME and PRIVATE_WORDS & set(token.string.lower().split("_")):
+                found.add(f"{path.relative_to(ROOT)}:{token.start[0]} {token.string}")
+        found |= {str(path.relative_to(ROOT)) for part in path.with_suffix("").parts if part in PRIVATE_WORDS}
+    assert not found, "\n".join(sorted(found))

@@ -26,7 +26,7 @@ from rlhfspec.actors.generation.loop_orders import (
     HoldOrder,
     LoadOrder,
     LoopOrder,
-    NewsOrder,
+    MoveEventOrder,
     RememberOrder,
     StepLogOrder,
     StopOrder,
@@ -51,7 +51,7 @@ GATHER_S = 0.05
 "Between two answers to polls, while samples run: an answer tells of all of them, and many samples end at once."
 
 
-_NEEDS_THE_CORE = (SubmitOrder, NewsOrder, LoadOrder, StopOrder)
+_NEEDS_THE_CORE = (SubmitOrder, MoveEventOrder, LoadOrder, StopOrder)
 "Orders after which the loop computes, or ends: what computes in its spare time stops."
 
 
@@ -225,7 +225,7 @@ class DecodeLoop:
         logger.debug("%s, boundary %d: %s", self._instance, self.boundary, order)
         try:
             match order:
-                case SubmitOrder() | CutOrder() | NewsOrder() if (
+                case SubmitOrder() | CutOrder() | MoveEventOrder() if (
                     order.term is not None and order.term < self._term
                 ):
                     # sent by a scheduler before its death, arrived after its successor asked what is held: void
@@ -245,12 +245,12 @@ class DecodeLoop:
                         else self._host.receive_weights(order.manifest, order.group)
                     )
                     self._report_state()
-                case NewsOrder():
+                case MoveEventOrder():
                     if self._migrator is None:
                         logger.error("instance %s moves no samples, but got: %s", self._instance, order)
                     else:
                         with self._counting_moves():
-                            self._migrator.take(order.news, order.pieces)
+                            self._migrator.take(order.event, order.pieces)
                     future.set_result(None)
                 case HoldOrder():
                     self._term = max(self._term, order.term)
@@ -272,7 +272,7 @@ class DecodeLoop:
                     future.set_result(None)
         except RlhfSpecError as error:
             future.set_exception(error)
-            if isinstance(order, NewsOrder):
+            if isinstance(order, MoveEventOrder):
                 # nobody reads that answer, and a move left half done must not be decoded on
                 raise
         except BaseException as error:

@@ -36,7 +36,7 @@ from rlhfspec.actors.generation.loop_orders import (
     HoldOrder,
     LoadOrder,
     LoopOrder,
-    NewsOrder,
+    MoveEventOrder,
     RememberOrder,
     StepLogOrder,
     StopOrder,
@@ -209,13 +209,13 @@ class GenerationActor:
             for name, handle in destinations.items():
                 self._endpoint.meet(name, handle)
         for order in orders:
-            self._loop.order(NewsOrder(news=order, term=term))
+            self._loop.order(MoveEventOrder(event=order, term=term))
 
     @ray.method(concurrency_group="moves")
     def settle(self, verdicts: tuple[Settle | CallOff, ...], term: int = 0) -> None:
         """Take the scheduler's word on moves."""
         for verdict in verdicts:
-            self._loop.order(NewsOrder(news=verdict, term=term))
+            self._loop.order(MoveEventOrder(event=verdict, term=term))
 
     @ray.method(concurrency_group="moves")
     def peer_messages(
@@ -229,7 +229,7 @@ class GenerationActor:
         if self._endpoint is not None:
             self._endpoint.meet(sender, handle)
         for message, beside in zip(messages, pieces, strict=True):
-            self._loop.order(NewsOrder(news=message, pieces=beside))
+            self._loop.order(MoveEventOrder(event=message, pieces=beside))
 
     @ray.method(concurrency_group="transfer")
     def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:

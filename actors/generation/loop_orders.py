@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhfspec.core.records import SampleKey, SampleRequest
 from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.policies.migration.move_messages import News, describe
+from rlhfspec.policies.migration.move_messages import MoveEvent, describe
 
 if TYPE_CHECKING:
     # they import torch, which the scheduler has no use for
@@ -81,17 +81,17 @@ class StepLogOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewsOrder:
+class MoveEventOrder:
     """Something about a move: an order, a peer's message, news of a transfer thread, a verdict."""
 
-    news: News
+    event: MoveEvent
     term: int | None = None
     "of the scheduler that says it; None: it comes from a peer or a transfer thread"
     pieces: tuple[CachePiece, ...] = ()
     "of caches, that came beside a peer's message"
 
     def __str__(self) -> str:
-        return describe(self.news)
+        return describe(self.event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,5 +124,5 @@ LoopOrder = (
     | StopOrder
     | HoldOrder
     | StepLogOrder
-    | NewsOrder
+    | MoveEventOrder
 )

@@ -10,7 +10,7 @@ from rlhfspec.core.config import ReallocationConfig
 from rlhfspec.core.records import SampleKey
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.exchange import CachePiece
-from rlhfspec.policies.migration.move_messages import Claim, MoveOrder, MoveReport, News, PeerMessage
+from rlhfspec.policies.migration.move_messages import Claim, MoveEvent, MoveOrder, MoveReport, PeerMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class MigrationContext:
     settings: ReallocationConfig
     post: Callable[[str, PeerMessage, tuple[CachePiece, ...]], None]
     "sends a message to a peer, and pieces of caches beside it; must not wait"
-    come_back: Callable[[News], object]
+    come_back: Callable[[MoveEvent], object]
     "puts news of the transfer threads into the mailbox"
     report: Callable[[MoveReport], None]
     "tells the scheduler, at least once and in order with completions"

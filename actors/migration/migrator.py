@@ -22,8 +22,8 @@ from rlhfspec.policies.migration.move_messages import (
     CallOff,
     Claim,
     HandOver,
+    MoveEvent,
     MoveOrder,
-    News,
     Prepare,
     Ready,
     Refused,
@@ -60,35 +60,35 @@ class Migrator:
             if move.aside is not None
         }
 
-    def take(self, news: News, pieces: tuple[CachePiece, ...] = ()) -> None:
+    def take(self, event: MoveEvent, pieces: tuple[CachePiece, ...] = ()) -> None:
         """Take an order, a message of a peer and the pieces beside it, news of a transfer thread, or a verdict."""
-        move, now_s = self._open.get(news.move_id), self._context.clock()
+        move, now_s = self._open.get(event.move_id), self._context.clock()
         actions: list[Any]
-        match news:
-            case MoveOrder() | Prepare() if move is not None or news.move_id in self._ended:
+        match event:
+            case MoveOrder() | Prepare() if move is not None or event.move_id in self._ended:
                 return
             case MoveOrder():
-                move = MigrationSource(self._context, news)
-                if refusal := self._refusal(news):
+                move = MigrationSource(self._context, event)
+                if refusal := self._refusal(event):
                     move.say(Claim.KEPT, refusal)
                     return
                 actions = move.machine.begin()
             case Prepare():
-                move = MigrationDestination(self._context, news)
+                move = MigrationDestination(self._context, event)
                 actions = move.machine.begin(refusal=move.refusal())
             case HandOver() if isinstance(move, MigrationDestination):
                 move.tails = pieces
                 try:
-                    self._context.engine().require_version(news.state)
-                    actions = move.machine.handle(news, now_s=now_s)
+                    self._context.engine().require_version(event.state)
+                    actions = move.machine.handle(event, now_s=now_s)
                 except WeightsError as error:
                     actions = move.machine.refuse(str(error), now_s=now_s)
             case _:
                 if move is None:
-                    self._answer_late(news)
+                    self._answer_late(event)
                     return
-                actions = move.machine.handle(news, now_s=now_s)
-        self._open[news.move_id] = move
+                actions = move.machine.handle(event, now_s=now_s)
+        self._open[event.move_id] = move
         move.carry_out(actions)
         self._forget_if_over(move)
 
@@ -144,24 +144,24 @@ class Migrator:
                 return f"it is already on its way from {order.source} to {other.machine.order.destination}"
         return ""
 
-    def _answer_late(self, news: News) -> None:
+    def _answer_late(self, event: MoveEvent) -> None:
         """What comes for a move that is over here, or was never heard of."""
-        match news:
+        match event:
             case HandOver():
                 # the source asks for the sample back then
                 reason = f"{self._context.instance} does not expect it, or no more"
-                self._context.post(news.order.source, Refused(move_id=news.move_id, reason=reason), ())
+                self._context.post(event.order.source, Refused(move_id=event.move_id, reason=reason), ())
             case Settle(verdict=Verdict.RELEASE):
                 # a copy that is another's must not go on
-                if self._context.open_epochs.get(news.key, news.epoch) < news.epoch:
-                    self._context.engine().exchange.drop(news.key)
-                    self._context.open_epochs.pop(news.key, None)
+                if self._context.open_epochs.get(event.key, event.epoch) < event.epoch:
+                    self._context.engine().exchange.drop(event.key)
+                    self._context.open_epochs.pop(event.key, None)
             case Ready():
                 # a destination waits for frames of a move that ended before any was shipped: none will come
-                destination, frames = self._ended.get(news.move_id, ("", ()))
+                destination, frames = self._ended.get(event.move_id, ("", ()))
                 if frames:
-                    self._ended[news.move_id] = (destination, ())
-                    self._context.transfers.send_nothing(destination, news.ticket, frames)
+                    self._ended[event.move_id] = (destination, ())
+                    self._context.transfers.send_nothing(destination, event.ticket, frames)
 
     def _forget_if_over(self, move: MigrationSource | MigrationDestination) -> None:
         if not move.machine.is_done:

@@ -10,7 +10,7 @@ import ray
 from rlhfspec.actors.actor_messages import GenerationSpec
 from rlhfspec.actors.generation.decode_loop import DecodeLoop
 from rlhfspec.actors.generation.engine_host import ManifestHost
-from rlhfspec.actors.generation.loop_orders import NewsOrder
+from rlhfspec.actors.generation.loop_orders import MoveEventOrder
 from rlhfspec.actors.migration.context import MigrationContext
 from rlhfspec.actors.migration.migrator import Migrator
 from rlhfspec.actors.migration.peers import Peers
@@ -45,7 +45,7 @@ class RayMigrationEndpoint:
             transfers=self._transfers,
             settings=self._settings,
             post=self._peers.post,
-            come_back=lambda news: loop.order(NewsOrder(news=news)),
+            come_back=lambda event: loop.order(MoveEventOrder(event=event)),
             report=loop.report,
             open_epochs=loop.open_epochs,
             note=loop.spans.add,

@@ -23,16 +23,16 @@ from ray.exceptions import RayTaskError
 
 from rlhfspec.actors.actor_messages import (
     LostInstance,
-    MoveSight,
+    MoveView,
     PollReply,
     Rejoined,
     SchedulerSettings,
-    SchedulerSight,
+    SchedulerView,
     Taken,
 )
-from rlhfspec.actors.scheduling.instance_sights import instance_sights, move_sight
+from rlhfspec.actors.scheduling.instance_views import instance_views, move_view
 from rlhfspec.actors.scheduling.move_gauges import count_move
-from rlhfspec.actors.scheduling.scheduler_news import News
+from rlhfspec.actors.scheduling.scheduler_updates import SchedulerUpdates
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.actors.waiting.actor_start import begin_actor
 from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
@@ -96,8 +96,8 @@ class SchedulerActor:
         self._machine = Scheduler(**self._machine_arguments())
         self._submits: dict[Any, str] = {}
         self._changed = threading.Condition(threading.RLock())
-        self._news = News()
-        self._seen_moves: deque[MoveSight] = deque(maxlen=MOVES_SEEN)
+        self._updates = SchedulerUpdates()
+        self._seen_moves: deque[MoveView] = deque(maxlen=MOVES_SEEN)
         self._reallocated_at_s = 0.0
         self._planning_s = 0.0
         self._failure: BaseException | None = None
@@ -206,11 +206,11 @@ class SchedulerActor:
             return self._machine.instances()
 
     @ray.method(concurrency_group="control")
-    def sights(self) -> SchedulerSight:
+    def views(self) -> SchedulerView:
         """Every instance that ever joined, as this scheduler sees it now, and its last moves; for people."""
         with self._changed:
-            return SchedulerSight(
-                instances=instance_sights(self._machine.members, now_s=time.monotonic()),
+            return SchedulerView(
+                instances=instance_views(self._machine.members, now_s=time.monotonic()),
                 moves=tuple(self._seen_moves),
             )
 
@@ -232,11 +232,11 @@ class SchedulerActor:
         Raises what made generation impossible: an error of ours that an instance raised, or WaitTimeout.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._news.is_urgent or self._failure, timeout=wait_s)
+            self._changed.wait_for(lambda: self._updates.is_urgent or self._failure, timeout=wait_s)
             if self._failure is not None:
                 raise self._failure
-            news, self._news = self._news, News()
-            return news.taken(
+            updates, self._updates = self._updates, SchedulerUpdates()
+            return updates.taken(
                 planning_s=self._planning_s,
                 num_open=self._machine.num_open,
                 stats=self._machine.members.stats,
@@ -280,7 +280,7 @@ class SchedulerActor:
         link.acknowledged = reply.sequence
         if reply.load is not None and reply.load.drafter_alarm not in ("", link.drafter_alarm):
             link.drafter_alarm = reply.load.drafter_alarm
-            self._news.drafter_alarms.append(f"{name}: {link.drafter_alarm}")
+            self._updates.drafter_alarms.append(f"{name}: {link.drafter_alarm}")
         self._handle(
             InstanceReported(
                 instance=name,
@@ -337,29 +337,29 @@ class SchedulerActor:
             case CutOwned():
                 self._handle_of(order.instance).cut.remote(order.keys, self._settings.term)
             case Deliver():
-                self._news.completions.append(order.completion)
+                self._updates.completions.append(order.completion)
                 self._changed.notify_all()
             case Abandon():
                 self._abandon(order)
             case Left():
-                self._news.left.append(order)
+                self._updates.left.append(order)
                 self._changed.notify_all()
             case Resized():
-                self._news.resized = order.change
+                self._updates.resized = order.change
             case MoveEnded():
-                self._news.moves.append(order.record)
-                self._seen_moves.append(move_sight(order.record, ended_at=time.time()))
+                self._updates.moves.append(order.record)
+                self._seen_moves.append(move_view(order.record, ended_at=time.time()))
                 count_move(order.record)
             case Alarm():
                 logger.error("integrity alarm: %s", order)
                 run_metrics.add("integrity_alarms")
-                self._news.alarms.append(order)
+                self._updates.alarms.append(order)
 
     def _abandon(self, order: Abandon) -> None:
         logger.warning("%s is given up: %s", order.instance, order.reason)
         ray.kill(self._handle_of(order.instance))
         self._submits = {ref: name for ref, name in self._submits.items() if name != order.instance}
-        self._news.lost.append(
+        self._updates.lost.append(
             LostInstance(instance=order.instance, reason=order.reason, num_requeued=order.num_requeued)
         )
         self._changed.notify_all()

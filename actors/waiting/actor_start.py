@@ -14,8 +14,8 @@ import ray
 from rlhfspec.actors.serving.loopback import spare_loopback
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.actors.waiting.process_log import begin_process_log
+from rlhfspec.actors.waiting.process_metrics import begin_process_metrics
 from rlhfspec.actors.waiting.stack_page import begin_stack_page
-from rlhfspec.actors.waiting.vitals import begin_vitals
 
 RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."
@@ -36,7 +36,7 @@ def begin_actor(name: str) -> str:
     if run:
         run_metrics.begin(run_metrics.RaySink(run))
         begin_stack_page(run, name)
-        begin_vitals(name)
+        begin_process_metrics(name)
     if run and logs:
         begin_process_log(Path(logs), name, run=run)
     return name

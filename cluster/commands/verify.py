@@ -10,7 +10,7 @@ from rlhfspec.cluster.commands.arguments import SEED, number, set_flag
 from rlhfspec.cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.proof.proof_record import Proof
+    from rlhfspec.cluster.verify.verification import Verification
     from rlhfspec.core.decode_records import StepRecord
 
 _MOST_DIFFERENCES = 20
@@ -60,10 +60,10 @@ def verify(
 
     with Reporter() as report:
         report.stage("loading torch and transformers")
-        from rlhfspec.cluster.proof.verify_run import verify_run
+        from rlhfspec.cluster.verify.verify_run import verify_run
 
         with report.job("verify") as tick:
-            proof = verify_run(
+            verification = verify_run(
                 run_dir,
                 share=share,
                 seed=secrets.randbelow(2**32) if seed is None else seed,
@@ -71,32 +71,32 @@ def verify(
                 overrides=overrides,
                 tick=tick,
             )
-    for line in _lines(proof):
+    for line in _lines(verification):
         report.note(line)
-    return 0 if proof.holds else 1
+    return 0 if verification.holds else 1
 
 
-def _lines(proof: Proof) -> list[str]:
-    lines = [f"checkpoints: {proof.num_checkpoints} compared with their manifests"]
+def _lines(done: Verification) -> list[str]:
+    lines = [f"checkpoints: {done.num_checkpoints} compared with their manifests"]
     lines.append(
-        f"samples: {proof.num_regenerated} of {proof.num_recorded} generated again (seed {proof.seed}), "
-        f"{proof.num_tokens:,} tokens, {proof.num_rewards} rewards computed again"
+        f"samples: {done.num_regenerated} of {done.num_recorded} generated again (seed {done.seed}), "
+        f"{done.num_tokens:,} tokens, {done.num_rewards} rewards computed again"
     )
-    lines += [f"  not verified: {count} samples: {why}" for why, count in proof.unverified.items()]
-    lines += [f"  {note}" for note in proof.notes]
-    if proof.num_regenerated and proof.generated_s:
-        ratio = proof.seconds / proof.generated_s
+    lines += [f"  not verified: {count} samples: {why}" for why, count in done.unverified.items()]
+    lines += [f"  {note}" for note in done.notes]
+    if done.num_regenerated and done.generated_s:
+        ratio = done.seconds / done.generated_s
         lines.append(
-            f"  {proof.seconds:.1f} s after a start of {proof.start_s:.1f} s; the run took {proof.generated_s:.1f} s "
+            f"  {done.seconds:.1f} s after a start of {done.start_s:.1f} s; the run took {done.generated_s:.1f} s "
             f"to generate them (x {ratio:.2f})"
         )
-    shown = proof.differences[:_MOST_DIFFERENCES]
+    shown = done.differences[:_MOST_DIFFERENCES]
     lines += [f"DIFFERS {difference}" for difference in shown]
-    if len(shown) < len(proof.differences):
-        lines.append(f"... and {len(proof.differences) - len(shown)} more")
-    if not proof.num_regenerated:
+    if len(shown) < len(done.differences):
+        lines.append(f"... and {len(done.differences) - len(shown)} more")
+    if not done.num_regenerated:
         lines.append("nothing was verified: no sample of this run could be generated again here")
-    lines.append(f"{len(proof.differences)} differences")
+    lines.append(f"{len(done.differences)} differences")
     return lines
 
 
@@ -147,8 +147,8 @@ def _replay_sample(run_dir: Path, index: int) -> int:
 
     with Reporter() as report:
         report.stage("loading torch and transformers")
-        from rlhfspec.cluster.proof.choice import RecordedRun
-        from rlhfspec.cluster.proof.replay_sample import replay_sample, sample_lines
+        from rlhfspec.cluster.verify.choice import RecordedRun
+        from rlhfspec.cluster.verify.replay_sample import replay_sample, sample_lines
 
         replayed = replay_sample(RecordedRun.open(run_dir), index)
     for line in sample_lines(replayed):

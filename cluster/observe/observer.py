@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rlhfspec.actors.actor_messages import InstanceSight, SchedulerSight
+from rlhfspec.actors.actor_messages import InstanceView, SchedulerView
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.actors.waiting.process_log import begin_process_log
+from rlhfspec.actors.waiting.process_metrics import export_process_metrics
 from rlhfspec.actors.waiting.stack_page import begin_stack_page, end_stack_page
-from rlhfspec.actors.waiting.vitals import tell_vitals
 from rlhfspec.actors.waiting.watch import open_waits
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.leftovers import drop_old_logs
@@ -77,7 +77,7 @@ class Observer:
         self._system: System | None = None
         self._asked: Any = None
         self._heard_at = clock()
-        self._sight: SchedulerSight = SchedulerSight()
+        self._view: SchedulerView = SchedulerView()
         self._mark: object = None
         self._counted_at = clock()
         self._tidied_at = 0.0
@@ -113,7 +113,7 @@ class Observer:
             self._count_phase()
             page = self._page()
         set_gauges(page, outlived=not self._session.is_local)
-        tell_vitals(LOOP)
+        export_process_metrics(LOOP)
         self._write(page)
         self._tidy()
         return page
@@ -129,12 +129,12 @@ class Observer:
         if self._system is None:
             return
         if self._asked is None:
-            self._asked = self._system.scheduler.handle.sights.remote()
+            self._asked = self._system.scheduler.handle.views.remote()
         try:
             if ray.wait([self._asked], timeout=_ANSWER_S)[0]:
                 asked, self._asked = self._asked, None
                 answer: Any = ray.get(asked, timeout=_ANSWER_S)
-                self._sight = answer
+                self._view = answer
                 self._heard_at = self._clock()
         except Exception:
             # dead, or being replaced: its silence is told
@@ -158,8 +158,8 @@ class Observer:
         now, silent_s = self._clock(), 0.0
         if self._system is not None and not ended:
             silent_s = max(0.0, now - self._heard_at)
-        rows = tuple(_row(sight) for sight in self._sight.instances)
-        loads = [sight.load for sight in self._sight.instances if sight.load is not None]
+        rows = tuple(_row(view) for view in self._view.instances)
+        loads = [view.load for view in self._view.instances if view.load is not None]
         emitted = sum(load.stats.num_emitted_tokens for load in loads)
         mark = (self._iteration, self._phase, self._done, emitted)
         if mark != self._mark:
@@ -186,7 +186,7 @@ class Observer:
             instances=rows,
             waits=() if ended else tuple(WaitRow(**wait._asdict()) for wait in open_waits()),
             events=tuple(self._events),
-            moves=tuple(EventRow(at=move.ended_at, text=move.text) for move in self._sight.moves),
+            moves=tuple(EventRow(at=move.ended_at, text=move.text) for move in self._view.moves),
         )
 
     def _write(self, page: LivePage) -> None:
@@ -237,29 +237,29 @@ def observing(
         end_log()
 
 
-def _row(sight: InstanceSight) -> InstanceRow:
-    load = sight.load
+def _row(view: InstanceView) -> InstanceRow:
+    load = view.load
     if load is None:
         return InstanceRow(
-            name=sight.instance,
-            state=sight.state,
-            num_slots=sight.num_slots,
-            activity=sight.activity,
-            activity_s=sight.activity_s,
+            name=view.instance,
+            state=view.state,
+            num_slots=view.num_slots,
+            activity=view.activity,
+            activity_s=view.activity_s,
         )
     return InstanceRow(
-        name=sight.instance,
-        state=sight.state,
-        num_owned=sight.num_owned,
+        name=view.instance,
+        state=view.state,
+        num_owned=view.num_owned,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
-        num_slots=sight.num_slots,
+        num_slots=view.num_slots,
         tokens_per_s=load.goodput_tokens_per_s if load.num_running else 0.0,
         acceptance_length=load.stats.mean_acceptance_length,
         weight_version=load.weight_version,
-        silent_s=sight.silent_s,
-        activity=sight.activity,
-        activity_s=sight.activity_s,
+        silent_s=view.silent_s,
+        activity=view.activity,
+        activity_s=view.activity_s,
         drafter_alarm=load.drafter_alarm,
         draft=_draft(load.budget),
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from rlhfspec.actors.waiting.vitals import give_back_free_memory
+from rlhfspec.actors.waiting.process_metrics import give_back_free_memory
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.run_status import STOPPING
 from rlhfspec.cluster.observe.console import Reporter

@@ -316,7 +316,7 @@ class RolloutStream:
         """Ask the scheduler for news; replace what was lost, let the pool grow and shrink, say what is odd."""
         system, note = self._system, self._report.note
         taken = system.scheduler.take(wait_s)
-        for line in system.scheduler.news():
+        for line in system.scheduler.updates():
             note(line)
         for alarm in taken.alarms:
             note(

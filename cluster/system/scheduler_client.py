@@ -57,7 +57,7 @@ class SchedulerClient:
         self._asked: dict[SampleKey, SampleRequest] = {}
         self._delivered: dict[SampleKey, Completion] = {}
         self._lost: list[LostInstance] = []
-        self._news: list[str] = []
+        self._updates: list[str] = []
         self._is_cut = False
         "what is open was told to end where it is"
         self._expected: tuple[Starts, tuple[str, ...]] = (Starts(), ())
@@ -136,10 +136,10 @@ class SchedulerClient:
         given_up, self._lost = self._lost, []
         return replace(taken, lost=(*given_up, *taken.lost))
 
-    def news(self) -> list[str]:
+    def updates(self) -> list[str]:
         """What a person should know of restarts since the last call, one line each."""
-        news, self._news = self._news, []
-        return news
+        updates, self._updates = self._updates, []
+        return updates
 
     def stop(self) -> None:
         """End the polling."""
@@ -184,7 +184,7 @@ class SchedulerClient:
                 reason = str(error)
                 continue
             run_metrics.add("replaced_actors", pool="scheduler")
-            self._news.append(self._describe(reason, held))
+            self._updates.append(self._describe(reason, held))
             return
 
     def _ask_what_is_held(self) -> dict[str, HeldSamples]:

@@ -18,7 +18,7 @@ from rlhfspec.policies.migration.move_messages import (
     Claim,
     HandOver,
     Landed,
-    News,
+    MoveEvent,
     PeerMessage,
     Prepare,
     Received,
@@ -98,7 +98,7 @@ class DestinationMove:
             self.stage = DestinationStage.LANDED
         return [KeepSlot(expect_frames=ships)]
 
-    def handle(self, event: News, *, now_s: float) -> list[DestinationAction]:
+    def handle(self, event: MoveEvent, *, now_s: float) -> list[DestinationAction]:
         """Take one event. What comes too late or twice, or is no destination's business, gives no action."""
         match event:
             case Received() if self.stage is DestinationStage.RESERVED:

@@ -189,16 +189,16 @@ class MoveReport:
     "what the move cost, as `actors.migration` measured it"
 
 
-News = MoveOrder | PeerMessage | Shipped | Received | Settle | CallOff
+MoveEvent = MoveOrder | PeerMessage | Shipped | Received | Settle | CallOff
 "What reaches an instance's decode loop about moves."
 
 
-def describe(news: News) -> str:
+def describe(event: MoveEvent) -> str:
     """One line for the log of orders."""
-    parts = [type(news).__name__.lower(), "of move", news.move_id]
-    if isinstance(news, MoveOrder):
-        parts += [f"sample {news.key.sample_index}@{news.epoch}", f"to {news.destination} by {news.mode}"]
-    elif isinstance(news, Settle):
-        parts += [f"{news.verdict} sample {news.key.sample_index}@{news.epoch}"]
-    reason = getattr(news, "reason", "") or getattr(news, "error", "")
+    parts = [type(event).__name__.lower(), "of move", event.move_id]
+    if isinstance(event, MoveOrder):
+        parts += [f"sample {event.key.sample_index}@{event.epoch}", f"to {event.destination} by {event.mode}"]
+    elif isinstance(event, Settle):
+        parts += [f"{event.verdict} sample {event.key.sample_index}@{event.epoch}"]
+    reason = getattr(event, "reason", "") or getattr(event, "error", "")
     return " ".join(parts) + (f": {reason}" if reason else "")

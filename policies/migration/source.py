@@ -19,8 +19,8 @@ from rlhfspec.policies.migration.move_messages import (
     CallOff,
     Claim,
     Landed,
+    MoveEvent,
     MoveOrder,
-    News,
     Ready,
     Refused,
     Settle,
@@ -110,7 +110,7 @@ class SourceMove:
         """The first actions."""
         return [AskDestination()]
 
-    def handle(self, event: News | SampleEnded, *, now_s: float) -> list[SourceAction]:
+    def handle(self, event: MoveEvent | SampleEnded, *, now_s: float) -> list[SourceAction]:
         """Take one event. What comes too late or twice, or is no source's business, gives no action."""
         match event:
             case Ready() if self.stage is SourceStage.PREPARING:

@@ -255,8 +255,8 @@ class Scheduler:
         orders = machine._settle_what_was_set_aside(known)
         asked = set(machine._ledger.samples) | machine._accepted.keys()
         for snapshot in known:
-            news = tuple(c for c in snapshot.completions if c.key in asked)
-            report = InstanceReported(instance=snapshot.instance, now_s=now_s, completions=news)
+            updates = tuple(c for c in snapshot.completions if c.key in asked)
+            report = InstanceReported(instance=snapshot.instance, now_s=now_s, completions=updates)
             orders += machine._report(report)
         return machine, orders + machine._ledger.pull()
 

@@ -73,7 +73,7 @@ class Scheduler:
         self.num_taken += 1
         return self.script[self.num_taken - 1] if self.num_taken <= len(self.script) else Taken()
 
-    def news(self) -> list[str]:
+    def updates(self) -> list[str]:
         told, self.told = self.told, []
         return told
 

@@ -24,10 +24,10 @@ from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.summary import STEP_PARTS
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
-from rlhfspec.cluster.proof.verify_run import verify_run
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import System, running_system
+from rlhfspec.cluster.verify.verify_run import verify_run
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.metrics import read_metrics
@@ -311,11 +311,11 @@ def test_a_replacement_gets_the_newest_draft(trained):
 
 def test_the_run_folder_proves_itself(trained):
     """By `rlhfspec verify`: what moved between instances, was drafted and broadcast comes out again."""
-    proof = verify_run(trained.run_dir.path, share=1.0, num_engines=1)
-    assert proof.holds, proof.differences
+    verification = verify_run(trained.run_dir.path, share=1.0, num_engines=1)
+    assert verification.holds, verification.differences
     # of the versions between only the last is kept
-    assert proof.num_regenerated == proof.num_rewards == SAMPLES
-    assert sum(proof.unverified.values()) == SAMPLES
+    assert verification.num_regenerated == verification.num_rewards == SAMPLES
+    assert sum(verification.unverified.values()) == SAMPLES
 
 
 class SchedulerKiller(Reporter):

@@ -14,9 +14,9 @@ from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.inputs import read_inputs
 from rlhfspec.cluster.plan.run_check import check_run
-from rlhfspec.cluster.proof.verify_run import verify_run
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import running_system
+from rlhfspec.cluster.verify.verify_run import verify_run
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.metrics import read_metrics
@@ -125,9 +125,9 @@ def test_rollouts_are_those_of_one_engine_without_speculation(config, run_dir):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_turns_of_the_run_folder_come_out_again(run_dir):
-    proof = verify_run(run_dir.path, share=1.0, num_engines=1)
-    assert proof.holds, proof.differences
-    assert proof.num_regenerated == SAMPLES and proof.num_rewards == 0
+    verification = verify_run(run_dir.path, share=1.0, num_engines=1)
+    assert verification.holds, verification.differences
+    assert verification.num_regenerated == SAMPLES and verification.num_rewards == 0
 
 
 @pytest.mark.ray

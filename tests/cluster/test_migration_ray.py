@@ -214,7 +214,7 @@ def test_a_scheduler_killed_between_moves_is_replaced_and_moves_go_on(over_gloo,
 
     outcome = over_gloo.run(first, strike, then=second)
     check(outcome, alone(first + second))
-    assert any("takes its place" in line for line in over_gloo.client.news())
+    assert any("takes its place" in line for line in over_gloo.client.updates())
     assert outcome.num_moved > 0, "the new scheduler moves samples too"
     assert all(record.order.move_id.startswith("1-") for record in outcome.moves)
 

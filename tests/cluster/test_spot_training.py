@@ -159,10 +159,10 @@ def kill_a_training_one(system: System) -> str:
     """Wait until the scheduler's table says that somebody trains, and kill it there."""
     ends_s = time.monotonic() + LIMIT_S
     while time.monotonic() < ends_s:
-        seen = ray.get(system.scheduler.handle.sights.remote(), timeout=LIMIT_S)
-        for sight in seen.instances:
-            if sight.activity == "training":
-                ray.kill(system.generation.instances[sight.instance])
-                return sight.instance
+        seen = ray.get(system.scheduler.handle.views.remote(), timeout=LIMIT_S)
+        for view in seen.instances:
+            if view.activity == "training":
+                ray.kill(system.generation.instances[view.instance])
+                return view.instance
         time.sleep(0.05)
     raise AssertionError(f"nobody trained within {LIMIT_S:.0f} s")

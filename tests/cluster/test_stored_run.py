@@ -15,7 +15,7 @@ import torch
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.cluster.verify.verify_run import verify_run
 
 STORED = Path(__file__).resolve().parents[1] / "stored_run"
 MADE_ON = ("znver4", "2.13.0")
@@ -49,8 +49,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def test_its_samples_are_generated_again_to_the_bit(run: RunDir) -> None:
-    proof = verify_run(run.path, share=1.0)
-    assert proof.holds and proof.num_regenerated == NUM_SAMPLES
+    verification = verify_run(run.path, share=1.0)
+    assert verification.holds and verification.num_regenerated == NUM_SAMPLES
 
 
 @pytest.mark.ray

@@ -17,7 +17,7 @@ from in_process import NO_FAULTS, FaultPlan, MemoryHub, MemoryTransport
 
 from rlhfspec.actors.actor_messages import HeldSamples, PollReply
 from rlhfspec.actors.generation.decode_loop import DecodeLoop
-from rlhfspec.actors.generation.loop_orders import HoldOrder, NewsOrder, SubmitOrder
+from rlhfspec.actors.generation.loop_orders import HoldOrder, MoveEventOrder, SubmitOrder
 from rlhfspec.actors.migration.context import MigrationContext
 from rlhfspec.actors.migration.migrator import Migrator
 from rlhfspec.actors.migration.transfers import Transfers
@@ -171,7 +171,7 @@ class LocalPool:
             timeout_s=2.0, frame_bytes=1 << 12, transfer_share=1.0
         )
         self._frame_timeout_s = frame_timeout_s or self._settings.timeout_s
-        self._later: list[tuple[int, str, NewsOrder]] = []
+        self._later: list[tuple[int, str, MoveEventOrder]] = []
         self.instances = {name: self._make(name, engine, frame_faults) for name, engine in engines.items()}
         for name in engines:
             self.join(name)
@@ -207,7 +207,7 @@ class LocalPool:
                 transfers=transfers,
                 settings=self._settings,
                 post=lambda peer, message, pieces: self.send(peer, message, sender=name, pieces=pieces),
-                come_back=lambda news: loop.order(NewsOrder(news=news)),
+                come_back=lambda event: loop.order(MoveEventOrder(event=event)),
                 report=loop.report,
                 open_epochs=loop.open_epochs,
                 note=loop.spans.add,
@@ -228,14 +228,16 @@ class LocalPool:
             return
         term = self.term if sender is None else None
         for arriving in self.fault(receiver, message):
-            turns, news = (arriving.turns, arriving.message) if isinstance(arriving, Later) else (0, arriving)
-            order = NewsOrder(news=news, term=term, pieces=pieces)
+            turns, event = (
+                (arriving.turns, arriving.message) if isinstance(arriving, Later) else (0, arriving)
+            )
+            order = MoveEventOrder(event=event, term=term, pieces=pieces)
             if turns:
                 self._later.append((self.num_turns + turns, receiver, order))
             else:
                 self._deliver(receiver, order)
 
-    def _deliver(self, receiver: str, order: NewsOrder) -> None:
+    def _deliver(self, receiver: str, order: MoveEventOrder) -> None:
         if self.instances[receiver].alive:
             self.instances[receiver].loop.order(order)
 

@@ -8,12 +8,12 @@ import pytest
 from fake_engine import FakeEngine, FakeHost, make_request
 
 from rlhfspec.actors.generation.decode_loop import DecodeLoop
-from rlhfspec.actors.generation.loop_orders import HoldOrder, NewsOrder, SubmitOrder
+from rlhfspec.actors.generation.loop_orders import HoldOrder, MoveEventOrder, SubmitOrder
 from rlhfspec.core.decode_records import InstanceLoad
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.records import Completion, SampleKey
 from rlhfspec.engine.exchange import CachePiece
-from rlhfspec.policies.migration.move_messages import Landed, News
+from rlhfspec.policies.migration.move_messages import Landed, MoveEvent
 
 
 class SlowMigrator:
@@ -29,7 +29,7 @@ class SlowMigrator:
     def clock(self) -> float:
         return self.now_s
 
-    def take(self, news: News, pieces: tuple[CachePiece, ...] = ()) -> None:
+    def take(self, event: MoveEvent, pieces: tuple[CachePiece, ...] = ()) -> None:
         self.now_s += 1.0
         if self.fails:
             raise RlhfSpecError("planted")
@@ -74,7 +74,7 @@ def test_every_call_of_the_migrator_counts_and_decoding_does_not() -> None:
     loads: list[InstanceLoad] = []
     loop = make_loop(SlowMigrator(), loads)
     loop.order(SubmitOrder(requests=(make_request(0),)))
-    loop.order(NewsOrder(news=Landed(move_id="0-0")))
+    loop.order(MoveEventOrder(event=Landed(move_id="0-0")))
     loop.order(HoldOrder(term=0))
     loop.run_once(wait_s=0.0)
     # take, before_step, after_step, tick, hold: once each
@@ -95,7 +95,7 @@ def test_a_move_that_fails_half_way_ends_the_instance_for_everybody() -> None:
     migrator = SlowMigrator()
     migrator.fails = True
     loop = make_loop(migrator, [])
-    loop.order(NewsOrder(news=Landed(move_id="0-0")))
+    loop.order(MoveEventOrder(event=Landed(move_id="0-0")))
     with pytest.raises(RlhfSpecError, match="planted"):
         loop.run()
     with pytest.raises(RlhfSpecError, match="planted"):
@@ -104,7 +104,7 @@ def test_a_move_that_fails_half_way_ends_the_instance_for_everybody() -> None:
 
 def test_a_message_for_an_instance_that_moves_no_samples_is_noted_and_harms_nothing(caplog) -> None:
     loop = DecodeLoop("gen-0", FakeHost(FakeEngine("gen-0")), report_interval_s=0.0)
-    loop.order(NewsOrder(news=Landed(move_id="0-0")))
+    loop.order(MoveEventOrder(event=Landed(move_id="0-0")))
     loop.run_once(wait_s=0.0)
     assert "moves no samples" in caplog.text
     assert loop.poll(acknowledged=0, wait_s=0.0).completions == ()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.actors.waiting import vitals
-from rlhfspec.actors.waiting.vitals import give_back_free_memory
+from rlhfspec.actors.waiting import process_metrics
+from rlhfspec.actors.waiting.process_metrics import give_back_free_memory
 from rlhfspec.core.proc_files import PROC, sizes
 
 MIB = 2**20
@@ -16,7 +16,7 @@ def anonymous_bytes() -> int:
 
 
 @pytest.mark.skipif(
-    vitals._malloc_trim is None or not Path("/proc/self/smaps_rollup").is_file(),
+    process_metrics._malloc_trim is None or not Path("/proc/self/smaps_rollup").is_file(),
     reason="glibc on Linux only",
 )
 def test_memory_freed_between_what_lasts_is_given_back() -> None:
@@ -31,5 +31,5 @@ def test_memory_freed_between_what_lasts_is_given_back() -> None:
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vitals, "_malloc_trim", None)
+    monkeypatch.setattr(process_metrics, "_malloc_trim", None)
     give_back_free_memory()

@@ -15,9 +15,9 @@ from loop_hooks import beside_updates
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.proof.verify_run import verify_run
 from rlhfspec.cluster.run.update import Update
 from rlhfspec.cluster.system.system import System
+from rlhfspec.cluster.verify.verify_run import verify_run
 from rlhfspec.core.checkpoint_manifest import state_folders
 from tests.cluster.run.test_pipelined_run import kill_an_instance, train, tree
 from tests.conftest import TinyPair
@@ -86,5 +86,5 @@ def _require_whole(run: RunDir) -> None:
             num_versions[len(set(versions))] += 1
     assert sorted(indices) == list(range(ITERATIONS * SAMPLES))
     assert num_versions[2] + num_versions[3], "some responses are of several versions"
-    proof = verify_run(run.path, share=1.0)
-    assert proof.holds and proof.num_regenerated == ITERATIONS * SAMPLES
+    verification = verify_run(run.path, share=1.0)
+    assert verification.holds and verification.num_regenerated == ITERATIONS * SAMPLES

@@ -19,10 +19,10 @@ from loop_hooks import before_updates, beside_updates
 from rlhfspec.actors.workers.reward_actors import RewardPool
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.proof.verify_run import verify_run
 from rlhfspec.cluster.run.stream import Collected, RolloutStream
 from rlhfspec.cluster.run.update import Update
 from rlhfspec.cluster.system.system import System
+from rlhfspec.cluster.verify.verify_run import verify_run
 from rlhfspec.core.checkpoint_manifest import state_folders
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
@@ -210,8 +210,8 @@ def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
                 assert list(zip(row["span_versions"], row["span_positions"], strict=True)) == spans
     assert switched, "some responses are of two versions"
     assert f"parameter checksum {checksum} (weight version {ITERATIONS})" in capsys.readouterr().out
-    proof = verify_run(run.path, share=1.0)
-    assert proof.holds and proof.num_regenerated == ITERATIONS * SAMPLES
+    verification = verify_run(run.path, share=1.0)
+    assert verification.holds and verification.num_regenerated == ITERATIONS * SAMPLES
     assert all("time/update_hidden_s" in row for row in read_metrics(run.metrics_file))
 
     cut = shutil.copytree(run.path, tmp_path / "cut")

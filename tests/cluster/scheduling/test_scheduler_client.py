@@ -31,7 +31,7 @@ class Pool:
     instances: dict = field(default_factory=dict)
     done: dict[int, Completion] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
-    news: list[str] = field(default_factory=list)
+    updates: list[str] = field(default_factory=list)
     planned_s: list[float] = field(default_factory=list)
 
     def join(self, name: str, *, step_s: float) -> None:
@@ -54,7 +54,7 @@ class Pool:
                 assert completion.token_ids.tolist() == response_of(index).tolist()
                 self.done[index] = completion
             self.lost += [lost.instance for lost in taken.lost]
-            self.news += self.client.news()
+            self.updates += self.client.updates()
             self.planned_s.append(self.client.planning_s)
 
 
@@ -86,7 +86,7 @@ def test_every_sample_comes_once_though_the_scheduler_dies_and_dies_again_until_
         pool.take_until(so_far)
         ray.kill(pool.client.handle)
     pool.take_until(60)
-    assert len(pool.news) == MAX_RESTARTS and "scheduler-r2 takes its place: of" in pool.news[-1]
+    assert len(pool.updates) == MAX_RESTARTS and "scheduler-r2 takes its place: of" in pool.updates[-1]
     assert pool.lost == [] and {c.instance for c in pool.done.values()} == {"gen-0", "gen-1"}
     assert pool.client.stats.num_emitted_tokens >= sum(len(response_of(i)) for i in range(60))
     assert pool.planned_s[-1] > 0.0 and pool.planned_s == sorted(pool.planned_s), "dead schedulers' included"
@@ -118,7 +118,7 @@ def test_a_call_to_a_dead_or_frozen_scheduler_is_carried_out_by_its_successor(po
     os.kill(actors(pool.client.handle._actor_id.hex())["Pid"], signal.SIGSTOP)
     pool.ask(4, 5)
     pool.take_until(2)
-    assert sorted(pool.done) == [4, 5] and len(pool.client.news() + pool.news) == 2
+    assert sorted(pool.done) == [4, 5] and len(pool.client.updates() + pool.updates) == 2
 
 
 def test_a_call_to_a_dead_actor_raises_actor_died(pool):

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.proof.choice import RecordedRun
-from rlhfspec.cluster.proof.replay_sample import replay_sample
-from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.cluster.verify.choice import RecordedRun
+from rlhfspec.cluster.verify.replay_sample import replay_sample
+from rlhfspec.cluster.verify.verify_run import verify_run
 from rlhfspec.core.checkpoint_manifest import MANIFEST, write_manifest
 from rlhfspec.engine.weights.chunks import model_checksum
 from rlhfspec.engine.weights.loading import load_causal_lm
@@ -78,8 +78,8 @@ def test_responses_of_two_weight_versions_are_generated_again(
     assert main(["verify", str(run), *ALL]) == 1
     assert "log-probability of response token" in capsys.readouterr().out
     shutil.rmtree(RunDir(path=run).checkpoint_dir("target", 0))
-    proof = verify_run(run, share=1.0)
-    assert proof.num_regenerated == SAMPLES and sum(proof.unverified.values()) == SAMPLES
+    verification = verify_run(run, share=1.0)
+    assert verification.num_regenerated == SAMPLES and sum(verification.unverified.values()) == SAMPLES
 
 
 def test_a_response_that_should_have_ended_in_its_first_stretch_is_named(made_ahead: Path) -> None:
@@ -122,10 +122,10 @@ def test_a_run_that_went_on_with_caches_of_older_weights_is_refused_by_name(
 
 
 def test_a_share_is_drawn_by_the_seed_and_takes_several_engines(made: Path) -> None:
-    proof = verify_run(made, share=0.5, seed=3, num_engines=2)
-    assert proof.holds and proof.num_regenerated == SAMPLES
+    verification = verify_run(made, share=0.5, seed=3, num_engines=2)
+    assert verification.holds and verification.num_regenerated == SAMPLES
     # each iteration took ten seconds, and half of the samples were verified
-    assert proof.generated_s == pytest.approx(10.0)
+    assert verification.generated_s == pytest.approx(10.0)
     assert verify_run(made, share=0.001, seed=3).num_regenerated == 1
 
 

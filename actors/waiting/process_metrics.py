@@ -17,20 +17,20 @@ EVERY_S = 5.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def begin_vitals(actor: str) -> None:
+def begin_process_metrics(actor: str) -> None:
     """Set the gauges from now on, until the process ends."""
-    tell_vitals(actor)
+    export_process_metrics(actor)
 
     def tell() -> None:
         while True:
             time.sleep(EVERY_S)
             with suppress(Exception):
-                tell_vitals(actor)
+                export_process_metrics(actor)
 
     threading.Thread(target=tell, name="vitals", daemon=True).start()
 
 
-def tell_vitals(actor: str) -> None:
+def export_process_metrics(actor: str) -> None:
     """Set the gauges once; where the system has no /proc, only the GPU's."""
     with suppress(OSError):
         with open("/proc/self/statm") as file:

@@ -12,8 +12,8 @@ import torch
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollouts import Place, places_in, rollout_files
 from rlhfspec.cluster.folder.run_time import of_folder
-from rlhfspec.cluster.proof.kept_weights import KeptWeights
-from rlhfspec.cluster.proof.proof_record import Difference, Proof
+from rlhfspec.cluster.verify.kept_weights import KeptWeights
+from rlhfspec.cluster.verify.verification import Difference, Verification
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ class RecordedRun:
         return str(file.relative_to(self.folder))
 
 
-def all_places(run: RecordedRun, proof: Proof) -> list[Place]:
+def all_places(run: RecordedRun, verification: Verification) -> list[Place]:
     """All samples; files that cannot be read, foreign keys and second copies are differences."""
     places: dict[object, Place] = {}
     run_seed, max_staleness = run.config.run.seed, run.config.rollout.max_staleness
@@ -48,11 +48,11 @@ def all_places(run: RecordedRun, proof: Proof) -> list[Place]:
         try:
             found = places_in(file)
         except DataError as error:
-            proof.differences.append(
+            verification.differences.append(
                 Difference(file=name, what="file", expected="rollouts of a run", got=str(error))
             )
             continue
-        proof.num_recorded += len(found)
+        verification.num_recorded += len(found)
         for place in found:
             index = place.key.sample_index
             if place.key.run_seed != run_seed:
@@ -66,7 +66,7 @@ def all_places(run: RecordedRun, proof: Proof) -> list[Place]:
             else:
                 places[place.key] = place
                 continue
-            proof.differences.append(
+            verification.differences.append(
                 Difference(file=name, sample=index, what=what, expected=expected, got=got)
             )
     return list(places.values())
@@ -77,7 +77,7 @@ def verifiable(
     metrics: Mapping[int, Mapping[str, float]],
     weights: KeptWeights,
     run: RecordedRun,
-    proof: Proof,
+    verification: Verification,
 ) -> list[Place]:
     """Samples that can be generated again here; the others are counted by reason. `metrics` by iteration."""
     why_not, max_staleness = why_not_here(run), run.config.rollout.max_staleness
@@ -87,16 +87,18 @@ def verifiable(
     good = []
     for place in places:
         if why_not:
-            proof.unverified[why_not] += 1
+            verification.unverified[why_not] += 1
         elif loose & set(range(place.iteration - max_staleness, place.iteration + 1)):
-            proof.unverified["the run promised no bits in their iteration (rollout/invariant is 0)"] += 1
+            verification.unverified[
+                "the run promised no bits in their iteration (rollout/invariant is 0)"
+            ] += 1
         elif weights.targets.keys() >= set(place.weight_versions):
             good.append(place)
         elif damaged := weights.damaged & set(place.weight_versions):
-            proof.unverified[f"the weights of {_versions(sorted(damaged))} are damaged"] += 1
+            verification.unverified[f"the weights of {_versions(sorted(damaged))} are damaged"] += 1
         else:
             which = _versions(missing)
-            proof.unverified[
+            verification.unverified[
                 f"weights of {which} are not kept; run.checkpoint_every=1 keeps every one, and "
                 "run.keep_checkpoints=null all of these"
             ] += 1

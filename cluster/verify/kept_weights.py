@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhfspec.cluster.folder.iteration_logs import read_weights_log
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.proof.proof_record import Difference
+from rlhfspec.cluster.verify.verification import Difference
 from rlhfspec.core.checkpoint_manifest import MANIFEST, CheckpointDamaged, has_manifest, verify_checkpoint
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.files import PARTIAL, REPLACED

@@ -13,7 +13,7 @@ from rlhfspec.policies.scheduling.events import Alarm, Left, MoveRecord
 
 
 @dataclass(slots=True)
-class News:
+class SchedulerUpdates:
     """Gathered by the scheduler under its lock."""
 
     completions: list[Completion] = field(default_factory=list)

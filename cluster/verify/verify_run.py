@@ -16,10 +16,9 @@ from rlhfspec.cluster.folder.rollouts import Place, Recorded, read_recorded
 from rlhfspec.cluster.placement.machine import memory_bytes, num_cores
 from rlhfspec.cluster.plan.inputs import read_tokenizer
 from rlhfspec.cluster.plan.model_files import count_params
-from rlhfspec.cluster.proof.choice import RecordedRun, all_places, drawn, verifiable
-from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
-from rlhfspec.cluster.proof.proof_record import Difference, Proof, completion_differences
-from rlhfspec.cluster.proof.regeneration import (
+from rlhfspec.cluster.verify.choice import RecordedRun, all_places, drawn, verifiable
+from rlhfspec.cluster.verify.kept_weights import KeptWeights, find_weights
+from rlhfspec.cluster.verify.regeneration import (
     NotLoaded,
     OtherWeights,
     Regenerated,
@@ -27,7 +26,8 @@ from rlhfspec.cluster.proof.regeneration import (
     Work,
     regenerate,
 )
-from rlhfspec.cluster.proof.rewards_again import RewardsAgain
+from rlhfspec.cluster.verify.rewards_again import RewardsAgain
+from rlhfspec.cluster.verify.verification import Difference, Verification, completion_differences
 from rlhfspec.core.errors import DataError, InputError
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.records import Completion
@@ -55,7 +55,7 @@ def verify_run(
     num_engines: int | None = None,
     overrides: Sequence[str] = (),
     tick: Tick = lambda stage, fraction: None,
-) -> Proof:
+) -> Verification:
     """Verify a run folder, finished or not; nothing is written there.
 
     Args:
@@ -72,34 +72,36 @@ def verify_run(
     began_s = time.perf_counter()
     run = RecordedRun.open(folder, overrides)
     models, on_gpu = run.config.models, run.config.decodes_on_gpu
-    proof = Proof(seed=seed)
+    verification = Verification(seed=seed)
     tick("checkpoints", 0.0)
     weights = find_weights(run.folder, models.target)
-    proof.num_checkpoints, proof.differences = weights.num_checkpoints, [*weights.differences]
-    proof.notes += [f"checkpoint {name} has no manifest to be compared with" for name in weights.unverified]
-    places = all_places(run, proof)
+    verification.num_checkpoints, verification.differences = weights.num_checkpoints, [*weights.differences]
+    verification.notes += [
+        f"checkpoint {name} has no manifest to be compared with" for name in weights.unverified
+    ]
+    places = all_places(run, verification)
     metrics = _metrics(run.folder)
-    good = verifiable(places, metrics, weights, run, proof)
+    good = verifiable(places, metrics, weights, run, verification)
     chosen = drawn(good, share=share, seed=seed)
-    if samples := _read(run, chosen, proof):
+    if samples := _read(run, chosen, verification):
         if any(sample.rollout.completion.sampled is not None for sample in samples):
-            proof.notes.append(
+            verification.notes.append(
                 "of episodes, what the environment said and where turns end is taken from the files"
             )
         started_s = time.perf_counter()
         works = _works(samples)
         num_engines = min(num_engines or _most_engines(models, on_gpu=on_gpu), len(works))
         tick(f"starting {num_engines} engines", 0.0)
-        tools = _Tools.start(run, weights, samples, proof, num_engines=num_engines)
-        proof.start_s = time.perf_counter() - started_s
-        _regenerate(works, tools, proof, tick)
-        proof.generated_s = _generated_s(metrics, places, chosen)
-    proof.differences.sort(key=lambda one: (one.file, -1 if one.sample is None else one.sample))
-    proof.seconds = time.perf_counter() - began_s - proof.start_s
-    return proof
+        tools = _Tools.start(run, weights, samples, verification, num_engines=num_engines)
+        verification.start_s = time.perf_counter() - started_s
+        _regenerate(works, tools, verification, tick)
+        verification.generated_s = _generated_s(metrics, places, chosen)
+    verification.differences.sort(key=lambda one: (one.file, -1 if one.sample is None else one.sample))
+    verification.seconds = time.perf_counter() - began_s - verification.start_s
+    return verification
 
 
-def _read(run: RecordedRun, places: Sequence[Place], proof: Proof) -> list[Recorded]:
+def _read(run: RecordedRun, places: Sequence[Place], verification: Verification) -> list[Recorded]:
     by_file: dict[Path, list[Place]] = defaultdict(list)
     for place in places:
         by_file[place.file].append(place)
@@ -108,7 +110,7 @@ def _read(run: RecordedRun, places: Sequence[Place], proof: Proof) -> list[Recor
         try:
             samples += read_recorded(those)
         except DataError as error:
-            proof.differences.append(
+            verification.differences.append(
                 Difference(file=run.relative(file), what="file", expected="rollouts of a run", got=str(error))
             )
     return samples
@@ -140,7 +142,7 @@ class _Tools:
         run: RecordedRun,
         weights: KeptWeights,
         samples: Sequence[Recorded],
-        proof: Proof,
+        verification: Verification,
         *,
         num_engines: int,
     ) -> _Tools:
@@ -159,18 +161,18 @@ class _Tools:
         if engines[0].engine.numerics != "invariant":
             raise InputError(f"nothing can be verified here: {engines[0].engine.promise}")
         if engines[0].engine.runner.backend.name == ComputeBackend.name:
-            proof.notes.append(
+            verification.notes.append(
                 "computed by torch's products, which round by the processor: verify on the run's kind of processor"
             )
         rewards = None
         try:
             rewards = RewardsAgain(run, tokenizer)
         except InputError as error:
-            proof.notes.append(f"rewards are not verified: {error}")
+            verification.notes.append(f"rewards are not verified: {error}")
         return _Tools(run=run, weights=weights, tokenizer=tokenizer, engines=engines, rewards=rewards)
 
 
-def _regenerate(works: Sequence[Work], tools: _Tools, proof: Proof, tick: Tick) -> None:
+def _regenerate(works: Sequence[Work], tools: _Tools, verification: Verification, tick: Tick) -> None:
     """Generate the samples again and compare all there is to compare."""
     total, num_done = sum(len(work.samples) for work in works), 0
     stage = f"regenerating {total} samples"
@@ -178,13 +180,13 @@ def _regenerate(works: Sequence[Work], tools: _Tools, proof: Proof, tick: Tick) 
     for answer in regenerate(works, tools.engines, num_threads=tools.run.config.engine.num_threads):
         num_done += len(answer.work.samples)
         if isinstance(answer, Regenerated):
-            _compare(answer, tools, proof)
+            _compare(answer, tools, verification)
         else:
-            _other_weights(answer, tools, proof)
+            _other_weights(answer, tools, verification)
         tick(stage, num_done / total)
 
 
-def _other_weights(answer: NotLoaded, tools: _Tools, proof: Proof) -> None:
+def _other_weights(answer: NotLoaded, tools: _Tools, verification: Verification) -> None:
     error = answer.error
     other = isinstance(error, OtherWeights)
     version = error.version if isinstance(error, OtherWeights) else answer.work.weight_version
@@ -194,9 +196,9 @@ def _other_weights(answer: NotLoaded, tools: _Tools, proof: Proof) -> None:
         expected=f"{error.expected} (as published)" if other else "weights that can be loaded",
         got=error.got if other else str(error),
     )
-    if difference not in proof.differences:
-        proof.differences.append(difference)
-    proof.unverified[f"the weights of version {version} are not the run's"] += len(answer.work.samples)
+    if difference not in verification.differences:
+        verification.differences.append(difference)
+    verification.unverified[f"the weights of version {version} are not the run's"] += len(answer.work.samples)
 
 
 def _works(samples: Sequence[Recorded]) -> list[Work]:
@@ -211,30 +213,32 @@ def _works(samples: Sequence[Recorded]) -> list[Work]:
     ]
 
 
-def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
+def _compare(answer: Regenerated, tools: _Tools, verification: Verification) -> None:
     by_file: dict[str, list[tuple[Recorded, Completion, str]]] = defaultdict(list)
     for sample, again in zip(answer.work.samples, answer.completions, strict=True):
         file, recorded = tools.run.relative(sample.place.file), sample.rollout.completion
         index = recorded.key.sample_index
         is_last = answer.work.weight_version == sample.place.weight_versions[-1]
-        proof.num_regenerated += is_last
+        verification.num_regenerated += is_last
         if again is None:
             said = answer.refused[recorded.key]
-            proof.differences.append(
+            verification.differences.append(
                 Difference(
                     file=file, sample=index, what="prompt", expected="one that can be sampled", got=said
                 )
             )
             continue
-        proof.num_tokens += again.num_sampled_tokens if is_last else 0
-        proof.differences += completion_differences(file, recorded, again, ends=recorded.sampled is None)
+        verification.num_tokens += again.num_sampled_tokens if is_last else 0
+        verification.differences += completion_differences(
+            file, recorded, again, ends=recorded.sampled is None
+        )
         text = response_text(tools.tokenizer, again)
         if text != sample.rollout.response_text == text_without_special_tokens(tools.tokenizer, again):
             text = sample.rollout.response_text
-            if _EARLIER_TEXTS not in proof.notes:
-                proof.notes.append(_EARLIER_TEXTS)
+            if _EARLIER_TEXTS not in verification.notes:
+                verification.notes.append(_EARLIER_TEXTS)
         if text != sample.rollout.response_text:
-            proof.differences.append(
+            verification.differences.append(
                 Difference(
                     file=file,
                     sample=index,
@@ -248,8 +252,8 @@ def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
     if tools.rewards is not None:
         for file, rows in by_file.items():
             those, completions, texts = zip(*rows, strict=True)
-            proof.differences += tools.rewards.differences(file, those, completions, texts)
-            proof.num_rewards += len(rows)
+            verification.differences += tools.rewards.differences(file, those, completions, texts)
+            verification.num_rewards += len(rows)
 
 
 def _metrics(run: Path) -> dict[int, dict[str, float]]:

@@ -9,8 +9,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.rollouts import Recorded
 from rlhfspec.cluster.plan.reward_plan import resolved_reward
-from rlhfspec.cluster.proof.choice import RecordedRun
-from rlhfspec.cluster.proof.proof_record import Difference, reward_differences
+from rlhfspec.cluster.verify.choice import RecordedRun
+from rlhfspec.cluster.verify.verification import Difference, reward_differences
 from rlhfspec.core.config import EnvironmentConfig, RewardConfig
 from rlhfspec.core.errors import InputError
 from rlhfspec.core.records import Completion, Prompt, ResponseFacts, Reward

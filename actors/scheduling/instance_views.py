@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from rlhfspec.actors.actor_messages import InstanceSight, MoveSight
+from rlhfspec.actors.actor_messages import InstanceView, MoveView
 from rlhfspec.policies.scheduling.events import MoveRecord
 from rlhfspec.policies.scheduling.members import Members
 
 
-def instance_sights(members: Members, *, now_s: float) -> tuple[InstanceSight, ...]:
+def instance_views(members: Members, *, now_s: float) -> tuple[InstanceView, ...]:
     """A row each, in the order of joining; `now_s` of the clock that `last_seen_s` is of."""
     return tuple(
-        InstanceSight(
+        InstanceView(
             instance=name,
             state=str(member.state),
             num_owned=len(member.owned),
@@ -24,11 +24,11 @@ def instance_sights(members: Members, *, now_s: float) -> tuple[InstanceSight, .
     )
 
 
-def move_sight(record: MoveRecord, *, ended_at: float) -> MoveSight:
+def move_view(record: MoveRecord, *, ended_at: float) -> MoveView:
     """A line of what was moved, why, and how it ended."""
     order = record.order
     why = f"; {record.why_ended}" if record.why_ended else ""
-    return MoveSight(
+    return MoveView(
         ended_at=ended_at,
         text=f"sample {order.key.sample_index} from {order.source} to {order.destination} ({order.mode}): "
         f"{record.outcome}{why}; ordered because {record.why_ordered}",

@@ -13,10 +13,10 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollouts import Recorded, read_recorded
 from rlhfspec.cluster.plan.drafts import MtpLayer, what_drafts
 from rlhfspec.cluster.plan.inputs import read_tokenizer
-from rlhfspec.cluster.proof.choice import RecordedRun, all_places, why_not_here
-from rlhfspec.cluster.proof.kept_weights import KeptWeights, find_weights
-from rlhfspec.cluster.proof.proof_record import Difference, Proof, completion_differences
-from rlhfspec.cluster.proof.regeneration import Regenerator, Work
+from rlhfspec.cluster.verify.choice import RecordedRun, all_places, why_not_here
+from rlhfspec.cluster.verify.kept_weights import KeptWeights, find_weights
+from rlhfspec.cluster.verify.regeneration import Regenerator, Work
+from rlhfspec.cluster.verify.verification import Difference, Verification, completion_differences
 from rlhfspec.core.checkpoint_manifest import has_manifest
 from rlhfspec.core.errors import DataError, ModelError, WeightsError
 from rlhfspec.core.records import Completion
@@ -68,13 +68,13 @@ def replay_sample(run: RecordedRun, sample_index: int) -> Replayed:
 
     Raises DataError: the run has no such sample, or its file cannot be read; ModelError for a tokenizer.
     """
-    proof, config = Proof(seed=0), run.config
-    found = [place for place in all_places(run, proof) if place.key.sample_index == sample_index]
+    verification, config = Verification(seed=0), run.config
+    found = [place for place in all_places(run, verification) if place.key.sample_index == sample_index]
     if not found:
-        unread = "; ".join(str(one) for one in proof.differences if one.sample is None)
+        unread = "; ".join(str(one) for one in verification.differences if one.sample is None)
         raise DataError(
-            f"{run.folder} has no sample {sample_index} in its {proof.num_recorded} recorded ones; indices count from 0"
-            + (f" ({unread})" if unread else "")
+            f"{run.folder} has no sample {sample_index} in its {verification.num_recorded} recorded ones; "
+            "indices count from 0" + (f" ({unread})" if unread else "")
         )
     (sample,) = read_recorded(found)
     tokenizer = read_tokenizer(config.models, config.run.template_time)

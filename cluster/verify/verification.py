@@ -97,7 +97,7 @@ def _said(value: float | np.generic | None) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Proof:
+class Verification:
     """What was verified, and what came of it."""
 
     seed: int

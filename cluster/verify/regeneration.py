@@ -17,8 +17,8 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.rollouts import Recorded
-from rlhfspec.cluster.proof.choice import RecordedRun
-from rlhfspec.cluster.proof.kept_weights import KeptModel
+from rlhfspec.cluster.verify.choice import RecordedRun
+from rlhfspec.cluster.verify.kept_weights import KeptModel
 from rlhfspec.core.errors import DataError, ModelError, NotFiniteError, WeightsError
 from rlhfspec.core.records import Completion, FinishReason, History, SampleKey, SampleRequest, SamplingParams
 from rlhfspec.core.sample_state import SampleState

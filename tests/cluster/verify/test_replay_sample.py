@@ -12,9 +12,9 @@ from made_run import AHEAD, CUT, SAMPLES, change_row, make_run, run_config
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.proof.choice import RecordedRun
-from rlhfspec.cluster.proof.replay_sample import replay_sample
-from rlhfspec.cluster.proof.verify_run import verify_run
+from rlhfspec.cluster.verify.choice import RecordedRun
+from rlhfspec.cluster.verify.replay_sample import replay_sample
+from rlhfspec.cluster.verify.verify_run import verify_run
 from rlhfspec.engine.drafters.head.head_weights import save_head
 from rlhfspec.engine.weights.loading import load_causal_lm
 from tests.helpers.random_heads import random_head
