@@ -41,7 +41,9 @@ How it was tried (float32, CPU): samples were decoded plainly, by chains, trees 
 with guard pages around the caches of keys and values. The judge is a plain forward of the stock model in another copy:
 every token is the one that the sampling rule gives there, up to near ties; log-probabilities are within {tolerance}.
 A note behind a comma says what its config has that is special. A row tells of a family, not of every config and every
-checkpoint: your own model is compared with its plain forward at each start, and one that is not in the table too.
+checkpoint: a model that runs as the stock module, in the table or not, is compared with its plain forward at each
+start. Llama, Mistral, Qwen2 and Qwen3 start as our own model, with no module to compare with; `rlhfspec verify` builds
+one of yours and compares.
 
 Made by `rlhfspec bench models --out DIR`, which writes this page to `DIR/models.md`.
 

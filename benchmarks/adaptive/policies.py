@@ -1,6 +1,6 @@
 """Draft policies side by side: pairs, constant batches, whole rollouts, a drafter that dies, refits.
 
-`large` is the demo target grown to 16 layers that compute the same function (`rlhfspec.learning.pairs.net2net`): the
+`large` is the demo target grown to 16 layers that compute the same function (`rlhfspec.learning.models.net2net`): the
 same tokens and acceptance at twice the cost, so that its draft costs under a twentieth of a target forward. What is
 timed at a constant batch are decode steps with a full batch only.
 """

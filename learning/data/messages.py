@@ -79,7 +79,7 @@ def parse_turns(
         value: what stands in the row.
         what: names row and field in messages of errors.
         padded: it comes of columns, where every object has all keys that any has.
-        roles: that are known; None: any.
+        roles: that are known; None: any, in a list that is not empty, with further keys of any type.
 
     Raises:
         DataError: no list of {role, content}, a role that is not known, a content that is no text.
@@ -87,6 +87,8 @@ def parse_turns(
     value = turn_list(value)
     if not isinstance(value, list | tuple):
         raise DataError(f"{what} must be a list of {{role, content}}, got {type(value).__name__}")
+    if roles is None and not value:
+        raise DataError(f"{what} must be a list of {{role, content}}, got an empty one; mend the row")
     return [_turn(item, f"{what}, message {number}", padded, roles) for number, item in enumerate(value)]
 
 
@@ -179,7 +181,7 @@ def _turn(item: Any, what: str, padded: bool, roles: Sequence[str] | None) -> Tu
         raise DataError(f"{what} has an unknown role: expected {known}, got {got}")
     content = require_whole_text(_text(content, what), f"{what}: its content")
     if others:
-        _require_plain(others, what)
+        _require_plain(others, what, any_type=roles is None)
     return {"role": role, "content": content, **others}
 
 
@@ -194,9 +196,9 @@ def _text(content: Any, what: str) -> str:
     raise DataError(f"{what}: its content must be text, got {type(content).__name__}")
 
 
-def _require_plain(others: Mapping[str, Any], what: str) -> None:
+def _require_plain(others: Mapping[str, Any], what: str, *, any_type: bool) -> None:
     try:
-        said = json.dumps(others, allow_nan=False, ensure_ascii=False)
+        said = json.dumps(others, allow_nan=any_type, ensure_ascii=False, default=repr if any_type else None)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{what}: {', '.join(others)} must hold text, finite numbers, lists or objects: {error}; mend the row"

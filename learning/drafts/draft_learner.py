@@ -106,7 +106,7 @@ class DraftLearner:
         self.weight_version, self._rate.scale = int(facts["weight_version"]), float(facts["rate_scale"])
 
     def _remember(self) -> None:
-        """Keep the weights that `_give_up` puts back."""
+        """Keep the weights that `_give_up` puts back; it and `_take` let go of them."""
         self._before = [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def _is_finite(self) -> bool:
@@ -115,6 +115,7 @@ class DraftLearner:
     def _take(self) -> None:
         """What was learned is the next version."""
         self.weight_version += 1
+        self._before = []
         self._rate.taken()
         self._trainer.learning_rate = self._rate.now
 
@@ -123,6 +124,7 @@ class DraftLearner:
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), self._before, strict=True):
                 parameter.copy_(value)
+        self._before = []
         self._rate.given_up()
         self._begin_anew()
 

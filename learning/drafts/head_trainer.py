@@ -77,7 +77,7 @@ class HeadTrainer:
             learning_rate: of Adam, after a warm-up of some steps; `learning_rate` may be set between steps.
             num_unrolled: levels that are trained.
             temperature: that responses are sampled at; 0 learns as 1 does.
-            compute_dtype: of products; weights are float32 (`operations.fastest_dtype`).
+            compute_dtype: of products; weights are float32 (`stoppable.fastest_dtype`).
 
         Raises:
             ConfigError: a number is out of its range.

@@ -114,6 +114,7 @@ class DraftRefitter(DraftLearner):
         self._remember()
         learned = list(self._train(data, budget))
         if not learned:
+            self._before = []
             return self._report("no_time", budget, before=before)
         # a weight that no held-out token reads may be infinite though the divergence is not
         finite = all(math.isfinite(loss) for loss, _ in learned) and self._is_finite()

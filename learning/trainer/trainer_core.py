@@ -54,7 +54,7 @@ class Trainer:
         `rate_factor` says what the learning rate is multiplied by at the n-th step, from 1. `compute_dtype` is what
         matrix products are computed in. `trainers` is the group that learns together, each with an equal model and
         equal items. `head` names a module that learns whole beside adapters.
-        Raises ConfigError: weights that the optimizer cannot step; and as `learning.adapter.Adapter`.
+        Raises ConfigError: weights that the optimizer cannot step; and as `Adapter`.
         """
         self.model, self.seed = model, seed
         self.trainers = trainers or OneTrainer()

@@ -204,8 +204,9 @@ def test_after_one_given_up_the_next_refit_is_as_good_as_the_first(make_refitter
     draft, rollouts, store = poisoned
     refitter = make_refitter(draft)
     refitter.refit(rollouts, budget_s=1e9, soft_targets=store)
+    assert refitter._before == []
     report = refitter.refit(rollouts, budget_s=1e9)
-    assert (report.outcome, report.weight_version) == ("taken", 1)
+    assert (report.outcome, report.weight_version) == ("taken", 1) and refitter._before == []
 
 
 def test_a_resumed_refit_goes_on_bitwise(make_refitter, make_rollouts, tmp_path):

@@ -1,5 +1,8 @@
 """Which tokens are learned: what the assistant wrote and its end token, whatever format and template."""
 
+import math
+from datetime import UTC, datetime
+
 import numpy as np
 import pytest
 from word_chat import MARKED, PLAIN, word_chat
@@ -72,6 +75,11 @@ def test_a_template_that_shortens_earlier_turns_still_learns_the_completion_alon
     assert "[" not in learned[0] + learned[1] and learned[2].strip().endswith("[me] [<end>]")
 
 
+def test_what_no_template_reads_may_be_of_any_type():
+    told = [{**turn, "timestamp": datetime(2026, 1, 2, tzinfo=UTC), "score": math.nan} for turn in TALK]
+    assert shown({"messages": told}) == shown({"messages": TALK})
+
+
 def test_share_gpt_s_conversations_are_messages_too():
     talk = [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "hi you"}]
     assert shown({"conversations": talk}) == "<user> hi there <end> <assistant> [hi] [you] [<end>]"
@@ -131,6 +139,7 @@ REWRITING = "{% for m in messages %}{% if loop.last %}<user>{% endif %} {{ m.con
             DataError,
             "'messages', message 0: its content must be text",
         ),
+        ({"prompt": [], "completion": TALK[2:3]}, PLAIN, DataError, "x.jsonl:1: field 'prompt'.*an empty"),
         ({"messages": TALK[:2]}, PLAIN, DataError, "no message of role assistant"),
         ({"messages": TALK}, None, ModelError, "no chat template"),
         ({"messages": TALK}, REWRITING, DataError, "writes message 2 otherwise"),

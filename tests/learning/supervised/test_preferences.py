@@ -88,6 +88,7 @@ def test_long_prompts_lose_their_beginning_and_long_responses_are_refused_or_lef
         ({"prompt": "hi ", "chosen": "me  no", "rejected": "me no"}, PLAIN, DataError, "the same 3 tokens"),
         ({"prompt": "hi ", "chosen": "wolf", "rejected": "fox"}, PLAIN, DataError, "the same 2 tokens"),
         ({"prompt": "hi", "chosen": "me"}, PLAIN, DataError, "no field 'rejected'"),
+        ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, PLAIN, DataError, "field 'prompt'.*an empty"),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, None, ModelError, "no chat template"),
         (
             {"chosen": [USER, GOOD], "rejected": [USER]},

@@ -1,6 +1,7 @@
 """Rows come from JSONL and Parquet alike, and which are held out is a matter of the seed alone."""
 
 import json
+from datetime import UTC, datetime
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,10 +31,13 @@ def test_parquet_and_jsonl_give_the_same_rows_and_messages(tmp_path, jsonl):
         read_raw_rows(ExamplesConfig(path=str(path)), seed=3) for path in (jsonl, tmp_path / "rows.parquet")
     ]
     assert [fields(part) for part in both[0]] == [fields(part) for part in both[1]]
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "me"}]
+    asked = {"role": "user", "content": "a", "timestamp": datetime(2026, 1, 2, tzinfo=UTC)}
+    talk = [asked, {"role": "assistant", "content": "b", "name": "me"}]
     pq.write_table(pa.Table.from_pylist([{"messages": talk}]), tmp_path / "talks.parquet")
     (row,), _ = read_raw_rows(ExamplesConfig(path=str(tmp_path / "talks.parquet"), eval_share=0.0), seed=0)
-    assert row.turns("messages", "data.messages_field") == talk
+    assert row.turns("messages", "data.messages_field", roles=None) == talk
+    with pytest.raises(DataError, match="message 0: timestamp must hold text"):
+        row.turns("messages", "data.messages_field")
 
 
 def test_the_split_is_the_seed_s_and_every_row_is_in_one_part(jsonl):
