@@ -202,7 +202,7 @@ MAX_SOURCE_FILES = 497
 MAX_SOURCE_LINES = 75_000
 MAX_FUNCTION_LINES = 80
 LONGER_FUNCTIONS = {
-    "engine/build.py build_engine": 104,
+    "engine/build.py build_engine": 86,
     "engine/cuda/attention_kernel.py _attend": 89,
 }
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15
