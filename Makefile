@@ -20,9 +20,9 @@ build/source/rlhfspec/__init__.py: Makefile
 
 # Keyed on the content of the dependency lists: a second run, or a fresh date on a file, installs nothing.
 # --no-compile: of thousands of modules a small part is ever imported, and compiled then.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@set -e -o pipefail; \
-	key="$$(cat pyproject.toml constraints.txt | cksum)"; \
+	key="$$(cat pyproject.toml setup.py constraints.txt | cksum)"; \
 	if [ -x $(BIN)/rlhfspec ] && [ "$$(cat $(STAMP) 2>/dev/null)" = "$$key" ]; then touch $(STAMP); exit 0; fi; \
 	$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(f"setup needs Python 3.11 or later, got {v}; run: make setup PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'; \
 	[ -x $(BIN)/python ] || { echo "setup: making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }; \

@@ -22,6 +22,10 @@ setup(
     package_dir={"rlhfspec": "."},
     packages=["rlhfspec.configs"]
     + [f"rlhfspec.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])],
-    package_data={"rlhfspec.cluster.kuberay": ["**/*"], "": ["*.toml", "*.yaml"]},
+    package_data={
+        "rlhfspec.configs": ["**/*.yaml"],
+        "rlhfspec.cluster.kuberay": ["**/*"],
+        "": ["*.toml", "*.yaml"],
+    },
     cmdclass={"build_py": BuildPackage},
 )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +35,7 @@ from rlhfspec.engine.decoding.noise import Noise, NoiseSource
 from rlhfspec.engine.draft_policies import build_policy
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model import linears, llama_model
 from rlhfspec.engine.model import runner as runner_module
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import Run
@@ -241,14 +243,20 @@ def _model(num_layers: int) -> LlamaForCausalLM:
     return freeze(model.to(torch.bfloat16)).to(META)  # type: ignore[return-value,arg-type]
 
 
-def _nothing_to_compare() -> patch:  # type: ignore[valid-type]
-    """Tensors without numbers have nothing that could differ from the model's own forward."""
+@contextmanager
+def _nothing_to_compare() -> Iterator[None]:
+    """Tensors without numbers have nothing that could differ from the model's own forward, or from a copy."""
     nothing = {"__init__": lambda self, *args, **kwargs: None, "require_equal": lambda self, runner: None}
-    return patch.multiple(
-        runner_module,
-        Comparison=type("NoComparison", (), nothing),
-        refuse_unsupported=lambda model, capacity: None,
-    )
+    with (
+        patch.multiple(
+            runner_module,
+            Comparison=type("NoComparison", (), nothing),
+            refuse_unsupported=lambda model, capacity: None,
+        ),
+        patch.object(llama_model, "same_bits", lambda copy, of: True),
+        patch.object(linears, "same_bits", lambda copy, of: True),
+    ):
+        yield
 
 
 NEW_TOKENS = 64

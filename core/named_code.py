@@ -16,6 +16,8 @@ from rlhfspec.core.errors import ConfigError, one_line
 
 _MAX_CHARS = 200
 _ROOT = Path(__file__).resolve().parents[1]
+IMPORT_FOLDER = _ROOT if (_ROOT / "rlhfspec.py").is_file() else _ROOT.parent
+"What has to be on the path for `rlhfspec` to be found: the checkout, or where the package is installed."
 _LAYERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
 _PRIVATE = "rlhfspec_user_code"
 "The package whose modules are those of a user's folder, where their own names are taken."
@@ -87,7 +89,7 @@ def give_way(folders: Sequence[str]) -> None:
     """Let the user's folders go before the checkout, whose folders may be named as theirs, in their own process."""
     for folder in reversed(folders):
         import_from_too(folder)
-        if Path(folder).resolve() == _ROOT:
+        if Path(folder).resolve() == IMPORT_FOLDER:
             continue
         ours = next((i for i, entry in enumerate(sys.path) if _is_root(entry)), None)
         if ours is not None and folder in sys.path[ours + 1 :]:
@@ -113,12 +115,13 @@ def file_of(module: ModuleType) -> str:
 
 
 def _imported(module_name: str) -> ModuleType:
+    top = module_name.split(".")[0]
+    ours = _ROOT if top in _LAYERS else None
     theirs = [
         folder
         for folder in user_folders()
-        if Path(folder).resolve() != _ROOT and _file_in(folder, module_name) is not None
+        if Path(folder).resolve() != ours and _file_in(folder, module_name) is not None
     ]
-    top = module_name.split(".")[0]
     if hidden := [folder for folder in theirs if not _is_found_in(folder, top)]:
         return _privately(hidden[0], module_name)
     if top in _LAYERS and not theirs and _file_in(str(_ROOT), module_name) is not None:
@@ -166,7 +169,7 @@ def _places_of(top: str) -> list[Path]:
 
 
 def _is_root(entry: str) -> bool:
-    return bool(entry) and Path(entry).resolve() == _ROOT
+    return bool(entry) and Path(entry).resolve() == IMPORT_FOLDER
 
 
 def _advice(error: ModuleNotFoundError | SyntaxError) -> str:

@@ -59,7 +59,7 @@ def test_a_wheel_puts_one_name_into_site_packages_and_runs(tmp_path: Path) -> No
         names = wheel.namelist()
         wheel.extractall(site)
     assert {each.split("/")[0] for each in names if ".dist-info/" not in each} == {"rlhfspec"}
-    data = ["configs/demo.yaml", "cluster/kuberay/Dockerfile", "cluster/kuberay/base/job/rayjob.yaml"]
+    data = ["configs/demo.yaml", "configs/algorithms/grpo.yaml", "cluster/kuberay/Dockerfile"]
     assert {f"rlhfspec/{each}" for each in data} <= set(names)
     files = {str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
     assert {f"rlhfspec/{each}" for each in files} <= set(names)

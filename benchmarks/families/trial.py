@@ -117,7 +117,7 @@ class Guards:
         def make(like: Tensor, *size: Any, **options: Any) -> Tensor:
             caller = sys._getframe(1).f_globals.get("__name__", "")
             made = usual(like, *size, **options)
-            if not caller.startswith("engine.") or made.numel() == 0:
+            if not caller.startswith("rlhfspec.engine.") or made.numel() == 0:
                 return made
             flat = torch.full((made.nbytes + 2 * MARGIN_BYTES,), CANARY, dtype=torch.uint8)
             self._buffers.append(flat)

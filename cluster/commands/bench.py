@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from importlib.util import find_spec
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rlhfspec.cluster.commands.arguments import folder
 from rlhfspec.cluster.commands.declare import Arg
@@ -82,7 +82,7 @@ def bench(
     out.mkdir(parents=True, exist_ok=True)
     mode = "quick" if quick else "full" if full else "default"
     more = {key: True for key, wanted in (("profile", profile), ("real", real)) if wanted}
-    return importlib.import_module(f"benchmarks.{name}").run(out=out, mode=mode, data=data, **more)
+    return _of_the_checkout(name).run(out=out, mode=mode, data=data, **more)
 
 
 def gpu_selftest(
@@ -99,9 +99,15 @@ def gpu_selftest(
     `generate`, the share of the memory bandwidth's bound, the tests marked gpu. Minutes. A part that fails is
     reported and the others go on; exit code 1 then, 2 where there is no CUDA device.
     """
-    if find_spec("benchmarks") is None:
+    if not (ROOT / "benchmarks").is_dir():
         raise ConfigError(
             "gpu-selftest needs the folder benchmarks/ of a checkout; run it there, after pip install -e ."
         )
-    command = importlib.import_module("benchmarks.selftest.command")
-    return command.selftest(out=out, quick=quick, real=real)
+    return _of_the_checkout("selftest.command").selftest(out=out, quick=quick, real=real)
+
+
+def _of_the_checkout(name: str) -> Any:
+    """A module of `benchmarks`, which no installed package holds: a console script has no other path to it."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    return importlib.import_module(f"benchmarks.{name}")

@@ -15,13 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhfspec.cluster.folder.owner import ProcessIdentity, processes_using
 from rlhfspec.cluster.folder.run_status import read_status
 from rlhfspec.core.files import PARTIAL, REPLACED, recover_folder, write_whole
+from rlhfspec.core.named_code import IMPORT_FOLDER
+from rlhfspec.core.proc_files import PARENT, stat_fields
 
 RAY_FOLDER = "rlhfspec-ray-"
 "Begins the name of the temporary folder of a local Ray."
@@ -71,11 +73,11 @@ def sweep_run_folders(output_dir: Path) -> list[str]:
     return lines
 
 
-def end_processes(folder: Path) -> None:
+def end_processes(folder: Path, *, spared: Container[int] = ()) -> None:
     """Kill what still uses a temporary folder of this process's own: Ray's agents and workers outlive their raylet."""
     ends_s = time.monotonic() + _ENDED_S
     while (
-        left := [pid for pid in processes_using(folder) if pid != os.getpid()]
+        left := [pid for pid in processes_using(folder) if pid != os.getpid() and pid not in spared]
     ) and time.monotonic() < ends_s:
         for pid in left:
             with suppress(ProcessLookupError, PermissionError):
@@ -83,9 +85,9 @@ def end_processes(folder: Path) -> None:
         time.sleep(_LOOK_S)
 
 
-def remove_with_processes(folder: Path) -> None:
+def remove_with_processes(folder: Path, *, spared: Container[int] = ()) -> None:
     """Delete a temporary folder of this process's own, and end first what would write into it."""
-    end_processes(folder)
+    end_processes(folder, spared=spared)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -119,16 +121,13 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-_ROOT = Path(__file__).resolve().parents[2]
-
-
 @contextmanager
 def removed_when_gone(folder: Path) -> Iterator[None]:
     """Have the folder, and what runs in it, ended with the block or with this process."""
     watch = subprocess.Popen(
         [sys.executable, "-m", "rlhfspec.cluster.folder.leftovers"],
-        cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+        cwd=IMPORT_FOLDER,
+        env=os.environ | {"PYTHONPATH": str(IMPORT_FOLDER)},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -164,10 +163,19 @@ def uninterrupted() -> Iterator[None]:
 
 
 def main() -> None:
-    """Read the folder's name, and remove it when nobody holds the other end of the pipe any more."""
+    """Read the folder's name, and remove it when nobody holds the other end of the pipe any more.
+
+    Whoever started the run may look into the folder, or delete it, and is not ended.
+    """
+    spared = set(_ancestors(os.getpid()))
     folder, told, _ = sys.stdin.buffer.read().partition(b"\0")
     if told and Path(os.fsdecode(folder)).exists():
-        remove_with_processes(Path(os.fsdecode(folder)))
+        remove_with_processes(Path(os.fsdecode(folder)), spared=spared)
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while len(fields := stat_fields(pid)) > PARENT and (pid := int(fields[PARENT])) > 1:
+        yield pid
 
 
 if __name__ == "__main__":

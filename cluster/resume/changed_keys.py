@@ -10,6 +10,7 @@ from rlhfspec.core.checkpoint_manifest import state_folders
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import read_tree
 from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.removed import without_removed
 
 _MAY_CHANGE = (
     "run.name",
@@ -72,7 +73,9 @@ def require_own_config(own: Path, kept: Path, changes: Sequence[str] = ()) -> No
     """
     if not kept.is_file():
         return
-    what = [*changes, *(f"{key} is gone" for key in _lost(read_tree(kept), read_tree(own)))]
+    # settings that were removed since stand in an older file alone
+    held, now = (without_removed(read_tree(one))[0] for one in (kept, own))
+    what = [*changes, *(f"{key} is gone" for key in _lost(held, now))]
     if not own.read_bytes().endswith(b"\n"):
         what.append("it ends within a line")
     if what:

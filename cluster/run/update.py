@@ -11,6 +11,7 @@ import ray
 from rlhfspec.actors.waiting.watch import LOOK_S
 from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.system.system import System
+from rlhfspec.core.errors import NumericsError
 from rlhfspec.core.records import Rollout, UpdateReport
 from rlhfspec.policies.schedule.rollout_schedule import Schedule, in_order
 
@@ -76,7 +77,12 @@ class Update:
 
     def _begin(self) -> None:
         trainers = self._system.trainers
-        self.learned = self._schedule.take(self._iteration)
+        try:
+            self.learned = self._schedule.take(self._iteration)
+        except NumericsError:
+            # no group teaches: what was sampled is to be looked at
+            self._log.rollouts(self._iteration, in_order(self._schedule.left_out))
+            raise
         self.sampled = in_order([*self.learned, *self._schedule.left_out])
         self.batch = ray.put(self.learned)
         self._log.rollouts(self._iteration, self.sampled)

@@ -390,9 +390,10 @@ def unique_tensors(model: Any) -> list[tuple[str, Tensor]]:
     seen: set[int] = set()
     unique = []
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        if tensor.data_ptr() in seen and tensor.numel():
+        where = id(tensor) if tensor.is_meta else tensor.data_ptr()
+        if where in seen and tensor.numel():
             continue
-        seen.add(tensor.data_ptr())
+        seen.add(where)
         unique.append((name, tensor.detach()))
     return unique
 

@@ -139,9 +139,10 @@ class InTurns(Schedule):
         return batch in self._ready and not self._open and not self._unscored
 
     def take(self, batch: int) -> list[Rollout]:
-        """See `Schedule.take`. Raises NumericsError where no group teaches."""
+        """See `Schedule.take`. Raises NumericsError where no group teaches: all is left out then."""
         self._require_none([*self._open, *self._unscored], batch)
         rollouts = self._fresh(batch, self._ready.pop(batch).values())
+        self.left_out = rollouts
         learned = rollouts if self._groups is None else self._groups.batch(rollouts)
         chosen = {rollout.completion.key for rollout in learned}
         self.left_out = [rollout for rollout in rollouts if rollout.completion.key not in chosen]
