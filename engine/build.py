@@ -91,7 +91,7 @@ def published_model(
         from rlhfspec.engine.model.stock_forward import load_module
         from rlhfspec.engine.weights.loading import build_causal_lm
 
-        module = build_causal_lm(manifest.hf_config_json, dtype)
+        module = build_causal_lm(manifest.hf_config_json, dtype).to(backend.device)  # type: ignore[arg-type]
         altered, model = load_module(module, shapes, parts), module
     if altered is not None:
         raise not_held(who, altered)
@@ -126,8 +126,8 @@ def build_engine(
 ) -> Engine:
     """Build an engine.
 
-    On CPU torch's number of threads is set to `engine.num_threads`, for this thread and those that start later: the
-    thread that decodes must be one of them, or set it itself.
+    On CPU `backend_for` sets torch's threads to `engine.num_threads`, here and in threads that start later; whoever
+    gives `backend` or a `LlamaModel` has set them. The thread that decodes must be one of these, or set it itself.
 
     Args:
         target: the target model, in eval mode.

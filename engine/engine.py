@@ -328,12 +328,13 @@ class Engine:
 
         Raises WeightsError, before the first part is asked for, as `load_weights`.
         """
+        require_loadable(manifest, {})
         if manifest.model == "draft":
             drafter = part_of(self.drafter, LevelDrafter)
             if drafter is None:
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
-            drafter.load({name: tensor for part in parts for name, tensor in part.items()})
             self.exchange.kept.clear()
+            drafter.load({name: tensor for part in parts for name, tensor in part.items()})
             self.drafter_version, self.drafter_checksum = manifest.weight_version, manifest.checksum
             return
         if self.has_work:

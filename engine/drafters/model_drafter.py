@@ -49,8 +49,9 @@ class ModelDrafter(LevelDrafter):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """See `LevelDrafter`."""
-        self.runner.load(dict(tensors))
+        # first: what raises when it is read back leaves new weights
         self.drop()
+        self.runner.load(dict(tensors))
 
     def admit(self, slots: range, batch: RunningBatch) -> None:
         """Start with an empty cache; the next draft catches up."""

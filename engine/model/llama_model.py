@@ -202,7 +202,7 @@ class LlamaModel:
             The name of a laid-out copy that is not bit for bit what came; None: all are.
 
         Raises:
-            WeightsError: names or a part do not fit.
+            WeightsError: names or a part do not fit, or the parts end before all of it has come.
         """
         require_names(self.shapes, names)
         waiting: dict[str, Tensor] = {}
@@ -215,10 +215,14 @@ class LlamaModel:
             for one in ready:
                 got = {name: self._read(waiting[name]) for name in one.names}
                 one.take(got)
+                if any(waiting[name].device != self.embedding.device for name in one.names):
+                    # brought here once more: the way to the device may have damaged what was laid out
+                    got = {name: self._read(waiting[name]) for name in one.names}
                 held.append((one.what, one.holds(got)))
             left = [one for one in left if one not in ready]
             awaited = {name for one in left for name in one.names}
             waiting = {name: self._outliving(name, part, waiting) for name in waiting if name in awaited}
+        require_names({name for one in left for name in one.names}, waiting, "weights ended early")
         return first_altered(held)
 
     @torch.no_grad()

@@ -199,6 +199,7 @@ def load_module(
     for part in parts:
         copy_over(own, part)
         held += [(name, same_bits(own[name], tensor.to(own[name].device))) for name, tensor in part.items()]
+    require_names(own, {name for name, _ in held}, "weights ended early")
     return first_altered(held)
 
 

@@ -265,8 +265,7 @@ def weight_views(
         index = chunk_of(spec, starts)
         require_place(manifest, spec, starts[index], len(flat[index]) if flat else 0)
         views[spec.name] = view_of(spec, flat[index], starts[index])
-    if has_odd:
-        require_loadable(manifest, views)
+    require_loadable(manifest, views if has_odd else {})
     return views
 
 
@@ -328,10 +327,12 @@ def load_into(model: CausalLM, tensors: dict[str, Tensor]) -> None:
     copy_over(own, tensors)
 
 
-def require_names(own: Iterable[str], names: Iterable[str]) -> None:
-    """Raise WeightsError unless these are a model's tensors, all of them."""
+def require_names(
+    own: Iterable[str], names: Iterable[str], what: str = "weights do not fit the model"
+) -> None:
+    """Raise WeightsError, saying what is wrong, unless these are a model's tensors, all of them."""
     if odd := sorted(set(own) ^ set(names)):
-        raise WeightsError(f"weights do not fit the model: {len(odd)} names differ, first '{odd[0]}'")
+        raise WeightsError(f"{what}: {len(odd)} names differ, first '{odd[0]}'")
 
 
 def copy_over(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -42,12 +42,13 @@ def read_once(
         whole: takes the bytes too; of kind `xxh3`.
 
     Returns:
-        Their XXH3, and whether all numbers are known to be finite: False where types are mixed.
+        Their XXH3, and whether all numbers are known to be finite: False where types are mixed, or bytes are missing.
     """
     own, sums = xxhash.xxh3_128(), []
     numbers = None
     if len(dtypes) == 1 and (dtype := next(iter(dtypes))).is_floating_point:
-        numbers = read_only(data).view(dtype)
+        # a damaged chunk may be of any length; its checksum says so
+        numbers = read_only(data).view(dtype) if len(data) and not len(data) % dtype.itemsize else None
     for at in range(0, len(data), _PIECE_BYTES):
         piece = data[at : at + _PIECE_BYTES]
         own.update(piece.data)

@@ -244,6 +244,34 @@ def test_draft_weights_may_change_under_open_samples(
     assert [done[r.key].token_ids.tolist() for r in requests] == [c.token_ids.tolist() for c in expected]
 
 
+def test_a_draft_model_that_fails_its_comparison_drops_what_the_old_one_cached(
+    monkeypatch: pytest.MonkeyPatch,
+    make_engine: Make,
+    make_requests: MakeRequests,
+    new_model: NewModel,
+    pairs,
+) -> None:
+    engine = make_engine("tree8", pair=own_pair(new_model, pairs))
+    drafter = engine.drafter
+    assert isinstance(drafter, ModelDrafter)
+    (request,) = make_requests((20,), SamplingParams(max_new_tokens=12))
+    engine.submit(request)
+    engine.step()
+    engine.exchange.kept.put(request.key, request.prompt.token_ids, ())
+    assert drafter.num_cached_tokens(0) > 0 and len(engine.exchange.kept) == 1
+    manifest, chunks = pack_weights(new_model(6, "float32", num_layers=1), name="draft", weight_version=7)
+    load = drafter.runner._forward.load
+
+    def damaged(names, parts) -> str:
+        load(names, parts)
+        return "lm_head"
+
+    monkeypatch.setattr(drafter.runner._forward, "load", damaged)
+    with pytest.raises(WeightsError, match="the copy of lm_head"):
+        engine.load_weights(manifest, unpack_weights(manifest, chunks))
+    assert drafter.num_cached_tokens(0) == 0 and not len(engine.exchange.kept)
+
+
 def test_draft_weights_without_a_draft_model_are_refused(make_engine: Make, new_model: NewModel) -> None:
     manifest, chunks = pack_weights(new_model(2, "float32"), name="draft", weight_version=1)
     with pytest.raises(WeightsError, match="no draft model"):

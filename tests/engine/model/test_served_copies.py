@@ -139,6 +139,38 @@ def test_what_is_laid_out_wrong_is_found_when_it_is_loaded(monkeypatch, stock: b
     runner.load(tensors)
 
 
+def test_a_tensor_damaged_on_its_way_to_the_device_is_found(monkeypatch) -> None:
+    module = model_of("llama")
+    runner, tensors = runner_of(module, backend=stock_products()), dict(unique_tensors(module))
+    # what lies elsewhere is stood in for by tensors without numbers
+    elsewhere = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    arriving = {id(elsewhere[name]): tensor.clone() for name, tensor in tensors.items()}
+    damaged = [id(elsewhere["model.layers.1.mlp.up_proj.weight"])]
+
+    def read(self: LlamaModel, tensor: torch.Tensor) -> torch.Tensor:
+        got = arriving[id(tensor)].clone()
+        if id(tensor) in damaged:
+            damaged.clear()
+            flip(got, 1001)
+        return got
+
+    monkeypatch.setattr(LlamaModel, "_read", read)
+    with pytest.raises(WeightsError, match=r"the copy of layer 1 gate_up that decodes was expected"):
+        runner.load(elsewhere)
+    runner.load(elsewhere)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_version_that_ends_early_is_refused(stock: bool) -> None:
+    module = model_of("llama")
+    runner, tensors = runner_of(module, stock=stock, backend=stock_products()), dict(unique_tensors(module))
+    missing = "model.layers.1.mlp.up_proj.weight"
+    came = [{name: tensor} for name, tensor in tensors.items() if name != missing]
+    with pytest.raises(WeightsError, match=rf"ended early: 1 names differ, first '{missing}'"):
+        runner.load_parts(tensors, came)
+    runner.load_parts(tensors, [*came, {missing: tensors[missing]}])
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("columns", [96, 99])
 def test_a_linear_holds_what_it_was_made_of_and_nothing_else(kind: Callable, columns: int) -> None:

@@ -89,6 +89,14 @@ def test_a_tampered_chunk_is_refused_by_number(model: PreTrainedModel) -> None:
         unpack_weights(manifest, chunks)
 
 
+@pytest.mark.parametrize("kept", [0, 7, -1])
+def test_a_chunk_of_any_other_length_is_refused_by_number(model: PreTrainedModel, kept: int) -> None:
+    manifest, chunks = pack_weights(model, name="target", weight_version=5, chunk_bytes=CHUNK_BYTES)
+    chunks[1] = chunks[1][:kept]
+    with pytest.raises(WeightsError, match=r"target weights version 5: chunk 1 of"):
+        unpack_weights(manifest, chunks)
+
+
 def test_the_packed_bytes_are_those_that_earlier_versions_packed() -> None:
     """The checksum was BLAKE2b before; the value is that of the release before XXH3."""
     tensors = [
@@ -209,6 +217,8 @@ def test_weights_are_loaded_for_a_known_model_and_finite_or_not_at_all(model: Pr
     for wrong in (replace(manifest, model="foo"), replace(manifest, weight_version=-1)):
         with pytest.raises(WeightsError, match="expected those of target or draft"):
             require_loadable(wrong, tensors)
+        with pytest.raises(WeightsError, match="expected those of target or draft"):
+            unpack_weights(wrong, chunks)
     next(iter(tensors.values())).view(-1)[0] = float("nan")
     with pytest.raises(NotFiniteError, match="are not loaded"):
         require_loadable(manifest, tensors)
