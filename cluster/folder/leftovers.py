@@ -135,13 +135,16 @@ def removed_when_gone(folder: Path) -> Iterator[None]:
         start_new_session=True,
     )
     assert watch.stdin is not None
+    # whoever started the run may look into the folder, or delete it, and is not ended
+    spared = set(_ancestors(os.getpid()))
     try:
-        watch.stdin.write(os.fsencode(folder) + b"\0")
+        # said by this process: it may be gone before the other one is up
+        watch.stdin.write(os.fsencode(folder) + b"\0" + " ".join(map(str, spared)).encode())
         watch.stdin.flush()
         yield
     finally:
         with uninterrupted():
-            remove_with_processes(folder)
+            remove_with_processes(folder, spared=spared)
             with suppress(OSError):
                 watch.stdin.close()
             with suppress(subprocess.TimeoutExpired):
@@ -163,14 +166,10 @@ def uninterrupted() -> Iterator[None]:
 
 
 def main() -> None:
-    """Read the folder's name, and remove it when nobody holds the other end of the pipe any more.
-
-    Whoever started the run may look into the folder, or delete it, and is not ended.
-    """
-    spared = set(_ancestors(os.getpid()))
-    folder, told, _ = sys.stdin.buffer.read().partition(b"\0")
+    """Read the folder's name, and remove it when nobody holds the other end of the pipe any more."""
+    folder, told, spared = sys.stdin.buffer.read().partition(b"\0")
     if told and Path(os.fsdecode(folder)).exists():
-        remove_with_processes(Path(os.fsdecode(folder)), spared=spared)
+        remove_with_processes(Path(os.fsdecode(folder)), spared=set(map(int, spared.split())))
 
 
 def _ancestors(pid: int) -> Iterator[int]:
