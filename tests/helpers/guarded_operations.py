@@ -18,6 +18,7 @@ from rlhfspec.engine.cpu.pool_attention import block_tokens
 from rlhfspec.engine.cpu.products import PANEL, product_name
 from rlhfspec.engine.cpu.program import OPERATIONS, native_code
 from rlhfspec.engine.cpu.sampling import MOST_LEADERS, leaders_name
+from rlhfspec.engine.cpu.weight_panels import DIFFER_BYTES, panels_name
 from rlhfspec.engine.decoding.noise import gumbel_from_bits
 from tests.helpers.guarded import guarded
 
@@ -143,6 +144,31 @@ def product(case: Case, call: Callable[..., None], *, added: bool, bfloat16: boo
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-4, err_msg="product")
 
 
+def panels(
+    case: Case, call: Callable[..., None], *, compares: bool, gained: bool = False, bfloat16: bool = False
+) -> None:
+    """Rows of weights, each where it lies, to panels [num, depth, PANEL]; or whether panels hold them."""
+    num, depth = case.size(3), case.size(37)
+    if bfloat16:
+        rows = [
+            case.guard(case.random.integers(-999, 999, depth).astype(np.int16)) for _ in range(num * PANEL)
+        ]
+    else:
+        rows = [case.floats(depth) for _ in range(num * PANEL)]
+    gains = case.floats(depth)
+    whole = np.stack(rows) * gains if gained else np.stack(rows)
+    expected = np.ascontiguousarray(whole.reshape(num, PANEL, depth).transpose(0, 2, 1))
+    addresses = case.guard(np.array([at(row) for row in rows], np.int64))
+    differ = case.guard(np.zeros(DIFFER_BYTES, np.uint8))
+    made = case.guard(expected if compares else np.zeros_like(expected))
+    call(panels=at(made), rows=at(addresses), gains=at(gains), differ=at(differ), num=num, depth=depth)
+    assert np.array_equal(made, expected) and not differ.any()
+    if compares:
+        made[-1, -1, -1] += 1
+        call(panels=at(made), rows=at(addresses), gains=at(gains), differ=at(differ), num=num, depth=depth)
+        assert differ.any()
+
+
 def gumbel(case: Case, call: Callable[..., None]) -> None:
     rows, vocabulary = case.size(4), 7 + case.size(40)
     ids, first, second = (
@@ -254,6 +280,13 @@ CHECKS: dict[str, Callable[[Case, Callable[..., None]], None]] = {
         product_name(added=a, bfloat16=b): partial(product, added=a, bfloat16=b)
         for a in (False, True)
         for b in (False, True)
+    },
+    **{
+        panels_name(compares=compares, gained=gained, bfloat16=bfloat16): partial(
+            panels, compares=compares, gained=gained, bfloat16=bfloat16
+        )
+        for compares in (False, True)
+        for gained, bfloat16 in ((False, False), (True, False), (False, True))
     },
     **{leaders_name(count): partial(leaders, count=count) for count in range(1, MOST_LEADERS + 1)},
 }
