@@ -7,27 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from folder_user import user_of
 
 from rlhfspec.cluster.folder.leftovers import end_processes, remove_with_processes, removed_when_gone
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@contextmanager
-def user_of(folder: Path) -> Iterator[subprocess.Popen]:
-    """A process that works in a folder and does not end by itself."""
-    folder.mkdir(exist_ok=True)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], cwd=folder, stdin=subprocess.PIPE)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
 
 
 def test_what_uses_a_folder_is_ended_and_others_are_not(tmp_path: Path):

@@ -8,28 +8,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from folder_user import user_of
 
 from rlhfspec.cluster.folder.owner import processes_using
 from rlhfspec.cluster.placement import slow_start
 from rlhfspec.cluster.placement.slow_start import StartFailed, start_twice
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@contextmanager
-def user_of(folder: Path) -> Iterator[subprocess.Popen]:
-    """A process that works in a folder and does not end by itself."""
-    folder.mkdir(exist_ok=True)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], cwd=folder, stdin=subprocess.PIPE)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
 
 
 @pytest.fixture(autouse=True)
