@@ -26,6 +26,17 @@ def _private_home(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ[name] = str(home / name.lower())
 
 
+@pytest.fixture(autouse=True)
+def _no_user_folders_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that a test's user code was imported from are forgotten with the test."""
+    import sys
+
+    from rlhfspec.core import named_code
+
+    monkeypatch.setattr(named_code, "_told", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _shapes_are_checked_where_they_are_made(request: pytest.FixtureRequest) -> Iterator[None]:
     """Shape checks take half the time of a decode step: tests of what only uses the engine go without."""

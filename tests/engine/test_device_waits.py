@@ -24,6 +24,7 @@ from rlhfspec.engine.draft_policies import build_policy
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model import llama_model
 from rlhfspec.engine.model import runner as runner_module
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.runner import ModelRunner
@@ -84,6 +85,7 @@ def pretended(plan: str, monkeypatch: pytest.MonkeyPatch, device: torch.device =
     monkeypatch.setattr(runner_module.Comparison, "require_equal", lambda self, runner: None)
     monkeypatch.setattr(runner_module.Comparison, "__init__", lambda self, *args, **kwargs: None)
     monkeypatch.setattr(runner_module, "refuse_unsupported", lambda model, capacity: None)
+    monkeypatch.setattr(llama_model, "first_altered", lambda copies: None)
     backend = ComputeBackend(device)
     backend.noise = NotAhead(device)
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = [
-    str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+    "rlhfspec." + str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
     for folder in ("engine", "learning")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if "\nimport triton\n" in path.read_text()
