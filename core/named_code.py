@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhfspec.core.errors import ConfigError, one_line
+from rlhfspec.core.settings.removed import REMOVED_CODE
 
 _MAX_CHARS = 200
 _ROOT = Path(__file__).resolve().parents[1]
@@ -61,8 +62,9 @@ def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
         ) from error
     except (Exception, SystemExit) as error:  # the module runs whatever the user wrote
         if module is not None and isinstance(error, AttributeError):
+            advice = REMOVED_CODE.get(f"{module.__name__}:{name}", "check the name")
             raise ConfigError(
-                f"{key} {path}: {module_name} ({file_of(module)}) has no '{name}'; check the name"
+                f"{key} {path}: {module_name} ({file_of(module)}) has no '{name}'; {advice}"
             ) from None
         raise ConfigError(
             f"{key} {path}: importing {module_name} raised {type(error).__name__}: {describe(error)} "
@@ -86,10 +88,13 @@ def user_folders() -> list[str]:
 
 
 def give_way(folders: Sequence[str]) -> None:
-    """Let the user's folders go before the checkout, whose folders may be named as theirs, in their own process."""
+    """Let the user's folders go before a checkout, whose folders may be named as theirs, in their own process.
+
+    An installed package has no such folders on the path, but all other packages beside it, which go first.
+    """
     for folder in reversed(folders):
         import_from_too(folder)
-        if Path(folder).resolve() == IMPORT_FOLDER:
+        if Path(folder).resolve() == _ROOT:
             continue
         ours = next((i for i, entry in enumerate(sys.path) if _is_root(entry)), None)
         if ours is not None and folder in sys.path[ours + 1 :]:
@@ -169,7 +174,7 @@ def _places_of(top: str) -> list[Path]:
 
 
 def _is_root(entry: str) -> bool:
-    return bool(entry) and Path(entry).resolve() == IMPORT_FOLDER
+    return bool(entry) and Path(entry).resolve() == _ROOT
 
 
 def _advice(error: ModuleNotFoundError | SyntaxError) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +61,8 @@ class ManifestHost:
         self._engine: Engine | None = None
         self._spot: SpotTrainer | None = None
         "trains the head in spare time"
-        self._is_torn = False
+        self._torn: set[str] = set()
+        "models of which a version failed on the way: what is in place may be of two, or damaged"
         self._whole = Digest("xxh3")
         "takes the buckets of a broadcast version"
         self._all_here_s = 0.0
@@ -69,8 +70,8 @@ class ManifestHost:
 
     @property
     def engine(self) -> Engine | None:
-        """The engine; None until the first version of every model has been loaded, and while it has two versions."""
-        return None if self._is_torn else self._engine
+        """The engine; None until the first version of every model has been loaded, and while one is not whole."""
+        return None if self._torn else self._engine
 
     @property
     def spare(self) -> SpotTrainer | None:
@@ -117,16 +118,13 @@ class ManifestHost:
     def _decode_from(self, manifest: WeightManifest, parts: Iterable[Mapping[str, Tensor]]) -> None:
         """Let the engine load a version; where that fails on the way, nothing decodes until one is whole."""
         assert self._engine is not None
-        if manifest.model == "draft":
-            self._engine.load_parts(manifest, parts)
-            return
-        with self._not_training():
-            self._engine.load_parts(manifest, self._torn_by(parts))
-        self._is_torn = False
+        with nullcontext() if manifest.model == "draft" else self._not_training():
+            self._engine.load_parts(manifest, self._torn_by(parts, manifest.model))
+        self._torn.discard(manifest.model)
 
-    def _torn_by(self, parts: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
+    def _torn_by(self, parts: Iterable[Mapping[str, Tensor]], model: str) -> Iterator[Mapping[str, Tensor]]:
         for part in parts:
-            self._is_torn = True
+            self._torn.add(model)
             yield part
 
     def _summed(self, tensors: Mapping[str, Tensor], whole: Digest) -> Iterator[dict[str, Tensor]]:

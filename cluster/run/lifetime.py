@@ -106,8 +106,13 @@ def ending_well(run: Run) -> Iterator[None]:
     except RewardServerLost as error:
         run.recorder.write_timeline()
         raise RewardServerLost(f"{error}; {_keep_what_was_learned(run)}") from error
-    except (StorageError, SystemExit, RunTaken):
-        # a full disk has no room for pictures, SIGTERM leaves no time for them, and another's folder is not ours
+    except RunTaken:
+        # another's folder is not ours
+        raise
+    except StorageError:
+        # no room for pictures; what is refused may be one file, and not the state
+        with suppress(RlhfSpecError):
+            run.report.note(_keep_what_was_learned(run))
         raise
     except RlhfSpecError as error:
         run.recorder.write_timeline()
@@ -121,6 +126,9 @@ def ending_well(run: Run) -> Iterator[None]:
         with suppress(RlhfSpecError):
             # what ended the run is what is told; weights are here, whoever died
             run.report.note(_keep_what_was_learned(run))
+        raise
+    except SystemExit:
+        # SIGTERM leaves no time
         raise
     except BaseException:
         run.recorder.write_timeline()

@@ -98,11 +98,10 @@ class RolloutStream:
 
     def collect(self, requests: Sequence[SampleRequest], *, label: str = "generate") -> Collected:
         """Generate and score every request. Raises as `phase`, and RewardError: none could be scored."""
-        collected = self.phase(InTurns(lambda: requests), label=label)
+        schedule = InTurns(lambda: requests)
+        collected = self.phase(schedule, label=label)
         if requests and not collected.rollouts:
-            raise RewardError(
-                f"none of the {len(requests)} samples could be scored; the notes above say why they were skipped"
-            )
+            raise RewardError(f"none of the {len(requests)} samples could be scored; {schedule.why_unscored}")
         return collected
 
     def phase(
@@ -302,7 +301,7 @@ class RolloutStream:
             further += phase.schedule.ended(rollout.completion.key, rollout)
         phase.rollouts += scored
         for request, unscored in refused:
-            further += phase.schedule.ended(request.key.sample, None)
+            further += phase.schedule.ended(request.key.sample, unscored)
             phase.skipped_groups.append(request.group_id)
             if len(phase.skipped_groups) <= _MAX_SKIP_NOTES:
                 self._report.note(f"skipped: {unscored.reason}")

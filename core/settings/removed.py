@@ -33,6 +33,13 @@ REMOVED_KEYS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 "Keys: values that say what happens now anyway, and what to do instead of any other."
 
+REMOVED_CODE = {
+    "rlhfspec.learning.tasks.chain_task:ChainReward": "use kind chain; in Python chain_reward",
+    "rlhfspec.learning.tasks.gsm8k:Gsm8kReward": "use kind gsm8k; in Python gsm8k_reward",
+    "rlhfspec.learning.tasks.one_sentence:OneSentenceReward": "use kind one_sentence; in Python one_sentence_reward",
+}
+"Code of ours by its path, and what to name instead."
+
 
 def without_removed(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return a config's sections without removed keys that say nothing, and a fault for every other removed setting."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rlhfspec.core.errors import WeightsError
-from rlhfspec.core.records import Completion, Rollout, SampleKey, SampleRequest
+from rlhfspec.core.records import Completion, Rollout, SampleKey, SampleRequest, Unscored
 from rlhfspec.policies.schedule.rollout_schedule import InFlight, OpenSample, Schedule
 
 
@@ -108,10 +108,10 @@ class Free(Schedule):
             self._groups[completion.group_id].has_tokens = True
         return one
 
-    def ended(self, key: SampleKey, rollout: Rollout | None) -> list[SampleRequest]:
+    def ended(self, key: SampleKey, outcome: Rollout | Unscored) -> list[SampleRequest]:
         """See `Schedule.ended`."""
         group_id = self._sample(key).request.group_id
-        further = super().ended(key, rollout)
+        further = super().ended(key, outcome)
         group = self._groups[group_id]
         group.num_open, group.has_tokens = group.num_open - 1, True
         if not group.num_open:

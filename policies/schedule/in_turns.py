@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from rlhfspec.core.errors import ConfigError, NumericsError
-from rlhfspec.core.records import Reward, Rollout, SampleKey, SampleRequest
+from rlhfspec.core.records import Reward, Rollout, SampleKey, SampleRequest, Unscored
 from rlhfspec.policies.schedule.rollout_schedule import Schedule
 
 
@@ -124,14 +124,16 @@ class InTurns(Schedule):
             self._groups = self._useful_groups(requests)
         return self._whole_turns(self._begin_batch(phase, requests).values())
 
-    def ended(self, key: SampleKey, rollout: Rollout | None) -> list[SampleRequest]:
+    def ended(self, key: SampleKey, outcome: Rollout | Unscored) -> list[SampleRequest]:
         """See `Schedule.ended`."""
         sample = self._sample(key)
-        super().ended(key, rollout)
+        super().ended(key, outcome)
         if self._groups is None:
             return []
-        group_id = sample.request.group_id
-        further = self._groups.scored(rollout) if rollout is not None else self._groups.ended(group_id, None)
+        if isinstance(outcome, Rollout):
+            further = self._groups.scored(outcome)
+        else:
+            further = self._groups.ended(sample.request.group_id, None)
         return self._whole_turns(self._begin_batch(sample.batch, further).values())
 
     def has(self, batch: int) -> bool:

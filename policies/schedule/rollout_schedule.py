@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlhfspec.core.errors import RewardError, WeightsError
-from rlhfspec.core.records import Completion, Rollout, SampleKey, SampleRequest
+from rlhfspec.core.records import Completion, Rollout, SampleKey, SampleRequest, Unscored
 from rlhfspec.policies.scheduling.open_samples import is_whole
 
 
@@ -59,6 +59,8 @@ class Schedule(ABC):
         "weight versions between a token and the update that learns from it, at most"
         self.left_out: list[Rollout] = []
         "scored for the batch that was taken last, and not learned from"
+        self.why_unscored = "the notes above say why they were skipped"
+        "the last reason for which a sample was left out"
         self._open: dict[SampleKey, OpenSample] = {}
         self._turns: dict[SampleKey, SampleRequest] = {}
         "what instances were asked for, of open samples"
@@ -140,13 +142,15 @@ class Schedule(ABC):
         keys, self._unsent = self._unsent, []
         return [(one.request, one.so_far) for key in keys if (one := self._unscored[key]).so_far is not None]
 
-    def ended(self, key: SampleKey, rollout: Rollout | None) -> list[SampleRequest]:
-        """Take a sample's scored response, None: it is left out. What is to be asked for besides."""
+    def ended(self, key: SampleKey, outcome: Rollout | Unscored) -> list[SampleRequest]:
+        """Take a sample's scored response, or leave it out, and why. What is to be asked for besides."""
         # an episode is whole when its environment says so, and is scored at once
         self._turns.pop(key, None)
         batch = (self._unscored.pop(key, None) or self._open.pop(key)).batch
-        if rollout is not None:
-            self._ready[batch][key] = rollout
+        if isinstance(outcome, Rollout):
+            self._ready[batch][key] = outcome
+        else:
+            self.why_unscored = f"the last: {outcome.reason}"
         return []
 
     def figures(self) -> dict[str, float]:
@@ -207,8 +211,8 @@ class Schedule(ABC):
         ordered = in_order(rollouts)
         if not ordered:
             raise RewardError(
-                f"none of the samples of iteration {batch + 1} could be scored, and nothing is left to learn from; the "
-                "notes above say why they were skipped"
+                f"none of the samples of iteration {batch + 1} could be scored, and nothing is left to learn from; "
+                f"{self.why_unscored}"
             )
         for rollout in ordered:
             require_fresh(rollout, weight_version=batch, max_staleness=self.max_staleness)

@@ -282,7 +282,9 @@ def test_samples_without_a_reward_leave_the_iteration_with_a_count_and_their_rea
 def test_an_iteration_without_any_reward_is_an_error():
     made = system(taken(0, 1))
     made.rewards = Rewards(refused=[0, 1])
-    with pytest.raises(RewardError, match="none of the 2 samples could be scored"):
+    with pytest.raises(
+        RewardError, match="none of the 2 samples could be scored; the last: sample 1 is refused"
+    ):
         collected(made, 0, 1, report=(report := Report()))
     assert report.notes == ["skipped: sample 0 is refused", "skipped: sample 1 is refused"]
 

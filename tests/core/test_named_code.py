@@ -1,5 +1,6 @@
 """The user's code by its path: the file in the user's folder is meant, whatever else has its name."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,16 @@ def test_attributes_of_objects_are_found(project):
     ("files", "path", "words"),
     [
         ({"mine.py": ""}, "mine:score", r"mine \(.*mine\.py\) has no 'score'"),
+        (
+            {},
+            "learning.tasks.gsm8k:Gsm8kReward",
+            "has no 'Gsm8kReward'; use kind gsm8k; in Python gsm8k_reward",
+        ),
+        (
+            {},
+            "rlhfspec.learning.tasks.chain_task:ChainReward",
+            "use kind chain; in Python chain_reward",
+        ),
         ({"mine.py": SCORE}, "mine.py:score", "names no function: expected .*such as mine:score"),
         (
             {"mine.py": "from datasets.mine import x"},
@@ -145,3 +156,19 @@ def test_a_function_of_ours_is_found_from_a_folder_with_names_of_its_own(project
     command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "rlhfspec.learning.tasks.gsm8k"
+
+
+def test_what_is_installed_goes_before_the_user_s_modules_where_the_package_is_installed_too(tmp_path):
+    """The folder of installed packages is not the checkout's, whose folders may be named as the user's."""
+    site, mine = tmp_path / "site", tmp_path / "mine"
+    shutil.copytree(ROOT / "core", site / "rlhfspec" / "core")
+    mine.mkdir()
+    for folder in (site, mine):
+        (folder / "helper.py").write_text("")
+    code = (
+        "from rlhfspec.core.named_code import give_way\n"
+        f"give_way([{str(mine)!r}])\nimport helper\nprint(helper.__file__)"
+    )
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(site / "helper.py")

@@ -20,6 +20,7 @@ from rlhfspec.core.records import (
     SampleKey,
     SampleRequest,
     SamplingParams,
+    Unscored,
     WeightSpan,
 )
 from rlhfspec.policies.schedule.free import Free, FreeAdmission
@@ -215,7 +216,7 @@ def test_a_group_without_any_reward_counts_as_ended() -> None:
     plan = FreeAdmission(max_staleness=1, over_provisioning=1.0, groups_per_batch=1, num_iterations=2)
     schedule = Free(plan, Cursor(1))
     first, second = schedule.begin(0)
-    schedule.ended(first.key, None)
+    schedule.ended(first.key, Unscored(reason="too long"))
     again = Free(plan, Cursor(1))
     again.restore(schedule.in_flight())
     assert again.has(0) and not again.has(1), "after a resume, too"

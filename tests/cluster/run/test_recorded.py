@@ -20,10 +20,13 @@ from rlhfspec.core.records import (
     SampleKey,
     SampleRequest,
     SamplingParams,
+    Unscored,
     WeightSpan,
 )
 from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
 from rlhfspec.policies.scheduling.open_samples import is_whole
+
+REFUSED = Unscored(reason="too long")
 
 
 def plan_of(staleness: int, *, tokens: int, iterations: int, load: str = "reprefill") -> PhasePlan:
@@ -226,7 +229,7 @@ def test_a_sample_that_is_completed_twice_is_refused() -> None:
 def test_a_sample_that_is_left_out_is_not_waited_for() -> None:
     schedule = Recorded(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
     first, second = schedule.begin(-1)
-    schedule.ended(first.key, None)
+    schedule.ended(first.key, REFUSED)
     schedule.ended(second.key, scored(decoded(second, length=3, version=0)))
     assert [rollout.completion.key for rollout in schedule.take(0)] == [second.key]
 
@@ -234,8 +237,10 @@ def test_a_sample_that_is_left_out_is_not_waited_for() -> None:
 def test_a_batch_without_any_reward_is_refused() -> None:
     schedule = Recorded(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
     for request in schedule.begin(-1):
-        schedule.ended(request.key, None)
-    with pytest.raises(RewardError, match="none of the samples of iteration 1 could be scored"):
+        schedule.ended(request.key, REFUSED)
+    with pytest.raises(
+        RewardError, match=r"none of the samples of iteration 1 could be scored.*the last: too long"
+    ):
         schedule.take(0)
 
 
