@@ -259,7 +259,7 @@ class _Runners:
     def of(self, model: CausalLM, role: str) -> ModelRunner:
         """A model with its cache. Raises as `build_engine`."""
         engine, device = self.engine, self.backend.device
-        graph_bytes = engine.graph_memory_mb * 10**6
+        graph_bytes = engine.graph_memory_mb * MB
         return ModelRunner(
             model.to(device) if isinstance(model, nn.Module) else model,  # type: ignore[arg-type]
             num_slots=engine.max_running_samples,

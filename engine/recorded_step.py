@@ -15,7 +15,6 @@ tokens before a cache's end.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,11 +33,10 @@ from rlhfspec.engine.decoding.step_phases import Phases
 from rlhfspec.engine.drafters.drafter import Drafter
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 from rlhfspec.engine.drafters.refinement import Refinement
-from rlhfspec.engine.model.cuda_graphs import SAMPLE_COUNTS, VIEW_LENGTHS, Recorder, Run, at_least
+from rlhfspec.engine.model.cuda_graphs import SAMPLE_COUNTS, VIEW_LENGTHS, Recordings, Run, at_least
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.upload import pack, unpack
 
-logger = logging.getLogger(__name__)
 CATCH_UPS = (2, LAST_TOKENS)
 "Committed tokens that the drafter runs of each sample: rounded up, a recording for each."
 
@@ -134,19 +132,10 @@ class RecordedStep:
     "of the tensors that `accept` returns behind one another"
 
 
-class StepRecordings:
+class StepRecordings(Recordings[StepShape, RecordedStep]):
     """Decode steps of one engine by shape; called in the place of `decode_step`."""
 
-    def __init__(self, recorder: Recorder, *, max_bytes: int) -> None:
-        """Hold no more than about `max_bytes` of recordings: the one that crosses the line is the last."""
-        self._recorder = recorder
-        self._max_bytes = max_bytes
-        self._recordings: dict[StepShape, RecordedStep] = {}
-
-    @property
-    def shapes(self) -> list[StepShape]:
-        """Shapes recorded so far."""
-        return sorted(self._recordings)
+    kind = "steps"
 
     @torch.inference_mode()
     def __call__(
@@ -226,8 +215,7 @@ class StepRecordings:
             any_greedy=batch.sampling.any_greedy,
             any_filter=batch.sampling.any_filter,
         )
-        is_full = self._recorder.held_bytes >= self._max_bytes
-        return None if is_full and shape not in self._recordings else shape
+        return None if self.is_full and shape not in self._recordings else shape
 
     def _record(
         self,
@@ -263,17 +251,7 @@ class StepRecordings:
 
         with runner.unrecorded():
             run = self._recorder.record(accept)
-        recording = RecordedStep(batch=fixed, draft=draft, accept=run, results=results)
-        self._recordings[shape] = recording
-        if self._recorder.held_bytes >= self._max_bytes:
-            logger.warning(
-                "recorded steps hold %.0f MB of at most %.0f MB after %d shapes: further shapes run unrecorded; "
-                "raise engine.graph_memory_mb to record them",
-                self._recorder.held_bytes / 1e6,
-                self._max_bytes / 1e6,
-                len(self._recordings),
-            )
-        return recording
+        return self.keep(shape, RecordedStep(batch=fixed, draft=draft, accept=run, results=results))
 
     def _record_draft(
         self,

@@ -73,13 +73,14 @@ class DecodeLoop:
         *,
         report_interval_s: float,
         on_report: Callable[[InstanceLoad], None] = lambda load: None,
+        on_idle: Callable[[], None] = lambda: None,
         make_migrator: Callable[[DecodeLoop], Migrator] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance = instance
         self._host = host
         self._report_interval_s = report_interval_s
-        self._on_report = on_report
+        self._on_report, self._on_idle = on_report, on_idle
         self._clock = clock
         self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
         self._later: list[tuple[LoopOrder, Future]] = []
@@ -105,6 +106,7 @@ class DecodeLoop:
         self.spans = TraceLog()
         self._is_stale = False
         "a decode step was made since the last publication"
+        self._has_stepped = False
         self._migrator = make_migrator(self) if make_migrator else None
 
     def order(self, order: LoopOrder) -> Future:
@@ -201,6 +203,9 @@ class DecodeLoop:
             if self._is_stale:
                 # its last sample has moved away: what it did for it would stay untold until there is work
                 self._report_state()
+            if self._has_stepped:
+                self._has_stepped = False
+                self._on_idle()
             if moving and wait_s is None:
                 wait_s = TICK_S
             if not moving and self._mailbox.empty():
@@ -354,7 +359,7 @@ class DecodeLoop:
         finished = engine.step()
         self._ended_samples(finished)
         now_s = self._clock()
-        self._step_began_s, self._is_stale = None, True
+        self._step_began_s, self._is_stale, self._has_stepped = None, True, True
         batch, emitted = num_samples or engine.num_running, engine.num_emitted_tokens - emitted_before
         self.spans.add(
             "step", began_s, now_s, num_samples=batch, num_tokens=emitted, context_tokens=context_tokens

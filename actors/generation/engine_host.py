@@ -25,7 +25,13 @@ from rlhfspec.actors.actor_messages import (
     LoadedWeights,
 )
 from rlhfspec.actors.generation.spot_trainer import SpotTrainer
-from rlhfspec.actors.waiting.assigned_device import assigned_gpus, require_gpu_room, resolve_device
+from rlhfspec.actors.waiting.assigned_device import (
+    INSTANCE_ADVICE,
+    assigned_gpus,
+    give_back_cached,
+    require_gpu_room,
+    resolve_device,
+)
 from rlhfspec.core.config import EngineConfig
 from rlhfspec.core.errors import RlhfSpecError, WeightsError
 from rlhfspec.core.weight_records import TensorSpec, WeightManifest, kind_of
@@ -82,6 +88,10 @@ class ManifestHost:
         """End what trains."""
         if self._spot is not None:
             self._spot.close()
+
+    def give_back(self) -> None:
+        """Let a trainer on the same GPU have what the samples have freed."""
+        give_back_cached(self.device, share=self._spec.gpu_share)
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
         """Load one version of one model; what decodes from now on was read back and compared with the chunks.
@@ -300,14 +310,8 @@ class ManifestHost:
     @cached_property
     def _backend(self) -> ComputeBackend:
         """What computes here: weights are laid out for it as they come. Raises PlacementError: its GPU has no room."""
-        require_gpu_room(
-            self._spec.instance,
-            self.device,
-            needed_bytes=self._spec.gpu_bytes,
-            share=self._spec.gpu_share,
-            advice="set engine.kv_cache_mb, lower engine.max_running_samples or engine.graph_memory_mb, or raise "
-            "cluster.generation.num_gpus",
-        )
+        who, needed_bytes, share = self._spec.instance, self._spec.gpu_bytes, self._spec.gpu_share
+        require_gpu_room(who, self.device, needed_bytes=needed_bytes, share=share, advice=INSTANCE_ADVICE)
         return backend_for(self._engine_settings)
 
     @property

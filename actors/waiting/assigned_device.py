@@ -16,6 +16,15 @@ from rlhfspec.core.errors import ConfigError, PlacementError
 if TYPE_CHECKING:
     import torch
 
+INSTANCE_ADVICE = (
+    "set engine.kv_cache_mb, lower engine.max_running_samples or engine.graph_memory_mb, or raise "
+    "cluster.generation.num_gpus"
+)
+TRAINER_ADVICE = (
+    "lower trainer.max_tokens_per_forward, set trainer.lora or trainer.gradient_checkpointing, or share the model: "
+    "cluster.trainer.num_actors with trainer.strategy: fsdp2"
+)
+
 
 def assigned_gpus() -> tuple[str, ...]:
     """Ids of the GPUs that Ray assigned to this actor; none outside Ray."""
@@ -80,6 +89,14 @@ def require_gpu_room(who: str, device: torch.device, *, needed_bytes: int, share
             f"{who} plans to take {needed} of GPU {device.index}, which has {free} of {total} free; its share is "
             f"{own}; {advice}"
         )
+
+
+def give_back_cached(device: torch.device, *, share: float) -> None:
+    """Give torch's freed blocks to whoever else is on this GPU; `share` is as of `require_gpu_room`."""
+    if device.type == "cuda" and share < 1.0:
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def gpu_seat(device: torch.device) -> str | None:

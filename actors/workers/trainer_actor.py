@@ -20,7 +20,14 @@ from transformers import PreTrainedModel
 from rlhfspec.actors.actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
 from rlhfspec.actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
 from rlhfspec.actors.waiting.actor_start import begin_actor
-from rlhfspec.actors.waiting.assigned_device import assigned_gpus, gpu_seat, require_gpu_room, resolve_device
+from rlhfspec.actors.waiting.assigned_device import (
+    TRAINER_ADVICE,
+    assigned_gpus,
+    give_back_cached,
+    gpu_seat,
+    require_gpu_room,
+    resolve_device,
+)
 from rlhfspec.actors.waiting.remote import remote
 from rlhfspec.core.errors import ConfigError, RlhfSpecError, WeightsError
 from rlhfspec.core.records import Rollout, UpdateReport
@@ -92,14 +99,10 @@ class TrainerActor:
 
     def load_weights(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build the learner around the published model and read its checksum back."""
-        torch.set_num_threads(self._spec.trainer.num_threads)
+        spec = self._spec
+        torch.set_num_threads(spec.trainer.num_threads)
         require_gpu_room(
-            self._spec.name,
-            self._device,
-            needed_bytes=self._spec.gpu_bytes,
-            share=self._spec.gpu_share,
-            advice="lower trainer.max_tokens_per_forward, set trainer.lora or trainer.gradient_checkpointing, or share "
-            "the model: cluster.trainer.num_actors with trainer.strategy: fsdp2",
+            spec.name, self._device, needed_bytes=spec.gpu_bytes, share=spec.gpu_share, advice=TRAINER_ADVICE
         )
         model = self._build(manifest, chunks)
         drafter_training = self._spec.drafter_training
@@ -163,7 +166,9 @@ class TrainerActor:
         Raises PeerLost when another trainer of several is gone.
         """
         with self._trainers.naming("update"):
-            return self._learner.update(rollouts, recompute_old=recompute_old)
+            report = self._learner.update(rollouts, recompute_old=recompute_old)
+        give_back_cached(self._device, share=self._spec.gpu_share)
+        return report
 
     def follow(self) -> None:
         """Take part while the first trainer walks through the target's weights. Raises PeerLost."""
@@ -172,7 +177,9 @@ class TrainerActor:
 
     def refit(self, rollouts: Sequence[Rollout], budget_s: float) -> RefitReport:
         """Let the draft model follow the target for at most so long, or say how it has; the target is not touched."""
-        return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
+        report = self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
+        give_back_cached(self._device, share=self._spec.gpu_share)
+        return report
 
     def packed(
         self, model: Literal["target", "draft"] = "target", checksums: DigestKind | None = None

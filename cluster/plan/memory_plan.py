@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhfspec.actors.waiting.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import PlacementError
 from rlhfspec.engine.admission import MB
@@ -180,37 +181,28 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
-def require_gpu_room(plan: MemoryPlan, *, num_gpus: float, device_bytes: int) -> None:
-    """Raise PlacementError unless the instances that share one GPU fit on it.
+def require_gpu_room(
+    plan: MemoryPlan, *, num_gpus: float, device_bytes: int, trainer_gpus: float = 1.0
+) -> None:
+    """Raise PlacementError unless an instance, and a trainer, fit into their shares of a GPU, whoever else is on it.
 
     Args:
         plan: of the run.
         num_gpus: GPUs of one instance; a fraction when several share one.
         device_bytes: memory of the smallest GPU.
+        trainer_gpus: of one trainer.
     """
-    sharing = max(1, int(1 / num_gpus + 1e-9)) if num_gpus > 0 else 1
-    sharing = min(sharing, plan.num_generation)
-    needed = sharing * (plan.gpu_bytes + CUDA_CONTEXT_BYTES) if plan.gpu_bytes else 0
-    if needed > device_bytes:
-        raise PlacementError(
-            f"{sharing} generation instance(s) on one GPU need {gib(needed)} of its memory but it has "
-            f"{gib(device_bytes)} (each: KV pool {gib(plan.kv_pool_bytes)}, weights, logits and recorded forwards "
-            f"{gib(plan.gpu_bytes - plan.kv_pool_bytes)}, CUDA {gib(CUDA_CONTEXT_BYTES)}); set engine.kv_cache_mb, "
-            "lower engine.max_running_samples or engine.graph_memory_mb, or raise cluster.generation.num_gpus"
-        )
-
-
-def require_trainer_gpu_room(plan: MemoryPlan, *, num_gpus: float, device_bytes: int) -> None:
-    """Raise PlacementError unless a trainer fits into its share of a GPU; arguments as `require_gpu_room`."""
-    share = int(min(num_gpus, 1.0) * device_bytes)
-    needed = plan.trainer_gpu_bytes and plan.trainer_gpu_bytes + CUDA_CONTEXT_BYTES
-    if needed > share:
-        raise PlacementError(
-            f"a trainer needs {gib(needed)} of a GPU's memory (CUDA {gib(CUDA_CONTEXT_BYTES)} of it), its share "
-            f"(cluster.trainer.num_gpus {num_gpus:g}) is {gib(share)} of {gib(device_bytes)}; lower "
-            "trainer.max_tokens_per_forward, set trainer.lora or trainer.gradient_checkpointing, or share the model: "
-            "cluster.trainer.num_actors with trainer.strategy: fsdp2"
-        )
+    instance = f"an instance (KV pool {gib(plan.kv_pool_bytes)})"
+    for who, planned, pool, gpus, advice in (
+        (instance, plan.gpu_bytes, "generation", num_gpus, INSTANCE_ADVICE),
+        ("a trainer", plan.trainer_gpu_bytes, "trainer", trainer_gpus, TRAINER_ADVICE),
+    ):
+        share, needed = int(min(gpus, 1.0) * device_bytes), planned and planned + CUDA_CONTEXT_BYTES
+        if needed > share:
+            raise PlacementError(
+                f"{who} needs {gib(needed)} of a GPU's memory (CUDA {gib(CUDA_CONTEXT_BYTES)} of it), its share "
+                f"(cluster.{pool}.num_gpus {gpus:g}) is {gib(share)} of {gib(device_bytes)}; {advice}"
+            )
 
 
 class MemoryNeeds:
@@ -252,8 +244,9 @@ class MemoryNeeds:
         has_turns = config.environment.kind is not None
         kept_mb = config.engine.turn_cache_mb if has_turns else 0.0
         kept_mb += config.speculation.suffix_memory_mb if config.speculation.remembers else 0.0
-        # of recorded decode forwards, for each model
-        graphs = config.engine.graph_memory_mb * 10**6 * (1 if self._draft is None else 2)
+        # of recorded steps, and of recorded forwards of each model; a head's are not recorded
+        num_recorded = 3 if self._draft is not None and config.speculation.drafter == "model" else 2
+        graphs = config.engine.graph_memory_mb * MB * num_recorded
         return MemoryPlan(
             generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine + int(kept_mb * MB) + self._spot(),
             kv_pool_bytes=kv_pool,

@@ -35,7 +35,6 @@ from rlhfspec.cluster.plan.memory_plan import (
     ModelShapes,
     gib,
     require_gpu_room,
-    require_trainer_gpu_room,
 )
 from rlhfspec.cluster.plan.model_check import check_models
 from rlhfspec.cluster.plan.reward_plan import check_reward, pattern_notes, require_references, reward_columns
@@ -247,8 +246,10 @@ def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, outpu
         # GPUs of other nodes are not asked from here
         devices = range(torch.cuda.device_count())
         least = min(torch.cuda.get_device_properties(index).total_memory for index in devices)
-        require_gpu_room(memory, num_gpus=cluster.generation.num_gpus, device_bytes=least)
-        require_trainer_gpu_room(memory, num_gpus=cluster.trainer.num_gpus, device_bytes=least)
+        trainer_gpus = cluster.trainer.num_gpus
+        require_gpu_room(
+            memory, num_gpus=cluster.generation.num_gpus, device_bytes=least, trainer_gpus=trainer_gpus
+        )
     needed = memory.total_bytes
     here = joined_address(cluster) is None  # a Ray that this process has started runs here too
     if here and room.memory_bytes is not None and needed > room.memory_bytes:

@@ -2,7 +2,7 @@
 
 Programs share the cache: each takes a stretch of SPLIT positions of one (sample, KV head), whatever the view's length,
 and the stretches are joined in order. So a row's bits depend on neither the view nor the batch; masked positions add
-exact zeros. Not run on a GPU so far. Imported only where Triton is.
+exact zeros. Imported only where Triton is.
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """

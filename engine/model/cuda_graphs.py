@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from rlhfspec.engine.cache.kv_memory import round_up
-from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.model.forward_plan import TreePlan
 
 logger = logging.getLogger(__name__)
@@ -33,6 +32,8 @@ WARM_UPS = 2
 "Runs before a recording: libraries choose kernels and take their workspaces in the first ones."
 
 Run = Callable[[], Tensor]
+Shape = TypeVar("Shape", bound=Any)
+Recorded = TypeVar("Recorded")
 DecodeForward = Callable[[Tensor, Tensor, TreePlan], Tensor]
 
 
@@ -118,20 +119,46 @@ class Recording:
     replay: Run
 
 
-class ForwardGraphs:
-    """Decode forwards of one model by shape."""
+class Recordings(Generic[Shape, Recorded]):
+    """What was recorded of one kind, by shape."""
 
-    def __init__(self, pool: KVPool, recorder: Recorder, *, max_bytes: int) -> None:
+    kind = ""
+
+    def __init__(self, recorder: Recorder, *, max_bytes: int) -> None:
         """Hold no more than about `max_bytes` of recordings: the one that crosses the line is the last."""
-        self._pool = pool
         self._recorder = recorder
         self._max_bytes = max_bytes
-        self._recordings: dict[StepShape, Recording] = {}
+        self._recordings: dict[Shape, Recorded] = {}
 
     @property
-    def shapes(self) -> list[StepShape]:
+    def shapes(self) -> list[Shape]:
         """Shapes recorded so far."""
         return sorted(self._recordings)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more is recorded."""
+        return self._recorder.held_bytes >= self._max_bytes
+
+    def keep(self, shape: Shape, recording: Recorded) -> Recorded:
+        """Keep what was recorded, and say so where it is the last."""
+        self._recordings[shape] = recording
+        if self.is_full:
+            logger.warning(
+                "recorded %s hold %.0f MB of at most %.0f MB after %d shapes: further shapes run unrecorded; "
+                "raise engine.graph_memory_mb to record them",
+                self.kind,
+                self._recorder.held_bytes / 1e6,
+                self._max_bytes / 1e6,
+                len(self._recordings),
+            )
+        return recording
+
+
+class ForwardGraphs(Recordings[StepShape, Recording]):
+    """Decode forwards of one model by shape."""
+
+    kind = "forwards"
 
     def run(self, forward: DecodeForward, input_ids: Tensor, position_ids: Tensor, plan: TreePlan) -> Tensor:
         """Return what `forward` returns for the packed tokens, replayed where that is possible.
@@ -145,7 +172,7 @@ class ForwardGraphs:
         recording = self._recordings.get(shape)
         if recording is None:
             result = forward(input_ids, position_ids, plan)
-            if self._recorder.held_bytes < self._max_bytes:
+            if not self.is_full:
                 self._record(forward, shape, input_ids, position_ids, plan)
             return result
         _copy_inputs(recording.input_ids, recording.position_ids, input_ids, position_ids)
@@ -171,15 +198,7 @@ class ForwardGraphs:
         _copy_inputs(ids, positions, input_ids, position_ids)
         fixed = plan.fixed_copy(shape.num_samples)
         replay = self._recorder.record(lambda: forward(ids, positions, fixed))
-        self._recordings[shape] = Recording(input_ids=ids, position_ids=positions, plan=fixed, replay=replay)
-        if self._recorder.held_bytes >= self._max_bytes:
-            logger.warning(
-                "recorded forwards hold %.0f MB of at most %.0f MB after %d shapes: further shapes run unrecorded; "
-                "raise engine.graph_memory_mb to record them",
-                self._recorder.held_bytes / 1e6,
-                self._max_bytes / 1e6,
-                len(self._recordings),
-            )
+        self.keep(shape, Recording(input_ids=ids, position_ids=positions, plan=fixed, replay=replay))
 
 
 def shape_of(plan: TreePlan) -> StepShape:

@@ -146,7 +146,7 @@ class ModelRunner:
         else:
             comparison.require_equal(self)
         if recorder is not None:
-            self.graphs = ForwardGraphs(self.pool, recorder, max_bytes=graph_bytes)
+            self.graphs = ForwardGraphs(recorder, max_bytes=graph_bytes)
 
     @property
     def is_own(self) -> bool:

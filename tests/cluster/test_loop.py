@@ -15,12 +15,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import ray
+from loop_hooks import Turns, watch_turns
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unhurried_refits import give_refits_time
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.summary import STEP_PARTS
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
@@ -55,6 +57,7 @@ class Trained:
 
     system: System
     run_dir: RunDir
+    turns: Turns
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +96,13 @@ def trained(local_ray, config, tmp_path_factory) -> Iterator[Trained]:
     with running_system(check_run(config, output_dir=Path.cwd()), session, note=notes.append) as system:
         # on a busy machine publishing the first one takes so long that the second would have no seconds
         give_refits_time(system)
-        train(system, run_dir, Reporter())
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            turns = watch_turns(monkeypatch)
+            train(system, run_dir, Reporter())
+            Recorder(run_dir, Reporter()).pass_over(system.generation.instances)
         assert not any("broadcast failed" in note for note in notes), notes
         assert system.target.fetch is None, "its checkpoint brought what was broadcast into the object store"
-        yield Trained(system=system, run_dir=run_dir)
+        yield Trained(system=system, run_dir=run_dir, turns=turns)
 
 
 def plain_engine(config: Config, target) -> Engine:
@@ -190,6 +196,23 @@ def test_the_figures_say_what_happened(trained):
     assert 0.0 < parts <= first["time/iteration_s"]
     publication = [first[f"time/publish_{name}_s"] for name in ("pack", "send", "load")]
     assert min(publication) >= 0.0 and 0.0 < sum(publication) <= first["time/publish_s"] + 1e-3
+
+
+def test_instances_and_trainers_take_turns(trained: Trained) -> None:
+    turns = trained.turns
+    assert len(turns.updates) == len(turns.forwards) == 2
+    for began_s, over_s in turns.updates:
+        assert [step for step in turns.steps if step.end_s > began_s and step.begin_s < over_s] == []
+        assert [step for step in turns.steps if step.end_s <= began_s], "steps were counted"
+    for at_phase, at_begin, at_end in turns.forwards:
+        assert at_phase == at_begin < at_end, "a trainer computes beside no decode step"
+
+
+def test_the_parts_of_a_publication_add_up(trained: Trained) -> None:
+    for row in read_metrics(trained.run_dir.metrics_file):
+        parts = sum(row[f"time/publish_{name}_s"] for name in ("pack", "send", "load"))
+        # what is left is the loop's own: notes and the weights log
+        assert parts == pytest.approx(row["time/publish_s"], rel=0.05, abs=0.05)
 
 
 def test_the_last_iteration_leaves_a_trace_of_what_each_instance_did(trained):

@@ -5,7 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from rlhfspec.actors.waiting.assigned_device import assigned_gpus, require_gpu_room, resolve_device
+from rlhfspec.actors.waiting.assigned_device import (
+    assigned_gpus,
+    give_back_cached,
+    require_gpu_room,
+    resolve_device,
+)
 from rlhfspec.core.errors import ConfigError, PlacementError
 from tests.helpers.ray_script import answer_of
 
@@ -71,3 +76,13 @@ def test_an_actor_takes_no_more_of_its_gpu_than_is_free_and_its_share(
     )
     with pytest.raises(PlacementError, match=expected):
         check(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("device", "share", "gives"), [("cuda", 0.5, 1), ("cuda", 1.0, 0), ("cpu", 0.5, 0)])
+def test_freed_blocks_are_given_back_where_others_share_the_gpu(
+    monkeypatch, device: str, share: float, gives: int
+) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
+    give_back_cached(torch.device(device), share=share)
+    assert len(given) == gives

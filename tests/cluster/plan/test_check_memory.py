@@ -259,16 +259,37 @@ def test_a_limit_on_the_caches_bounds_the_plan_and_never_enlarges_it() -> None:
 
 def test_instances_must_fit_on_the_gpu_that_they_share() -> None:
     made = plan(config(cluster={"generation": {"num_actors": 2, "num_gpus": 0.5}}))
-    assert made.gpu_bytes > made.kv_pool_bytes + 2 * 1024 * 10**6, "pool, weights and what both models record"
+    assert made.gpu_bytes > made.kv_pool_bytes + 3 * 1024 * 10**6, "pool, weights, and recordings"
     each = made.gpu_bytes + CUDA_CONTEXT_BYTES
     require_gpu_room(made, num_gpus=0.5, device_bytes=2 * each)
     require_gpu_room(made, num_gpus=1, device_bytes=each)
     with pytest.raises(
-        PlacementError, match=r"^2 generation instance\(s\) on one GPU need .*engine\.kv_cache_mb"
+        PlacementError, match=r"^an instance .*cluster\.generation\.num_gpus 0\.5.*engine\.kv_cache_mb"
     ):
-        require_gpu_room(made, num_gpus=0.5, device_bytes=2 * each - 1)
-    with pytest.raises(PlacementError, match=r"^1 generation instance"):
+        require_gpu_room(made, num_gpus=0.5, device_bytes=2 * each - 2)
+    with pytest.raises(PlacementError, match=r"^an instance"):
         require_gpu_room(made, num_gpus=1, device_bytes=each - 1)
+
+
+def test_an_instance_beside_a_trainer_has_no_more_than_its_share() -> None:
+    # two on a GPU that would hold both: a trainer has the rest of it
+    made = plan(
+        config(cluster={"generation": {"num_actors": 2, "num_gpus": 0.25}, "trainer": {"num_gpus": 0.5}})
+    )
+    each = made.gpu_bytes + CUDA_CONTEXT_BYTES
+    require_gpu_room(made, num_gpus=0.25, device_bytes=4 * each)
+    with pytest.raises(PlacementError, match=r"its share \(cluster\.generation\.num_gpus 0\.25\)"):
+        require_gpu_room(made, num_gpus=0.25, device_bytes=3 * each)
+
+
+def test_recordings_of_whole_steps_and_of_each_models_forwards_have_a_budget_each() -> None:
+    def recorded(**speculation: object) -> int:
+        sections = {"cluster": {"generation": {"num_gpus": 1}}, "speculation": speculation}
+        with_none = plan(config(**sections, engine={"graph_memory_mb": 0})).gpu_bytes
+        return plan(config(**sections, engine={"graph_memory_mb": 100})).gpu_bytes - with_none
+
+    assert recorded(drafter="model", policy="fixed") == 3 * 100 * 10**6
+    assert recorded(drafter="head", policy="fixed") == 2 * 100 * 10**6, "a head's are not recorded"
 
 
 def test_instances_on_a_cpu_take_no_memory_of_a_gpu() -> None:
@@ -288,3 +309,11 @@ def test_a_head_that_instances_train_takes_its_optimizer_and_hidden_states() -> 
     assert trained.generation_bytes - frozen.generation_bytes > round(16e6 * 2.125) + 8 * 4 * DRAFT.num_params
     # no trainer refits a head
     assert trained.trainer_bytes == frozen.trainer_bytes
+
+
+def test_a_trainer_beside_instances_has_no_more_than_its_share() -> None:
+    made = plan(config(cluster={"trainer": {"num_gpus": 0.5}}))
+    each = made.trainer_gpu_bytes + CUDA_CONTEXT_BYTES
+    require_gpu_room(made, num_gpus=0, device_bytes=2 * each, trainer_gpus=0.5)
+    with pytest.raises(PlacementError, match=r"^a trainer needs .*cluster\.trainer\.num_gpus 0\.5"):
+        require_gpu_room(made, num_gpus=0, device_bytes=2 * each - 2, trainer_gpus=0.5)

@@ -79,7 +79,7 @@ def test_recorded_forwards_do_nothing_that_a_capture_forbids(
     if engine.drafter is not None:
         runners.append(engine.drafter.runner)  # type: ignore[attr-defined]
     for runner in runners:
-        runner.graphs = ForwardGraphs(runner.pool, recorder, max_bytes=1)
+        runner.graphs = ForwardGraphs(recorder, max_bytes=1)
         runner.attention = ATTENTION[attention]
     done = engine.generate(requests)
     assert recorder.num_runs > 4

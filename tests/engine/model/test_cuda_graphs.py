@@ -59,7 +59,7 @@ def recorded(engine: Engine, recorder: Recorder, *, max_bytes: int = 1 << 20) ->
     if engine.drafter is not None:
         runners.append(engine.drafter.runner)  # type: ignore[attr-defined]
     for runner in runners:
-        runner.graphs = ForwardGraphs(runner.pool, recorder, max_bytes=max_bytes)
+        runner.graphs = ForwardGraphs(recorder, max_bytes=max_bytes)
     return engine
 
 
