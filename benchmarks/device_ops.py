@@ -126,9 +126,6 @@ class CountingRecorder:
 
         return replay
 
-    def forget(self) -> None:
-        """See `engine.model.cuda_graphs.Recorder`."""
-
 
 class CountedNoise(Noise):
     """As `engine.decoding.noise_cuda` makes it: a choice is a kernel and two calls, all values are one kernel."""

@@ -106,7 +106,6 @@ class DecodeLoop:
         self.spans = TraceLog()
         self._is_stale = False
         "a decode step was made since the last publication"
-        self._has_stepped = False
         self._migrator = make_migrator(self) if make_migrator else None
 
     def order(self, order: LoopOrder) -> Future:
@@ -203,9 +202,6 @@ class DecodeLoop:
             if self._is_stale:
                 # its last sample has moved away: what it did for it would stay untold until there is work
                 self._report_state()
-            if self._has_stepped:
-                self._has_stepped = False
-                self._on_idle()
             if moving and wait_s is None:
                 wait_s = TICK_S
             if not moving and self._mailbox.empty():
@@ -359,7 +355,7 @@ class DecodeLoop:
         finished = engine.step()
         self._ended_samples(finished)
         now_s = self._clock()
-        self._step_began_s, self._is_stale, self._has_stepped = None, True, True
+        self._step_began_s, self._is_stale = None, True
         batch, emitted = num_samples or engine.num_running, engine.num_emitted_tokens - emitted_before
         self.spans.add(
             "step", began_s, now_s, num_samples=batch, num_tokens=emitted, context_tokens=context_tokens
@@ -380,6 +376,8 @@ class DecodeLoop:
         load = replace(load, stats=replace(load.stats, move_s=self._move_s, publish_s=self._publish_s))
         self._tell(_Published(load=load, progress=engine.progress()), finished)
         self._on_report(load)
+        if not engine.has_work:
+            self._on_idle()
         self._publish_s += self._clock() - self._published_at_s
 
     def _tell(self, published: _Published, finished: Sequence[Completion]) -> None:

@@ -246,10 +246,8 @@ def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, outpu
         # GPUs of other nodes are not asked from here
         devices = range(torch.cuda.device_count())
         least = min(torch.cuda.get_device_properties(index).total_memory for index in devices)
-        trainer_gpus = cluster.trainer.num_gpus
-        require_gpu_room(
-            memory, num_gpus=cluster.generation.num_gpus, device_bytes=least, trainer_gpus=trainer_gpus
-        )
+        decoding, learning = cluster.generation.num_gpus, cluster.trainer.num_gpus
+        require_gpu_room(memory, num_gpus=decoding, device_bytes=least, trainer_gpus=learning)
     needed = memory.total_bytes
     here = joined_address(cluster) is None  # a Ray that this process has started runs here too
     if here and room.memory_bytes is not None and needed > room.memory_bytes:

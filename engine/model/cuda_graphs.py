@@ -41,17 +41,11 @@ DecodeForward = Callable[[Tensor, Tensor, TreePlan], Tensor]
 class Recorder(Protocol):
     """Records what a function does on the device."""
 
+    held_bytes: int
+    "device memory that the recordings hold"
+
     def record(self, run: Run) -> Run:
         """Return a function that repeats the kernels of `run` and returns the same tensor each time."""
-        ...
-
-    @property
-    def held_bytes(self) -> int:
-        """Device memory that the recordings hold."""
-        ...
-
-    def forget(self) -> None:
-        """The recordings are gone."""
         ...
 
 
@@ -60,7 +54,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held = 0
+        self.held_bytes = 0
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Run) -> Run:
@@ -80,23 +74,13 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         # the static result is held, whatever other threads gave back meanwhile
-        self._held += max(torch.cuda.memory_reserved(self._device) - before, result.nbytes)
+        self.held_bytes += max(torch.cuda.memory_reserved(self._device) - before, result.nbytes)
 
         def replay() -> Tensor:
             graph.replay()
             return result
 
         return replay
-
-    @property
-    def held_bytes(self) -> int:
-        """See `Recorder.held_bytes`."""
-        return self._held
-
-    def forget(self) -> None:
-        """See `Recorder.forget`."""
-        self._held = 0
-        self._pool = torch.cuda.graph_pool_handle()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -179,11 +163,6 @@ class ForwardGraphs(Recordings[StepShape, Recording]):
         recording.plan.follow(plan)
         # the next replay writes over the result
         return recording.replay()[: len(input_ids)].clone()
-
-    def forget(self) -> None:
-        """Drop all recordings: the weights lie elsewhere now."""
-        self._recordings.clear()
-        self._recorder.forget()
 
     def _record(
         self,

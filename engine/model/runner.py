@@ -194,6 +194,10 @@ class ModelRunner:
                 f"hidden states of layers {list(layers)} were asked for, the target has {num_layers} layers; take a "
                 "draft head that was made for this target"
             )
+        if self.graphs is not None and self.graphs.shapes:
+            raise ModelError(
+                "hidden states must be asked for before the first decode step: forwards are recorded"
+            )
         padding = self._forward.min_tokens
         taps = HiddenTaps(
             layers,
@@ -204,8 +208,6 @@ class ModelRunner:
             whole_prefills=whole_prefills,
         )
         self._forward.tap(taps)
-        if self.graphs is not None:
-            self.graphs.forget()
         self.taps = taps
         return taps
 

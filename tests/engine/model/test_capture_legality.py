@@ -63,9 +63,6 @@ class LawfulRecorder:
         replay()
         return replay
 
-    def forget(self) -> None:
-        pass
-
 
 @pytest.mark.parametrize("attention", ["ordered", "sdpa"])
 @pytest.mark.parametrize("plan", ["off", "chain4", "tree8"])

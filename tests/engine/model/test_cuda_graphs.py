@@ -50,9 +50,6 @@ class TraceRecorder:
 
         return replay
 
-    def forget(self) -> None:
-        self.held_bytes = 0
-
 
 def recorded(engine: Engine, recorder: Recorder, *, max_bytes: int = 1 << 20) -> Engine:
     runners = [engine.runner]
