@@ -46,7 +46,7 @@ class Cluster:
             self.scheduler.take.remote(0.2), waiter="test", waited_for="scheduler", order="take", timeout_s=60
         )
 
-    def take_until(self, count: int, deadline_s: float = 60.0):
+    def take_until(self, count: int, deadline_s: float = 300.0):
         completions, lost = [], []
         ends = time.monotonic() + deadline_s
         while len(completions) < count:

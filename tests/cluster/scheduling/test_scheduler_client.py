@@ -42,7 +42,7 @@ class Pool:
     def ask(self, *indices: int) -> None:
         self.client.enqueue(tuple(make_request(i) for i in indices))
 
-    def take_until(self, count: int, deadline_s: float = 60.0) -> None:
+    def take_until(self, count: int, deadline_s: float = 300.0) -> None:
         ends = time.monotonic() + deadline_s
         while len(self.done) < count:
             assert time.monotonic() < ends, f"{len(self.done)} of {count} completions"
