@@ -1,6 +1,7 @@
 """Shared by all tests: no network, one thread, nothing written into the home folder."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,8 +30,6 @@ def _private_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def _no_user_folders_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders that a test's user code was imported from are forgotten with the test."""
-    import sys
-
     from rlhfspec.core import named_code
 
     monkeypatch.setattr(named_code, "_told", [])

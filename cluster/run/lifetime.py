@@ -106,8 +106,8 @@ def ending_well(run: Run) -> Iterator[None]:
     except RewardServerLost as error:
         run.recorder.write_timeline()
         raise RewardServerLost(f"{error}; {_keep_what_was_learned(run)}") from error
-    except RunTaken:
-        # another's folder is not ours
+    except (RunTaken, SystemExit):
+        # another's folder is not ours, and SIGTERM leaves no time
         raise
     except StorageError:
         # no room for pictures; what is refused may be one file, and not the state
@@ -126,9 +126,6 @@ def ending_well(run: Run) -> Iterator[None]:
         with suppress(RlhfSpecError):
             # what ended the run is what is told; weights are here, whoever died
             run.report.note(_keep_what_was_learned(run))
-        raise
-    except SystemExit:
-        # SIGTERM leaves no time
         raise
     except BaseException:
         run.recorder.write_timeline()
