@@ -54,6 +54,9 @@ class SampleKey:
     """of an episode with an environment. Turns share the sample's noise: positions count through the whole conversation
     and none is sampled twice."""
 
+    def __hash__(self) -> int:
+        return hash((self.sample_index, self.turn))
+
     @property
     def sample(self) -> SampleKey:
         """The key of the whole sample, whichever turn this is."""

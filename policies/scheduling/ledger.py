@@ -107,14 +107,20 @@ class Ledger:
             return []
         given: dict[str, list[SampleRequest]] = {}
         members, static = self.members.admitting, self._binding == "static"
-        load = {name: len(m.owned) + self.moves.num_arriving(name) for name, m in members.items()}
+        arriving, in_order = self.moves.arriving, sorted(members) if static else []
+        load = {name: len(m.owned) + arriving[name] for name, m in members.items()}
+        slots = {name: m.num_slots for name, m in members.items()}
 
         def has_room(name: str) -> bool:
-            slots, spare = members[name].num_slots, len(self.waiting) // (2 * max(len(members), 1))
-            return static or load[name] < slots + min(slots // AHEAD_SHARE, spare)
+            spare = len(self.waiting) // (2 * max(len(members), 1))
+            return static or load[name] < slots[name] + min(slots[name] // AHEAD_SHARE, spare)
 
         # loads only grow here and room only shrinks: an entry that is out of date comes up too early, never too late
-        emptiest = [(load[name], name) for name in members if has_room(name)]
+        most = {
+            n: n + min(n // AHEAD_SHARE, len(self.waiting) // (2 * max(len(members), 1)))
+            for n in {*slots.values()}
+        }
+        emptiest = [(num, name) for name, num in load.items() if static or num < most[slots[name]]]
         heapq.heapify(emptiest)
         while self.waiting and emptiest:
             known, name = emptiest[0]
@@ -131,7 +137,7 @@ class Ledger:
             if home in members and has_room(home):
                 name = home
             elif static and request.epoch == self.samples[key].first_epoch:
-                name = sorted(members)[arrival % len(members)]
+                name = in_order[arrival % len(members)]
             heapq.heappop(self.waiting)
             self.samples[key].owner = name
             members[name].owned.add(key)

@@ -76,7 +76,8 @@ class OpenMoves:
         self._prefix = prefix
         self._open: dict[SampleKey, _OpenMove] = {}
         self._num_ordered = 0
-        self._arriving: Counter[str] = Counter()
+        self.arriving: Counter[str] = Counter()
+        "samples on their way to each instance; to be read"
         self._warm: set[tuple[str, str]] = set()
 
     def __contains__(self, key: SampleKey) -> bool:
@@ -88,7 +89,11 @@ class OpenMoves:
 
     def num_arriving(self, instance: str) -> int:
         """Samples on their way to an instance."""
-        return self._arriving[instance]
+        return self.arriving[instance]
+
+    def leaving(self, instance: str) -> set[SampleKey]:
+        """Samples on their way from an instance."""
+        return {key for key, found in self._open.items() if found.order.source == instance}
 
     def start(self, move: Move, *, epoch: int, now_s: float) -> MoveOrder:
         """Note a move and return its order."""
@@ -102,7 +107,7 @@ class OpenMoves:
         )
         self._num_ordered += 1
         self._open[move.key] = _OpenMove(order, move.reason, move.gain_s, now_s)
-        self._arriving[move.destination] += 1
+        self.arriving[move.destination] += 1
         return order
 
     def end(
@@ -118,7 +123,7 @@ class OpenMoves:
         found = self._open.pop(key, None)
         if found is None:
             return []
-        self._arriving[found.order.destination] -= 1
+        self.arriving[found.order.destination] -= 1
         if outcome == MoveOutcome.MOVED and found.order.mode is MoveMode.MIGRATE:
             self._warm.add((found.order.source, found.order.destination))
         record = MoveRecord(

@@ -22,7 +22,9 @@ def pool_view(ledger: Ledger, *, max_new_tokens: int) -> PoolView:
 
 def _view(name: str, ledger: Ledger) -> InstanceView:
     member, samples, moves = ledger.members[name], ledger.samples, ledger.moves
-    shown = [samples[key] for key in member.owned if key not in moves]
+    shown = [samples[key] for key in member.owned]
+    if leaving := moves.leaving(name):
+        shown = [sample for sample in shown if sample.request.key not in leaving]
     shown.sort(key=lambda sample: sample.arrival)
     is_leaving = member.state is InstanceState.LEAVING
     return InstanceView(

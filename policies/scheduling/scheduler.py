@@ -83,7 +83,8 @@ class Scheduler:
         self._ledger = Ledger(binding=binding, prefix=f"{term}-")
         self._accepted = Accepted()
         self._max_new_tokens = 1
-        self._is_cutting = False
+        self._is_cutting = self._is_settled = False
+        "settled: nothing has happened since samples were bound that could bind another"
 
     @property
     def num_open(self) -> int:
@@ -138,6 +139,8 @@ class Scheduler:
                 orders = []
             case InstanceReported():
                 orders = self._report(event)
+                # a poll that tells of progress alone frees no slot: of a thousand instances most say no more
+                self._is_settled &= not (orders or event.completions or event.moves)
             case InstanceGone():
                 orders = self._ledger.lose(event.instance, event.reason)
             case InstanceLeaves():
@@ -150,7 +153,9 @@ class Scheduler:
         if self._is_cutting:
             orders += cut(self._ledger, self._accepted, event)
             self._is_cutting = bool(self._ledger.samples)
-        orders += self._ledger.pull() + let_go(self._ledger)
+        if not (self._is_settled and isinstance(event, InstanceReported)):
+            orders += self._ledger.pull() + let_go(self._ledger)
+            self._is_settled = True
         if isinstance(event, ClockTicked):
             self._look_at_activity()
         return orders
@@ -162,6 +167,7 @@ class Scheduler:
     def reallocate(self, now_s: float) -> list[Order]:
         """Let the policies order moves and sizes, from what the last polls said."""
         self._look_at_clock(now_s)
+        self._is_settled = False
         orders = self._ledger.forget_silent_moves(timeout_s=MOVE_TIMEOUT_S)
         self._look_at_activity()
         if self._scaling is not None:
@@ -322,7 +328,8 @@ class Scheduler:
     def _report(self, event: InstanceReported) -> list[Order]:
         member = self.members.serving.get(event.instance)
         if member is not None:
-            member.load = event.load or member.load
+            num_slots, member.load = member.num_slots, event.load or member.load
+            self._is_settled &= num_slots == member.num_slots
             member.is_training = event.is_training
             stuck_s = member.looked_at_step(event.boundary, self._ledger.now_s)
             # by both clocks: what was stopped together with the scheduler is not to blame for it
@@ -330,9 +337,10 @@ class Scheduler:
                 reason = f"its decode step {event.boundary} has been running for {event.busy_s:.0f} s"
                 return self._ledger.lose(event.instance, reason)
             member.last_seen_s = self._ledger.now_s
+            samples = self._ledger.samples
             for key, num_tokens in event.progress.items():
-                if key in member.owned:
-                    self._ledger.samples[key].num_tokens = num_tokens
+                if (sample := samples.get(key)) is not None and sample.owner == event.instance:
+                    sample.num_tokens = num_tokens
         orders: list[Order] = []
         for report in event.moves:
             orders += self._ledger.rule(event.instance, report)
