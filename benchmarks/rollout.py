@@ -375,7 +375,7 @@ def _busy_pull_over_static(rows: Sequence[dict[str, Any]]) -> float:
     return busy_s[PULL.name] / busy_s[STATIC.name]
 
 
-def _policy(stage: Stage, way: Way) -> ReallocationPolicy:
+def _policy(stage: Stage, way: Way) -> ReallocationPolicy | None:
     return policy_of(way, stage.rates.curve, stage.kv_bytes_per_token, stage.earlier_lengths.tolist())
 
 

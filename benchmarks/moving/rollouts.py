@@ -13,6 +13,7 @@ from benchmarks.support.actor_pool import RolloutOutcome
 from benchmarks.support.workload import Workload
 from rlhfspec.core.records import SampleKey, SampleRequest
 from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
+from rlhfspec.policies.reallocation.finish_time_policy import FinishTimePolicy
 from rlhfspec.policies.reallocation.gate import Gate, GateMode
 from rlhfspec.policies.reallocation.pool_records import InstanceView, PoolView, ReallocationPolicy
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
@@ -37,7 +38,7 @@ OURS = Way(name="ours", policy="finish_time")
 
 def policy_of(
     way: Way, curve: RateCurve, kv_bytes_per_token: float, earlier_lengths: Sequence[int] = ()
-) -> ReallocationPolicy:
+) -> ReallocationPolicy | None:
     """A fresh policy: it has learnt nothing from other rollouts but their lengths."""
     return make_reallocation_policy(
         way.policy,
@@ -80,9 +81,7 @@ def plan_seconds(num_instances: int, kv_bytes_per_token: float) -> float:
     """Median seconds of a plan for `num_instances` of 32 long-tailed samples each, one thread."""
     random = np.random.default_rng(0)
     curve = RateCurve([1, 4, 16, 64], [300.0, 900.0, 1500.0, 1700.0])
-    policy = make_reallocation_policy(
-        "finish_time", curve=curve, gate=Gate(kv_bytes_per_token=kv_bytes_per_token)
-    )
+    policy = FinishTimePolicy(curve, Gate(kv_bytes_per_token=kv_bytes_per_token))
     for length in random.lognormal(4.7, 0.8, 2000):
         policy.note_finished(int(min(max(length, 1), 640)))
     seconds: list[float] = []

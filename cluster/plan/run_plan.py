@@ -157,7 +157,7 @@ class RunPlan:
     def _moves(self) -> bool:
         return self.config.reallocation.policy in _MOVING_POLICIES
 
-    def _reallocation(self, wanted: ReallocationConfig) -> ReallocationPolicy:
+    def _reallocation(self, wanted: ReallocationConfig) -> ReallocationPolicy | None:
         # float32 as on CPU: an upper bound on devices that keep bfloat16
         shapes = [shape.kv for shape in (self.models.target, self.models.draft) if shape is not None]
         gate = Gate(kv_bytes_per_token=float(sum(shape.token_bytes for shape in shapes)), mode=wanted.mode)

@@ -8,7 +8,6 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.policies.reallocation.finish_time_policy import FinishTimePolicy
 from rlhfspec.policies.reallocation.forced import ForcedMoves
 from rlhfspec.policies.reallocation.gate import Gate
-from rlhfspec.policies.reallocation.no_moves import NoMoves
 from rlhfspec.policies.reallocation.paper_rule import PaperRule
 from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
@@ -24,8 +23,8 @@ def make_reallocation_policy(
     earlier_lengths: Sequence[int] = (),
     seed: int = 0,
     forced_rate: float = 0.1,
-) -> ReallocationPolicy:
-    """Make the policy with this name.
+) -> ReallocationPolicy | None:
+    """Make the policy with this name; None of `static` and `pull`, which move nothing.
 
     Args:
         name: one of REALLOCATION_POLICIES.
@@ -39,7 +38,7 @@ def make_reallocation_policy(
     """
     match name:
         case "static" | "pull":
-            return NoMoves(name)
+            return None
         case "paper_rule":
             return PaperRule(curve, gate)
         case "finish_time":

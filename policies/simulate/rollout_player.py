@@ -201,7 +201,7 @@ class RolloutPlayer:
         require_few_polls(polls_s, least_s)
         return replace(setup, poll_interval_s=polls_s)
 
-    def _policy(self) -> ReallocationPolicy:
+    def _policy(self) -> ReallocationPolicy | None:
         """What moves samples; it starts afresh, and knows what moves take."""
         return make_reallocation_policy(
             self._cluster.config.reallocation.policy,
@@ -235,7 +235,7 @@ class FreeRun(SimulatedPool):
         admission: FreeAdmission,
         *,
         setup: PoolSetup,
-        policy: ReallocationPolicy,
+        policy: ReallocationPolicy | None,
         binding: Binding,
         update_s: np.ndarray,
         pause_s: float,
@@ -248,7 +248,7 @@ class FreeRun(SimulatedPool):
             group_samples: of a group.
             admission: of the run.
             setup: the pool.
-            policy: asked at every poll.
+            policy: asked at every poll; None moves nothing.
             binding: of samples to instances.
             update_s: [n] of each sample's share of an update, where nothing else is busy.
             pause_s: for which instances wait after an update: publication, and whatever else goes on.

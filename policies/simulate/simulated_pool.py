@@ -69,7 +69,7 @@ class Kind(IntEnum):
 def simulate(
     samples: Samples,
     setup: PoolSetup,
-    policy: ReallocationPolicy,
+    policy: ReallocationPolicy | None,
     *,
     binding: Binding = "pull",
     progress: Callable[[int], None] | None = None,
@@ -79,7 +79,7 @@ def simulate(
     Args:
         samples: with their true lengths, which the policy does not see.
         setup: the pool.
-        policy: asked at every poll.
+        policy: asked at every poll; None moves nothing.
         binding: of samples to instances.
         progress: told the number of finished samples at every poll.
     """
@@ -93,7 +93,7 @@ class SimulatedPool:
         self,
         samples: Samples,
         setup: PoolSetup,
-        policy: ReallocationPolicy,
+        policy: ReallocationPolicy | None,
         binding: Binding,
         progress: Callable[[int], None] | None,
     ) -> None:

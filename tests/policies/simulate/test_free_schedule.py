@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.reallocation.no_moves import NoMoves
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.schedule.free import FreeAdmission
 from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
@@ -51,7 +50,7 @@ def free(
             moves=MoveTruth(kv_bytes_per_token=1.0),
             prompt_token_s=prompt_token_s,
         ),
-        policy=NoMoves("pull"),
+        policy=None,
         binding="pull",
         update_s=np.full(len(lengths), training_s / len(batches[0])),
         pause_s=pause_s,

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhfspec.policies.reallocation.no_moves import NoMoves
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.simulate.simulated_instance import SharedMachine
 from rlhfspec.policies.simulate.simulated_pool import simulate
@@ -29,7 +28,7 @@ def setup(num_instances: int, num_slots: int) -> PoolSetup:
 
 
 def played(samples: Samples, pool: PoolSetup, **changes: object) -> SimulationResult:
-    return simulate(samples, replace(pool, **changes), NoMoves("pull"))
+    return simulate(samples, replace(pool, **changes), None)
 
 
 def lengths(*tokens: int) -> Samples:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlhfspec.policies.reallocation.no_moves import NoMoves
+from rlhfspec.policies.reallocation.forced import ForcedMoves
 from rlhfspec.policies.reallocation.pool_records import Move, MoveMode, PoolView
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.simulate.compare import least_finish_s, perfect_finish_s
@@ -34,11 +34,11 @@ def samples(*lengths: int) -> Samples:
     return samples_of(np.array(lengths))
 
 
-class OneMove(NoMoves):
+class OneMove(ForcedMoves):
     """Moves one sample at the first poll, and remembers what it was shown."""
 
     def __init__(self, sample: int, source: int, destination: int, mode: MoveMode) -> None:
-        super().__init__("one move")
+        super().__init__(rate=0.0, seed=0)
         self._move = (sample, source, destination, mode)
         self.views: list[PoolView] = []
 
@@ -62,20 +62,20 @@ class OneMove(NoMoves):
 
 
 def test_one_instance_takes_the_time_computed_by_hand() -> None:
-    result = simulate(samples(30, 50), setup(1, 2), NoMoves("static"))
+    result = simulate(samples(30, 50), setup(1, 2), None)
     assert result.finish_s == pytest.approx(30 * 0.014 + 20 * 0.010)
     assert result.busy_s == pytest.approx([result.finish_s])
     assert result.num_tokens == 80
 
 
 def test_a_capped_slot_makes_samples_wait() -> None:
-    assert simulate(samples(30, 50), setup(1, 1), NoMoves("pull")).finish_s == pytest.approx(80 * 0.010)
+    assert simulate(samples(30, 50), setup(1, 1), None).finish_s == pytest.approx(80 * 0.010)
 
 
 def test_an_instance_is_faster_while_no_other_has_work() -> None:
     twice_as_fast = LINE.copy()
     twice_as_fast.factor = 2.0
-    result = simulate(samples(30, 50), setup(2, 1, alone_curve=twice_as_fast), NoMoves("pull"))
+    result = simulate(samples(30, 50), setup(2, 1, alone_curve=twice_as_fast), None)
     assert result.finish_s == pytest.approx(30 * 0.010 + 20 * 0.010 / 2)
     assert result.busy_s == pytest.approx([0.30, 0.40])
 
@@ -85,7 +85,7 @@ def test_a_fast_sample_needs_less_time() -> None:
         response_tokens=np.array([30, 50]), prompt_tokens=np.zeros(2, int), speed=np.array([1.0, 2.0])
     )
     # the second is done after 25 tokens of a mean sample
-    assert simulate(both, setup(1, 2), NoMoves("pull")).finish_s == pytest.approx(25 * 0.014 + 5 * 0.010)
+    assert simulate(both, setup(1, 2), None).finish_s == pytest.approx(25 * 0.014 + 5 * 0.010)
 
 
 READING = RateCurve(
@@ -104,7 +104,7 @@ def grown_s(tokens: int, num_samples: int, context: int) -> float:
 
 def test_contexts_are_read_as_they_grow() -> None:
     both = samples_of(np.array([30, 50]), prompt_tokens=10)
-    result = simulate(both, setup(1, 2, READING), NoMoves("static"))
+    result = simulate(both, setup(1, 2, READING), None)
     reading_s = grown_s(30, 2, 20) + grown_s(20, 1, 40)
     assert result.finish_s == pytest.approx(30 * 0.014 + 20 * 0.010 + reading_s)
 
@@ -128,23 +128,21 @@ def test_perfect_reallocation_reads_contexts_too() -> None:
     perfect_s = perfect_finish_s(both, setup(2, 2, READING))
     assert perfect_s == pytest.approx(40 * 0.010 + grown_s(40, 1, 10), rel=0.05)
     assert least_finish_s(both, setup(2, 2, READING)) <= perfect_s
-    assert simulate(both, setup(2, 2, READING), NoMoves("pull")).finish_s == pytest.approx(
-        perfect_s, rel=0.05
-    )
+    assert simulate(both, setup(2, 2, READING), None).finish_s == pytest.approx(perfect_s, rel=0.05)
 
 
 def test_prompts_hold_decode_steps_up() -> None:
     both = samples_of(np.array([30, 30]), prompt_tokens=10)
-    assert simulate(both, setup(1, 2, prompt_token_s=0.002), NoMoves("pull")).finish_s == pytest.approx(
+    assert simulate(both, setup(1, 2, prompt_token_s=0.002), None).finish_s == pytest.approx(
         2 * 10 * 0.002 + 30 * 0.014
     )
 
 
 def test_static_gives_every_kth_sample_to_an_instance_and_pull_the_next_to_the_first_free() -> None:
     lengths = samples(100, 10, 100, 10, 100, 10)
-    static = simulate(lengths, setup(2, 1), NoMoves("static"), binding="static")
+    static = simulate(lengths, setup(2, 1), None, binding="static")
     assert static.busy_s == pytest.approx([3.0, 0.3])
-    pull = simulate(lengths, setup(2, 1), NoMoves("pull"), binding="pull")
+    pull = simulate(lengths, setup(2, 1), None, binding="pull")
     # 100 | 10, 100 ; then 10 beside it when the first ends, 100 when that has ended, 10
     assert pull.finish_s == pytest.approx(2.1)
 
@@ -152,7 +150,7 @@ def test_static_gives_every_kth_sample_to_an_instance_and_pull_the_next_to_the_f
 def test_pull_equals_static_for_balanced_lengths() -> None:
     lengths = np.repeat(drawn_lengths("long_tail", 16, 1, max_new_tokens=256, seed=0), 2)
     results = [
-        simulate(samples_of(lengths), setup(2, slots), NoMoves(binding), binding=binding).finish_s
+        simulate(samples_of(lengths), setup(2, slots), None, binding=binding).finish_s
         for slots in (4, 16)
         for binding in ("static", "pull")
     ]
@@ -230,8 +228,8 @@ def test_perfect_reallocation_is_no_slower_than_static_or_pull_when_all_are_resi
     for seed in range(5):
         lengths = samples_of(drawn_lengths("skewed", 32, 2, max_new_tokens=256, seed=seed))
         best = perfect_finish_s(lengths, setup(2, 16))
-        assert best < simulate(lengths, setup(2, 16), NoMoves("static"), binding="static").finish_s
-        assert best < simulate(lengths, setup(2, 16), NoMoves("pull")).finish_s
+        assert best < simulate(lengths, setup(2, 16), None, binding="static").finish_s
+        assert best < simulate(lengths, setup(2, 16), None).finish_s
 
 
 def test_nothing_beats_the_bound() -> None:
@@ -240,21 +238,21 @@ def test_nothing_beats_the_bound() -> None:
             lengths = samples_of(drawn_lengths("long_tail", 32, 2, max_new_tokens=256, seed=seed))
             bound = least_finish_s(lengths, setup(2, slots))
             assert bound <= perfect_finish_s(lengths, setup(2, slots))
-            assert bound <= simulate(lengths, setup(2, slots), NoMoves("pull")).finish_s
+            assert bound <= simulate(lengths, setup(2, slots), None).finish_s
 
 
 def test_the_bound_is_reached_where_all_lengths_are_equal_and_where_one_is_alone() -> None:
     even = samples(*[50] * 8)
     assert least_finish_s(even, setup(2, 4)) == pytest.approx(50 * 0.022)
     assert least_finish_s(samples(50), setup(2, 4)) == pytest.approx(50 * 0.010)
-    assert simulate(even, setup(2, 4), NoMoves("pull")).finish_s == pytest.approx(50 * 0.022)
+    assert simulate(even, setup(2, 4), None).finish_s == pytest.approx(50 * 0.022)
 
 
 def test_equal_input_gives_equal_output() -> None:
     lengths = samples_of(
         drawn_lengths("long_tail", 24, 2, max_new_tokens=256, seed=1), speed_sigma=0.1, seed=1
     )
-    one, two = (simulate(lengths, setup(2, 8), NoMoves("pull")) for _ in range(2))
+    one, two = (simulate(lengths, setup(2, 8), None) for _ in range(2))
     assert (one.finish_s, one.busy_s.tolist()) == (two.finish_s, two.busy_s.tolist())
 
 
