@@ -22,15 +22,13 @@ from rlhfspec.actors.generation.spare_time import SpareTime
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.engine.admission import MB
 from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
-from rlhfspec.learning.drafts.learning_rate import LearningRate
+from rlhfspec.learning.drafts.held_out import HOLD_OUT_EVERY, LearningRate, is_held_out
 
 if TYPE_CHECKING:
     # they load transformers, which an instance without a head does not need
     from rlhfspec.learning.drafts.features import FeatureBuffer
     from rlhfspec.learning.drafts.head_trainer import HeadTrainer
 
-HELD_OUT_EVERY = 8
-"Of the sequences that arrive one in so many is never learned from: heads are compared on them."
 HELD_OUT_SHARE = 0.125
 "Of the buffer's bytes."
 LEAST_TOKENS = 64
@@ -110,7 +108,8 @@ class SpotTrainer:
         with self._lock:
             for sequence in new:
                 self._num_arrived += 1
-                if self._num_arrived % HELD_OUT_EVERY == HELD_OUT_EVERY // 2:
+                # the first that arrive are learned from: idle time may be short
+                if is_held_out(self._num_arrived - HOLD_OUT_EVERY // 2):
                     self._hold_out(sequence)
                 else:
                     self._buffer.add(sequence)

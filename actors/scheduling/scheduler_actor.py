@@ -30,9 +30,12 @@ from rlhfspec.actors.actor_messages import (
     SchedulerView,
     Taken,
 )
-from rlhfspec.actors.scheduling.instance_views import instance_views, move_view
-from rlhfspec.actors.scheduling.move_gauges import count_move
-from rlhfspec.actors.scheduling.scheduler_updates import SchedulerUpdates
+from rlhfspec.actors.scheduling.scheduler_updates import (
+    SchedulerUpdates,
+    count_move,
+    instance_views,
+    move_view,
+)
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.actors.waiting.actor_start import begin_actor
 from rlhfspec.actors.waiting.deaths import DEATHS, cause_of

@@ -1,15 +1,17 @@
-"""What the scheduler has to tell the loop since it was last asked."""
+"""What the scheduler tells the loop, people (`rlhfspec status`, `diagnose`) and the node's metrics port."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlhfspec.actors.actor_messages import LostInstance, Taken
+from rlhfspec.actors.actor_messages import InstanceView, LostInstance, MoveView, Taken
+from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.records import Completion
 from rlhfspec.policies.scaling.scaling_records import Resize
 from rlhfspec.policies.scheduling.events import Alarm, Left, MoveRecord
+from rlhfspec.policies.scheduling.members import Members
 
 
 @dataclass(slots=True)
@@ -43,3 +45,42 @@ class SchedulerUpdates:
             num_open=num_open,
             stats=stats,
         )
+
+
+def count_move(record: MoveRecord) -> None:
+    """Count one move that has ended, its bytes by stage, and how long the sample stood still."""
+    mode, figures = str(record.order.mode), record.figures
+    run_metrics.add("moves", outcome=str(record.outcome), mode=mode)
+    for stage in ("stage1", "stage2"):
+        run_metrics.add("moved_bytes", figures.get(f"{stage}_bytes", 0.0), stage=stage)
+    if "downtime_s" in figures:
+        # clocks of two machines may differ by more than a sample stood still
+        run_metrics.observe("move_downtime_seconds", max(figures["downtime_s"], 0.0), mode=mode)
+
+
+def instance_views(members: Members, *, now_s: float) -> tuple[InstanceView, ...]:
+    """A row each, in the order of joining; `now_s` of the clock that `last_seen_s` is of."""
+    return tuple(
+        InstanceView(
+            instance=name,
+            state=str(member.state),
+            num_owned=len(member.owned),
+            num_slots=member.num_slots,
+            silent_s=max(0.0, now_s - member.last_seen_s),
+            activity=str(member.activity),
+            activity_s=max(0.0, now_s - member.since_s),
+            load=member.load,
+        )
+        for name, member in members.items()
+    )
+
+
+def move_view(record: MoveRecord, *, ended_at: float) -> MoveView:
+    """A line of what was moved, why, and how it ended."""
+    order = record.order
+    why = f"; {record.why_ended}" if record.why_ended else ""
+    return MoveView(
+        ended_at=ended_at,
+        text=f"sample {order.key.sample_index} from {order.source} to {order.destination} ({order.mode}): "
+        f"{record.outcome}{why}; ordered because {record.why_ordered}",
+    )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import ray
@@ -22,13 +22,12 @@ from rlhfspec.actors.transport.broadcast import BroadcastForm, BroadcastGroup, B
 from rlhfspec.actors.waiting.actor_start import begin_actor
 from rlhfspec.actors.waiting.assigned_device import (
     TRAINER_ADVICE,
-    assigned_gpus,
     give_back_cached,
     gpu_seat,
     require_gpu_room,
-    resolve_device,
 )
 from rlhfspec.actors.waiting.remote import remote
+from rlhfspec.actors.workers.group_member import GroupMember
 from rlhfspec.core.errors import ConfigError, RlhfSpecError, WeightsError
 from rlhfspec.core.records import Rollout, UpdateReport
 from rlhfspec.core.weight_records import DigestKind, WeightManifest
@@ -38,14 +37,12 @@ from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import load_into, weight_views
 from rlhfspec.engine.weights.loading import build_causal_lm
 from rlhfspec.learning.drafts.cotraining import DraftCotrainer
-from rlhfspec.learning.drafts.draft_learner import RefitReport
+from rlhfspec.learning.drafts.draft_learner import DraftTerms, RefitReport
 from rlhfspec.learning.drafts.refit import DraftRefitter
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer, require_engine_scoring
+from rlhfspec.learning.trainer.finished_model import PublishedForm
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.parallel import DataParallel, OneTrainer, join_group, meet, new_store, store_at
-from rlhfspec.learning.trainer.published_form import PublishedForm
-from rlhfspec.learning.trainer.sharded import Sharded
 from rlhfspec.learning.trainer.trainer_core import Horizon
 from rlhfspec.learning.trainer.training_forward import compute_dtype_on, forwards_made, hold_linears_in
 
@@ -53,11 +50,12 @@ _REFIT_STATE = "draft_refit.safetensors"
 
 
 @remote(max_restarts=0, concurrency_groups={"control": 1})
-class TrainerActor:
+class TrainerActor(GroupMember):
     """Owns the target model being trained, and the draft model that follows it."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         begin_actor(spec.name)
+        super().__init__(spec.name, rank=spec.rank, size=spec.num_trainers, timeout_s=spec.timeout_s)
         self._spec = spec
         self._built: Learner | None = None
         self._built_refitter: DraftRefitter | DraftCotrainer | None = None
@@ -65,37 +63,15 @@ class TrainerActor:
         self._forms: dict[str, PublishedForm] = {}
         self._broadcast_host: BroadcastHost | None = None
         self._broadcast: BroadcastGroup | None = None
-        self._trainers: OneTrainer = OneTrainer()
-        self._store: Any = None
-        self._meeting: TrainerMeeting | None = None
-
-    def __repr__(self) -> str:
-        return f"TrainerActor({self._spec.name})"
 
     @ray.method(concurrency_group="control")
     def forwards_so_far(self) -> int:
         """How many forwards the models here have made: answered at once, whatever the trainer is at."""
         return forwards_made()
 
-    def open_group(self, timeout_s: float) -> TrainerMeeting:
-        """Make a place where the trainers of this run meet, at this node's address; for the first of them."""
-        host = ray.util.get_node_ip_address()
-        self._store = new_store(host, self._spec.num_trainers, timeout_s)
-        return TrainerMeeting(host=host, port=self._store.port, timeout_s=timeout_s)
-
     def join_group(self, meeting: TrainerMeeting) -> None:
         """Join the other trainers. Raises PeerLost when not all come in time."""
-        spec, device = self._spec, self._device
-        self._meeting = meeting
-        self._store = self._store or store_at(
-            meeting.host, meeting.port, spec.num_trainers, meeting.timeout_s
-        )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        join_group(
-            self._store, rank=spec.rank, size=spec.num_trainers, device=device, timeout_s=spec.timeout_s
-        )
-        self._trainers = Sharded(device) if spec.trainer.strategy == "fsdp2" else DataParallel()
+        self.meet_others(meeting, self._device, strategy=self._spec.trainer.strategy)
 
     def load_weights(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build the learner around the published model and read its checksum back."""
@@ -116,7 +92,7 @@ class TrainerActor:
             seed=self._spec.seed,
             pad_token_id=self._spec.pad_token_id,
             vocab_size=self._spec.vocab_size,
-            soft_targets=self._soft_targets,
+            observers=[] if self._soft_targets is None else [self._soft_targets],
             compute_dtype=self._compute_dtype,
             scorer=self._scorer(manifest, chunks),
             trainers=self._trainers,
@@ -124,10 +100,7 @@ class TrainerActor:
                 num_optimizer_steps=self._spec.num_optimizer_steps, max_new_tokens=self._spec.max_new_tokens
             ),
         )
-        if self._meeting is not None:
-            # loading has a longer limit than what follows
-            limit_s = self._meeting.timeout_s
-            meet(self._store, rank=self._spec.rank, size=self._spec.num_trainers, timeout_s=limit_s)
+        self.wait_for_others()
         return self._loaded(manifest, self.checksum(like=manifest.checksum))
 
     def load_draft(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
@@ -136,27 +109,20 @@ class TrainerActor:
         if settings is None:
             raise RlhfSpecError("the trainer got a draft model but drafter_training.refit is off")
         model = self._build(manifest, chunks)
+        terms = DraftTerms(
+            settings=settings,
+            temperature=self._spec.temperature,
+            vocab_size=self._spec.vocab_size,
+            pad_token_id=self._spec.pad_token_id,
+            seed=self._spec.seed,
+            weight_version=manifest.weight_version,
+            compute_dtype=self._compute_dtype,
+        )
         if settings.mode == "cotrain":
-            self._built_refitter = self._learner.cotrainer = DraftCotrainer(
-                model,
-                settings=settings,
-                temperature=self._spec.temperature,
-                vocab_size=self._spec.vocab_size,
-                weight_version=manifest.weight_version,
-                compute_dtype=self._compute_dtype,
-                trainers=self._trainers,
-            )
+            self._built_refitter = DraftCotrainer(model, terms, trainers=self._trainers)
+            self._learner.observers[:] = [self._built_refitter]
         else:
-            self._built_refitter = DraftRefitter(
-                model,
-                settings=settings,
-                temperature=self._spec.temperature,
-                seed=self._spec.seed,
-                pad_token_id=self._spec.pad_token_id,
-                vocab_size=self._spec.vocab_size,
-                weight_version=manifest.weight_version,
-                compute_dtype=self._compute_dtype,
-            )
+            self._built_refitter = DraftRefitter(model, terms)
         weights = self._refitter.weights()
         return self._loaded(manifest, self._forms["draft"].checksum(weights, like=manifest.checksum))
 
@@ -191,8 +157,7 @@ class TrainerActor:
         """
         owner = self._learner if model == "target" else self._refitter
         packer = self._forms[model].packer(
-            name=model,
-            weight_version=owner.weight_version,
+            owner.weight_version,
             # rounded and summed where the weights lie; what comes to the host is what goes out
             device=self._device if self._device.type == "cuda" else None,
             kind=checksums or self._spec.checksums,
@@ -259,8 +224,7 @@ class TrainerActor:
             )
         version = self._learner.weight_version
         packer = self._forms["target"].packer(
-            name="target",
-            weight_version=version,
+            version,
             rooms=self._broadcast.rooms,
             device=self._broadcast.device,
             kind=self._spec.checksums,
@@ -343,10 +307,7 @@ class TrainerActor:
 
     @property
     def _device(self) -> torch.device:
-        # not kept: what Ray assigns to an actor stays
-        return resolve_device(
-            self._spec.trainer.device, assigned=assigned_gpus(), key="trainer.device", pool="cluster.trainer"
-        )
+        return self.device_of(self._spec.trainer.device)
 
     @property
     def _compute_dtype(self) -> torch.dtype:

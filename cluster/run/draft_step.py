@@ -37,6 +37,7 @@ from rlhfspec.engine.drafters.head.published_head import published_head
 from rlhfspec.engine.weights.chunks import weight_views
 from rlhfspec.learning.drafts.draft_learner import RefitReport
 from rlhfspec.learning.drafts.head_average import HeadAverage
+from rlhfspec.learning.drafts.held_out import is_no_worse
 
 FORGET = 0.9
 "What is left of the seconds set aside after an iteration without a publication, or without time for a meeting."
@@ -190,7 +191,7 @@ class _Step:
             self._tell("train_on_head")
             return nothing
         compared = replace(nothing, present=found.present, tried=found.tried)
-        if not found.tried <= found.present:
+        if not is_no_worse(found.tried, found.present):
             # NaN is worse, too
             self._tell("give_up_head")
             return replace(compared, outcome="worse")

@@ -21,45 +21,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.core.config import DrafterTrainingConfig
+from rlhfspec.core.errors import NotFiniteError
 from rlhfspec.engine.decoding.logprobs import scaled_logits
 from rlhfspec.engine.weights.shared_ids import foreign_of, without
-from rlhfspec.learning.drafts.draft_learner import DraftLearner, RefitReport
+from rlhfspec.learning.drafts.draft_learner import DraftLearner, DraftTerms, RefitReport
 from rlhfspec.learning.drafts.soft_targets import whole_kl
-from rlhfspec.learning.trainer.batching import PackedSequences
+from rlhfspec.learning.objectives.policy import SeenLogits
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.training_forward import response_logits
 
 
 class DraftCotrainer(DraftLearner):
-    """A `Learner` turns it (`Learner.cotrainer`).
+    """One of a `Learner`'s observers (`learning.objectives.policy.LogitsObserver`).
 
     Of several trainers each has the whole draft model, computes it at its own rows, and takes the same steps.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        settings: DrafterTrainingConfig,
-        temperature: float,
-        vocab_size: int,
-        weight_version: int = 0,
-        compute_dtype: torch.dtype = torch.float32,
-        trainers: OneTrainer | None = None,
+        self, model: PreTrainedModel, terms: DraftTerms, *, trainers: OneTrainer | None = None
     ) -> None:
-        super().__init__(
-            model,
-            settings=settings,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            weight_version=weight_version,
-            compute_dtype=compute_dtype,
-        )
+        super().__init__(model, terms)
         self._trainers = trainers or OneTrainer()
         self._last: RefitReport | None = None
         self.begin()
@@ -73,19 +57,19 @@ class DraftCotrainer(DraftLearner):
         self._is_broken = False
         self._forget_minibatch()
 
-    def learn(self, packed: PackedSequences, target: Float[Tensor, "M V"]) -> None:
-        """Add the gradient of some rows to the minibatch's.
-
-        `target` are the update's own logits over the temperature at `packed.targets`, without a gradient.
-        """
+    def observe(self, seen: SeenLogits) -> None:
+        """Add the gradient of some rows to the minibatch's."""
         if self._is_broken:
             return
         began_s = time.perf_counter()
-        logits, _ = response_logits(self.model, packed, self._vocab_size, compute_dtype=self._compute_dtype)
+        terms = self._terms
+        logits, _ = response_logits(
+            self.model, seen.packed, terms.vocab_size, compute_dtype=terms.compute_dtype
+        )
         # of what both have: the target's share of the draft's missing tokens is nothing to learn
-        foreign = foreign_of(self.model.config, self._vocab_size)
-        student = without(scaled_logits(logits, self._temperature), foreign)
-        divergence = whole_kl(without(target, foreign), student)
+        foreign = foreign_of(self.model.config, terms.vocab_size)
+        student = without(scaled_logits(logits, terms.temperature), foreign)
+        divergence = whole_kl(without(seen.scaled, foreign), student)
         total = divergence.sum()
         total.backward()
         self._open.append(total.detach())
@@ -109,13 +93,16 @@ class DraftCotrainer(DraftLearner):
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad /= num_tokens
-            self._trainer.take_step()
+            try:
+                self._trainer.take_step("of a draft model")
+            except NotFiniteError:
+                self._is_broken = True
             self._divergences.append(total / num_tokens)
             self._num_tokens += int(num_tokens)
         self._forget_minibatch()
         self._spent_s += time.perf_counter() - began_s
 
-    def end(self) -> dict[str, float]:
+    def end(self, trainers: OneTrainer) -> dict[str, float]:
         """End the update; its figures. The version grows where steps were taken and all is finite."""
         is_finite = not self._is_broken and self._is_finite()
         if not is_finite:

@@ -7,7 +7,6 @@ goes on at half the rate (`LearningRate`).
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.files import storage_errors
 from rlhfspec.engine.weights.chunks import not_finite, unique_tensors
-from rlhfspec.learning.drafts.learning_rate import LearningRate
-from rlhfspec.learning.trainer.next_token import SupervisedTrainer
+from rlhfspec.learning.drafts.held_out import LearningRate
+from rlhfspec.learning.trainer.trainer_core import Trainer, small_trainer
 from rlhfspec.learning.trainer.training_forward import prepare_for_training
 
 WARMUP_STEPS = 10
@@ -50,26 +49,29 @@ class RefitReport:
     refit_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTerms:
+    """What a draft model learns under, whenever it does."""
+
+    settings: DrafterTrainingConfig
+    temperature: float
+    vocab_size: int
+    "token ids that take part"
+    pad_token_id: int = 0
+    seed: int = 0
+    "of the order of a refit's batches"
+    weight_version: int = 0
+    "that it begins with"
+    compute_dtype: torch.dtype = torch.float32
+
+
 class DraftLearner:
     """Holds the draft model and its optimizer from one update to the next."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        settings: DrafterTrainingConfig,
-        temperature: float,
-        vocab_size: int,
-        weight_version: int = 0,
-        compute_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.model = model
-        self.weight_version = weight_version
-        self._settings = settings
-        self._temperature = temperature
-        self._vocab_size = vocab_size
-        self._compute_dtype = compute_dtype
-        self._rate = LearningRate(settings.learning_rate)
+    def __init__(self, model: PreTrainedModel, terms: DraftTerms) -> None:
+        self.model, self._terms = model, terms
+        self.weight_version = terms.weight_version
+        self._rate = LearningRate(terms.settings.learning_rate)
         self._before: list[Tensor] = []
         self._begin_anew()
 
@@ -79,7 +81,7 @@ class DraftLearner:
 
     def save(self, path: Path) -> None:
         """Write all that goes on from here into a file. Raises StorageError."""
-        tensors = {name: value.contiguous() for name, value in self._trainer.state().items()}
+        tensors = {name: value.contiguous() for name, value in _tensors_of(self._trainer).items()}
         with storage_errors(path):
             save_file(tensors, path, metadata={_KEY: json.dumps(self._facts())})
 
@@ -90,7 +92,7 @@ class DraftLearner:
             with safe_open(path, "pt") as file:
                 facts = json.loads(file.metadata()[_KEY])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            self._trainer.load_state(tensors)
+            _put(tensors, self._trainer)
             self._take_facts(facts)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -129,10 +131,40 @@ class DraftLearner:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._trainer = SupervisedTrainer(self.model, learning_rate=self._rate.now, warmup_steps=WARMUP_STEPS)
         prepare_for_training(self.model, gradient_checkpointing=False)
+        self.model.zero_grad(set_to_none=True)
+        self._trainer = small_trainer(self.model, learning_rate=self._rate.full, warmup_steps=WARMUP_STEPS)
+        self._trainer.learning_rate = self._rate.now
 
 
-def finite_or_none(value: float) -> float | None:
-    """A number as reports have it."""
-    return value if math.isfinite(value) else None
+def _tensors_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights and the optimizer's moments by name, to be read only."""
+    found = {"num_steps": torch.tensor(trainer.num_steps)}
+    for name, parameter in trainer.model.named_parameters():
+        found[f"model.{name}"] = parameter.detach()
+        for part, value in trainer.optimizer.state.get(parameter, {}).items():
+            found[f"optimizer.{name}.{part}"] = value
+    return found
+
+
+@torch.no_grad()
+def _put(state: Mapping[str, Tensor], trainer: Trainer) -> None:
+    """Go on where `_tensors_of` was called. Raises ConfigError when it is another model's."""
+    parameters = dict(trainer.model.named_parameters())
+    shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
+    if shapes != {name: value.shape for name, value in state.items() if name.startswith("model.")}:
+        raise ConfigError(
+            "the saved draft model has other weights than this one; resume with the same models"
+        )
+    trainer.num_steps = int(state["num_steps"])
+    trainer.optimizer.state.clear()
+    for name, parameter in parameters.items():
+        parameter.copy_(state[f"model.{name}"])
+        prefix = f"optimizer.{name}."
+        parts = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        if parts:
+            # Adam counts its steps on the CPU
+            trainer.optimizer.state[parameter] = {
+                part: value.clone() if part == "step" else value.to(parameter.device, copy=True)
+                for part, value in parts.items()
+            }

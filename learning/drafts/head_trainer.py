@@ -170,19 +170,6 @@ class HeadTrainer:
         """Let the next step's direction be its own gradient's: that of steps before it was wrong."""
         self._optimizer.forget_direction()
 
-    def state(self) -> dict[str, Tensor]:
-        """Copies of all that goes on from here: trained tensors, and the optimizer's state as `optimizer.NAME`."""
-        optimizer = {f"optimizer.{name}": value for name, value in self._optimizer.state().items()}
-        return self.weights() | optimizer
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was called. Raises ConfigError when it is another head's."""
-        prefix = "optimizer."
-        self._optimizer.load_state(
-            {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        )
-        self.load({name: value for name, value in state.items() if not name.startswith(prefix)})
-
     def _learn(self, work: _Step, pack: Sequence[Stretch], products: Products) -> None:
         """Add the gradient of some anchors."""
         packed = PackedFeatures(work.sequences, self._embedding.device, stretches=pack)

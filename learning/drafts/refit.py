@@ -18,7 +18,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +28,25 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.core.config import DrafterTrainingConfig
+from rlhfspec.core.errors import NotFiniteError
 from rlhfspec.core.records import Rollout
 from rlhfspec.engine.decoding.logprobs import scaled_logits
 from rlhfspec.engine.weights.shared_ids import foreign_of, without
-from rlhfspec.learning.drafts.draft_learner import DraftLearner, Outcome, RefitReport, finite_or_none
+from rlhfspec.learning.drafts.draft_learner import (
+    DraftLearner,
+    DraftTerms,
+    Outcome,
+    RefitReport,
+)
+from rlhfspec.learning.drafts.held_out import is_held_out, is_no_worse
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targets_without
 from rlhfspec.learning.trainer.batching import pack_by_length
 from rlhfspec.learning.trainer.experience import Experience, collate
+from rlhfspec.learning.trainer.trainer_core import OneForward
 from rlhfspec.learning.trainer.training_forward import response_logits
 
 LEARN_OVER_EVALUATE = 4.0
 "A step's cost over an evaluation's, before any step has been timed."
-HOLD_OUT_EVERY = 8
-"One group of samples in so many is held out."
 _REMEMBERED = 8
 _RELIEF = 0.9
 "A refusal makes what is remembered so much cheaper: one slow moment must not refuse work for good."
@@ -51,30 +56,12 @@ class DraftRefitter(DraftLearner):
     """Learns after an update, from its rollouts."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        settings: DrafterTrainingConfig,
-        temperature: float,
-        seed: int,
-        pad_token_id: int,
-        vocab_size: int,
-        weight_version: int = 0,
-        compute_dtype: torch.dtype = torch.float32,
-        clock: Callable[[], float] = time.perf_counter,
+        self, model: PreTrainedModel, terms: DraftTerms, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        super().__init__(
-            model,
-            settings=settings,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            weight_version=weight_version,
-            compute_dtype=compute_dtype,
-        )
-        self._pad_token_id = pad_token_id
+        super().__init__(model, terms)
         self._clock = clock
         self._costs = WorkCosts(clock)
-        self._rng = np.random.default_rng([seed, 0xD4AF])
+        self._rng = np.random.default_rng([terms.seed, 0xD4AF])
 
     def refit(
         self, rollouts: Sequence[Rollout], *, budget_s: float, soft_targets: SoftTargetStore | None = None
@@ -90,8 +77,8 @@ class DraftRefitter(DraftLearner):
         data = distillation_batches(
             rollouts,
             soft_targets=soft_targets,
-            max_tokens=self._settings.max_tokens_per_step,
-            pad_token_id=self._pad_token_id,
+            max_tokens=self._terms.settings.max_tokens_per_step,
+            pad_token_id=self._terms.pad_token_id,
         )
         if not data.batches:
             return self._report("one_sample", budget)
@@ -119,7 +106,7 @@ class DraftRefitter(DraftLearner):
         # a weight that no held-out token reads may be infinite though the divergence is not
         finite = all(math.isfinite(loss) for loss, _ in learned) and self._is_finite()
         after = self._evaluate(data) if finite else math.nan
-        if after <= before:
+        if is_no_worse(after, before):
             self._take()
             outcome = "taken"
         else:
@@ -136,16 +123,17 @@ class DraftRefitter(DraftLearner):
             if not budget.admits(self._step_s(data, rows) + self._evaluate_s(data)):
                 return
             with self._costs.timed("step", data.num_tokens(rows)):
-                loss = self._divergence(data, rows).mean()
-                value = float(loss.detach())
-                if math.isfinite(value):
-                    self._trainer.apply(loss)
+                batch = OneForward(lambda _, rows=rows: self._divergence(data, rows).mean())
+                value = math.nan
+                with suppress(NotFiniteError):
+                    self._trainer.learn(batch, "of a refit")
+                    value = batch.value
             yield value, data.num_response_tokens(rows)
             if not math.isfinite(value):
                 return
 
     def _order(self, batches: list[list[int]]) -> Iterator[list[int]]:
-        for _ in range(self._settings.max_passes):
+        for _ in range(self._terms.settings.max_passes):
             for i in self._rng.permutation(len(batches)):
                 yield batches[i]
 
@@ -158,9 +146,9 @@ class DraftRefitter(DraftLearner):
         return data.divergence(
             self.model,
             rows,
-            temperature=self._temperature,
-            vocab_size=self._vocab_size,
-            compute_dtype=self._compute_dtype,
+            temperature=self._terms.temperature,
+            vocab_size=self._terms.vocab_size,
+            compute_dtype=self._terms.compute_dtype,
         )
 
     def _evaluate_s(self, data: DistillationBatches) -> float:
@@ -188,8 +176,8 @@ class DraftRefitter(DraftLearner):
             weight_version=self.weight_version,
             num_steps=num_steps,
             num_tokens=num_tokens,
-            kl_before=finite_or_none(before),
-            kl_after=finite_or_none(after),
+            kl_before=before if math.isfinite(before) else None,
+            kl_after=after if math.isfinite(after) else None,
             refit_s=budget.spent_s,
         )
 
@@ -261,7 +249,7 @@ def distillation_batches(
     groups = dict(zip(rows, experience.group_ids[rows].tolist(), strict=True))
     if len(set(groups.values())) == 1:
         groups = {row: row for row in rows}
-    chosen = set(sorted(set(groups.values()))[::HOLD_OUT_EVERY])
+    chosen = {group for index, group in enumerate(sorted(set(groups.values()))) if is_held_out(index)}
     held_out = _packed([row for row, group in groups.items() if group in chosen], experience, max_tokens)
     training = [row for row, group in groups.items() if group not in chosen]
     return DistillationBatches(

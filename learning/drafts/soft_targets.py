@@ -18,6 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhfspec.engine.weights.shared_ids import NEVER
+from rlhfspec.learning.objectives.policy import SeenLogits
+from rlhfspec.learning.trainer.parallel import OneTrainer
 
 _SMALLEST_REST = 1e-6
 "Float32 cannot tell a smaller remaining probability from rounding."
@@ -41,36 +43,28 @@ class SoftTargetStore:
         self._of: dict[int, SoftTargets] = {}
         self._on_device: list[tuple[list[int], list[int], SoftTargets]] = []
 
-    def clear(self) -> None:
+    def begin(self) -> None:
         """Forget everything: a new update begins."""
         self._of.clear()
         self._on_device.clear()
 
-    def keep(
-        self,
-        sample_indices: Sequence[int],
-        lengths: Sequence[int],
-        scaled: Float[Tensor, "M V"],
-        *,
-        step: int = 0,
-    ) -> None:
-        """Keep what some responses' logits / T say; an earlier epoch's are replaced.
-
-        Args:
-            sample_indices: of the responses.
-            lengths: response tokens of each; they sum to M.
-            scaled: logits / T in the order of the responses.
-            step: of the optimizer so far.
-        """
+    def observe(self, seen: SeenLogits) -> None:
+        """Keep what some responses' logits say; an earlier epoch's are replaced. See `LogitsObserver`."""
         if self.num_tokens == 0:
             return
+        scaled = seen.scaled
         with torch.no_grad():
             likeliest, token_ids = scaled.topk(min(self.num_tokens, scaled.shape[1]), dim=-1)
             logprobs = (likeliest - scaled.logsumexp(dim=-1, keepdim=True)).float()
-        found = SoftTargets(token_ids=token_ids.int(), logprobs=logprobs, step=step)
-        self._on_device.append((list(sample_indices), list(lengths), found))
+        found = SoftTargets(token_ids=token_ids.int(), logprobs=logprobs, step=seen.step)
+        self._on_device.append((list(seen.sample_indices), list(seen.lengths), found))
 
-    def settle(self) -> None:
+    def end(self, trainers: OneTrainer) -> dict[str, float]:
+        """Give the first trainer what all have kept of their shares. Collective."""
+        self.merge(trainers.gather_to_first(self.kept))
+        return {}
+
+    def step(self) -> None:
         """Bring what was kept to the CPU, when its forwards are done and waiting for it costs nothing."""
         for sample_indices, lengths, found in self._on_device:
             token_ids, logprobs = found.token_ids.cpu(), found.logprobs.cpu()
@@ -83,12 +77,12 @@ class SoftTargetStore:
     @property
     def kept(self) -> dict[int, SoftTargets]:
         """What this trainer has kept, by sample index."""
-        self.settle()
+        self.step()
         return self._of
 
     def merge(self, parts: Sequence[Mapping[int, SoftTargets]]) -> None:
         """Keep what all trainers have kept of their shares: of a sample that several had, the latest."""
-        self.settle()
+        self.step()
         for part in parts:
             for index, targets in part.items():
                 if index not in self._of or self._of[index].step <= targets.step:
@@ -96,7 +90,7 @@ class SoftTargetStore:
 
     def of(self, sample_indices: Sequence[int]) -> SoftTargets | None:
         """Targets of some responses, one after another; None unless all of them have been kept."""
-        self.settle()
+        self.step()
         if not self._of or any(index not in self._of for index in sample_indices):
             return None
         parts = [self._of[index] for index in sample_indices]

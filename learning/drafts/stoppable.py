@@ -15,8 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rlhfspec.core.errors import ConfigError
-
 PIECE_FLOPS = {torch.float32: 4e8, torch.bfloat16: 1e9}
 "Of one product on the CPU: about 5 ms of a core."
 BFLOAT16_OVER_FLOAT32 = 1.5
@@ -173,28 +171,6 @@ class StoppableAdam:
         """Zero the first moments: the weights have gone back, and where they were heading was wrong."""
         for first, _ in self._moments.values():
             first.zero_()
-
-    def state(self) -> dict[str, Tensor]:
-        """Copies of the moments by parameter and part, and the number of steps."""
-        found = {"num_steps": torch.tensor(self.num_steps)}
-        for name, moments in self._moments.items():
-            for part, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-                found[f"{name}.{part}"] = value.detach().cpu().clone()
-        return found
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was called. Raises ConfigError where it is another head's."""
-        expected = {name: value.shape for name, value in self.state().items()}
-        got = {name: value.shape for name, value in state.items()}
-        if expected != got:
-            raise ConfigError(
-                "the saved state of a draft head's optimizer is of a head of other sizes; go on with the head that "
-                "it was saved with"
-            )
-        self.num_steps = int(state["num_steps"])
-        for name, moments in self._moments.items():
-            for part, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-                value.copy_(state[f"{name}.{part}"])
 
     def _norm(self, products: Products) -> Tensor:
         squares = []

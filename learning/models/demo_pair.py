@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,13 @@ from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.records import Prompt
 from rlhfspec.learning.models.net2net import deepen, widen
 from rlhfspec.learning.models.tokenization import character_tokenizer, token_id
+from rlhfspec.learning.objectives.padded_batches import (
+    Example,
+    SupervisedBatch,
+    distilled_loss,
+    next_token_loss,
+    supervised_batches,
+)
 from rlhfspec.learning.tasks.chain_task import ALPHABET as CHAIN_ALPHABET
 from rlhfspec.learning.tasks.chain_task import (
     MAX_RESPONSE_TOKENS,
@@ -27,12 +36,7 @@ from rlhfspec.learning.tasks.chain_task import (
     draw_problem,
     solution,
 )
-from rlhfspec.learning.trainer.next_token import (
-    Example,
-    SupervisedBatch,
-    SupervisedTrainer,
-    supervised_batches,
-)
+from rlhfspec.learning.trainer.trainer_core import OneForward, small_trainer
 
 Progress = Callable[[str, float], None]
 
@@ -81,11 +85,11 @@ class DemoPairMaker:
         """
         recipe = self.recipe
         narrow = self._model(recipe.hidden_size, recipe.num_layers, recipe.head_dim)
-        trainer = SupervisedTrainer(narrow, learning_rate=recipe.learning_rate)
+        trainer = small_trainer(narrow.train(), learning_rate=recipe.learning_rate)
         for step, batch in enumerate(self._batches(recipe.max_steps), start=1):
             # the last third at a lower rate: what is learned wrongly now, PPO would have to unlearn
             trainer.learning_rate = recipe.learning_rate * (0.3 if step > recipe.min_steps * 2 // 3 else 1.0)
-            trainer.step(batch)
+            trainer.learn(OneForward(partial(next_token_loss, batch=batch)), f"of step {step}")
             self.progress("training the demo target", 0.7 * step / recipe.max_steps)
             if step % recipe.steps_between_checks or step < recipe.min_steps:
                 continue
@@ -104,11 +108,11 @@ class DemoPairMaker:
         """Distil the one-layer draft from the teacher."""
         recipe = self.recipe
         draft = self._model(recipe.draft_hidden_size, 1, recipe.draft_hidden_size // 2)
-        trainer = SupervisedTrainer(draft, learning_rate=recipe.draft_learning_rate)
+        trainer = small_trainer(draft.train(), learning_rate=recipe.draft_learning_rate)
         teacher.eval()
         for step, batch in enumerate(self._batches(recipe.draft_steps), start=1):
             trainer.learning_rate = recipe.draft_learning_rate * (1.0 - 0.9 * step / recipe.draft_steps)
-            trainer.distill(teacher, batch)
+            trainer.learn(OneForward(partial(distilled_loss, teacher=teacher, batch=batch)), "of the draft")
             self.progress("distilling the demo draft", 0.7 + 0.3 * step / recipe.draft_steps)
         return draft.eval()
 
@@ -166,10 +170,7 @@ class DemoPairMaker:
         return [draw_problem(rng) for _ in range(num)]
 
     def _model(self, hidden_size: int, num_layers: int, head_dim: int) -> LlamaForCausalLM:
-        config = _llama_config(self.tokenizer, hidden_size, num_layers, head_dim)
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            return LlamaForCausalLM(config)
+        return new_llama(llama_config(self.tokenizer, hidden_size, num_layers, head_dim), self.seed)
 
     def _batches(self, num: int) -> Iterator[SupervisedBatch]:
         given = 0
@@ -203,29 +204,36 @@ def demo_configs(recipe: DemoRecipe | None = None) -> tuple[LlamaConfig, LlamaCo
     tokenizer = character_tokenizer(CHAIN_ALPHABET)
     wide = recipe.hidden_size * recipe.grown_width
     return (
-        _llama_config(tokenizer, wide, recipe.grown_layers, recipe.head_dim),
-        _llama_config(tokenizer, recipe.draft_hidden_size, 1, recipe.draft_hidden_size // 2),
+        llama_config(tokenizer, wide, recipe.grown_layers, recipe.head_dim),
+        llama_config(tokenizer, recipe.draft_hidden_size, 1, recipe.draft_hidden_size // 2),
     )
 
 
-def _llama_config(
-    tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int, head_dim: int
+def llama_config(
+    tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int, head_dim: int, **settings: Any
 ) -> LlamaConfig:
+    """Half as many key-value heads as query heads, untied; `settings` of transformers for what is otherwise."""
+    usual = {"intermediate_size": hidden_size * 11 // 4, "max_position_embeddings": 1024}
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
-        intermediate_size=hidden_size * 11 // 4,
         num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // head_dim,
         num_key_value_heads=max(1, hidden_size // head_dim // 2),
         head_dim=head_dim,
-        max_position_embeddings=1024,
         bos_token_id=None,
         eos_token_id=token_id(tokenizer, "eos"),
         pad_token_id=token_id(tokenizer, "pad"),
         tie_word_embeddings=False,
-        initializer_range=0.06,
+        **{**usual, "initializer_range": 0.06, **settings},
     )
+
+
+def new_llama(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+    """One with weights drawn from the seed; the global random state stays."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
 
 
 @torch.inference_mode()

@@ -10,23 +10,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError
 from rlhfspec.learning.data.prompt_rows import read_rows
+from rlhfspec.learning.models.demo_pair import llama_config, new_llama
 from rlhfspec.learning.models.net2net import deepen, widen
 from rlhfspec.learning.models.tokenization import token_id, train_bpe
-from rlhfspec.learning.trainer.next_token import (
+from rlhfspec.learning.objectives.padded_batches import (
     Example,
     SupervisedBatch,
-    SupervisedTrainer,
+    distilled_loss,
+    next_token_loss,
     supervised_batches,
 )
+from rlhfspec.learning.trainer.trainer_core import OneForward, small_trainer
 
 SEPARATOR = "\n"
 """Between prompt and answer; `data.prompt_template` of a run on such a pair is "{prompt}\\n"."""
@@ -122,10 +125,10 @@ class TextPairMaker:
         """Train the target on the answers; return it as trained (narrow) and grown."""
         recipe = self.recipe
         target = self._model(recipe.hidden_size, recipe.num_layers, recipe.head_dim)
-        trainer = SupervisedTrainer(target, learning_rate=recipe.learning_rate)
+        trainer = small_trainer(target.train(), learning_rate=recipe.learning_rate)
         for share, batch in self._timed_batches(self.budget_s * (1.0 - recipe.draft_share)):
             trainer.learning_rate = recipe.learning_rate * _cooling(share)
-            trainer.step(batch)
+            trainer.learn(OneForward(partial(next_token_loss, batch=batch)), "of the target")
             self.progress("training the target", share * (1.0 - recipe.draft_share))
         wide = widen(target, factor=recipe.grown_width, seed=self.seed)
         return target.eval(), deepen(wide, num_layers=recipe.grown_layers, seed=self.seed).eval()
@@ -134,10 +137,10 @@ class TextPairMaker:
         """Distil a one-layer draft from the target as it was trained: the same function, and cheaper."""
         recipe = self.recipe
         draft = self._model(recipe.draft_hidden_size, 1, recipe.draft_head_dim)
-        trainer = SupervisedTrainer(draft, learning_rate=recipe.draft_learning_rate)
+        trainer = small_trainer(draft.train(), learning_rate=recipe.draft_learning_rate)
         for share, batch in self._timed_batches(self.budget_s * recipe.draft_share):
             trainer.learning_rate = recipe.draft_learning_rate * _cooling(share)
-            trainer.distill(teacher, batch)
+            trainer.learn(OneForward(partial(distilled_loss, teacher=teacher, batch=batch)), "of the draft")
             self.progress("distilling the draft", 1.0 - recipe.draft_share * (1.0 - share))
         return draft.eval()
 
@@ -182,25 +185,17 @@ class TextPairMaker:
                     return
 
     def _model(self, hidden_size: int, num_layers: int, head_dim: int) -> LlamaForCausalLM:
-        config = LlamaConfig(
-            vocab_size=len(self.tokenizer),
-            hidden_size=hidden_size,
+        config = llama_config(
+            self.tokenizer,
+            hidden_size,
+            num_layers,
+            head_dim,
             # a multiple of 32: CPU matrix products over other lengths are not batch-invariant
             intermediate_size=-(-hidden_size * 8 // 96) * 32,
-            num_hidden_layers=num_layers,
-            num_attention_heads=hidden_size // head_dim,
-            num_key_value_heads=max(1, hidden_size // head_dim // 2),
-            head_dim=head_dim,
             max_position_embeddings=2048,
-            bos_token_id=None,
-            eos_token_id=token_id(self.tokenizer, "eos"),
-            pad_token_id=token_id(self.tokenizer, "pad"),
-            tie_word_embeddings=False,
             initializer_range=0.05,
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            return LlamaForCausalLM(config)
+        return new_llama(config, self.seed)
 
 
 def _cooling(share: float) -> float:

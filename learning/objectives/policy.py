@@ -1,5 +1,5 @@
-"""The loss of some responses: policy, KL divergence, entropy (`core.settings.algorithm`); its steered coefficients, and
-what is reported of it.
+"""The loss of some responses: policy, KL divergence, entropy (`core.settings.algorithm`); its steered coefficients,
+what is reported of it, and the objective that the trainer takes: a batch is a minibatch of an update's responses.
 """
 
 from __future__ import annotations
@@ -7,14 +7,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlhfspec.core.errors import NumericsError
 from rlhfspec.core.settings.algorithm import AlgorithmConfig
+from rlhfspec.engine.decoding.logprobs import scaled_logits
 from rlhfspec.learning.objectives.losses import (
     PolicyLoss,
     Sequences,
@@ -22,7 +24,15 @@ from rlhfspec.learning.objectives.losses import (
     clipped_policy_loss,
     kl_estimate,
     log_ratio,
+    token_weights,
 )
+from rlhfspec.learning.objectives.targets import Targets
+from rlhfspec.learning.trainer.batching import Pack, PackedSequences
+from rlhfspec.learning.trainer.engine_scoring import with_values
+from rlhfspec.learning.trainer.experience import Experience
+from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.policy_forward import PolicyForward
+from rlhfspec.learning.trainer.training_forward import token_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,18 +262,141 @@ def added_up(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sum(of_bin) for of_bin in zip(*counts, strict=True))
 
 
-def describe_odd_loss(
-    losses: Sequence[Tensor],
-    rows: Sequence[Sequence[int]],
-    sample_indices: Sequence[int],
-    weight_version: int,
-) -> str | None:
-    """What to say of the first pack, of these rows, whose loss is not finite. They are read here, all at once."""
-    for of_pack, loss in zip(rows, torch.stack([*losses]).tolist() if losses else [], strict=True):
-        if not math.isfinite(loss):
-            samples = [sample_indices[row] for row in of_pack]
-            return (
-                f"the loss of weight version {weight_version} is {loss}; "
-                f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
-            )
-    return None
+class SeenLogits(NamedTuple):
+    """Logits over the temperature of some samples' `M` response tokens, without a gradient."""
+
+    sample_indices: Sequence[int]
+    lengths: Sequence[int]
+    "response tokens of each sample"
+    scaled: Float[Tensor, "M V"]
+    packed: PackedSequences
+    "whose targets they predict"
+    step: int = 0
+    "optimizer steps before"
+
+
+@runtime_checkable
+class LogitsObserver(Protocol):
+    """Keeps or learns from what an update's own forwards say; it changes nothing there."""
+
+    def begin(self) -> None:
+        """A new update begins."""
+
+    def observe(self, seen: SeenLogits) -> None:
+        """See what one forward said."""
+
+    def step(self) -> None:
+        """A minibatch has ended. Collective."""
+
+    def end(self, trainers: OneTrainer) -> dict[str, float]:
+        """The update has ended; figures of it. Collective."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyObjective:
+    """The policy's loss (`learning.objectives.policy`) on one update's responses, given what preceded its steps."""
+
+    experience: Experience
+    targets: Targets
+    algorithm: AlgorithmConfig
+    coefficients: Coefficients
+    forward: PolicyForward
+    weight_version: int
+    "before the update"
+    figures: MinibatchFigures
+    "are added to"
+    observers: Sequence[LogitsObserver] = ()
+    max_new_tokens: int | None = None
+    "of a response; loss_aggregation constant_length needs it"
+
+    def batch(self, rows: list[int], *, num_steps: int) -> PolicyBatch:
+        """One minibatch of samples, after so many optimizer steps. Collective with `trainer.scoring` engine."""
+        mask, targets = self.experience.mask, self.targets
+        weight, share = torch.zeros(2, *mask.shape)
+        counted = mask[rows] & targets.learned[rows, None]
+        weight[rows] = token_weights(
+            counted, self.algorithm.loss_aggregation, max_tokens=self.max_new_tokens or 1
+        )
+        share[rows] = token_weights(counted, "token_mean")
+        learned = targets.with_gradient(rows)
+        engine: Tensor | None = None
+        if targets.engine is not None and learned:
+            engine = targets.engine.of(self.forward.rows_of(learned, self.experience))
+        packs = self.forward.packs(learned, self.experience)
+        return PolicyBatch(self, packs, weight=weight, share=share, engine=engine, num_steps=num_steps)
+
+
+@dataclass(slots=True)
+class PolicyBatch:
+    """See `learning.trainer.trainer_core.Batch`; tensors [B, R] are those of `LossInputs`, of all the update's rows."""
+
+    of: PolicyObjective
+    packs: list[Pack]
+    weight: Float[Tensor, "B R"]
+    share: Float[Tensor, "B R"]
+    engine: Float[Tensor, "B R"] | None
+    "log-probabilities by the engine's forward, where they are to be its"
+    num_steps: int
+
+    def problem(self, losses: Sequence[Tensor]) -> str | None:
+        """See `Batch`. Losses are read here, all at once."""
+        read = torch.stack([*losses]).tolist() if losses else []
+        for pack, loss in zip(self.packs, read, strict=True):
+            if not math.isfinite(loss):
+                samples = [self.of.experience.sample_indices[row] for row in pack.rows]
+                return (
+                    f"the loss of weight version {self.of.weight_version} is {loss}; "
+                    f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
+                )
+        return None
+
+    def loss(self, model: PreTrainedModel, pack: Pack) -> Tensor:
+        """See `Batch`."""
+        of, rows, device = self.of, pack.rows, model.device
+        experience, targets, algorithm = of.experience, of.targets, of.algorithm
+        mask = experience.mask[rows]
+
+        def flat(per_token: Tensor) -> Tensor:
+            return per_token[rows][mask].to(device)
+
+        def flat_or_none(per_token: Tensor | None) -> Tensor | None:
+            return None if per_token is None else flat(per_token)
+
+        packed = experience.packed(rows)
+        logits, _ = of.forward.logits(model, packed)
+        has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
+        logprobs, entropy = token_statistics(
+            logits, packed.targets.to(device), of.forward.temperature, entropy=has_entropy
+        )
+        if of.observers and not pack.is_filler:
+            self._show(pack, packed, logits.detach())
+        if self.engine is not None:
+            logprobs = with_values(logprobs, flat(self.engine))
+        weight, share = flat(self.weight), flat(self.share)
+        return objective(
+            LossInputs(
+                logprobs=logprobs,
+                entropy=entropy,
+                old_logprobs=flat(experience.old_logprobs),
+                advantages=flat(targets.advantages),
+                importance=flat_or_none(targets.importance),
+                reference=flat_or_none(targets.reference) if targets.has_kl_loss else None,
+                sequences=Sequences.of(mask, device),
+                weight=torch.zeros_like(weight) if pack.is_filler else weight,
+                share=torch.zeros_like(share) if pack.is_filler else share,
+            ),
+            algorithm=algorithm,
+            kl_coef=of.coefficients.kl,
+            entropy_coef=of.coefficients.entropy_bonus(algorithm),
+            figures=of.figures,
+        )
+
+    def _show(self, pack: Pack, packed: PackedSequences, logits: Tensor) -> None:
+        experience = self.of.experience
+        samples = [experience.sample_indices[row] for row in pack.rows]
+        lengths = experience.mask[pack.rows].sum(dim=1).tolist()
+        scaled = scaled_logits(logits, self.of.forward.temperature)
+        seen = SeenLogits(samples, lengths, scaled, packed, step=self.num_steps)
+        for observer in self.of.observers:
+            observer.observe(seen)

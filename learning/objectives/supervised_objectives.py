@@ -1,14 +1,15 @@
 """What a supervised learner minimises: the surprise of given tokens, or the mistake about which response is better.
 
 Each objective says what its items weigh, and computes sums over a pack of them: parts of a batch add up to its mean,
-however they are packed and whoever computes them.
+however they are packed and whoever computes them (`MeanBatch`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from transformers import PreTrainedModel
 
 from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
 from rlhfspec.learning.rewards.reward_head import packed_scores
-from rlhfspec.learning.trainer.batching import PackedSequences
+from rlhfspec.learning.trainer.batching import Pack, PackedSequences, shared_packs
+from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.training_forward import response_logits, token_statistics
 
 
@@ -30,21 +32,8 @@ class ForwardSettings:
     compute_dtype: torch.dtype = torch.float32
     keeps_casts: bool = True
     "see `learning.trainer.training_forward.autocast`"
-
-
-@runtime_checkable
-class Objective(Protocol):
-    """A loss over items of one kind, each with its `num_tokens`."""
-
-    def weight(self, item: Any) -> float:
-        """What the item counts in the mean over a batch."""
-        ...
-
-    def sums(
-        self, model: PreTrainedModel, items: Sequence[Any], forward: ForwardSettings
-    ) -> dict[str, Tensor]:
-        """Sums over the items, `loss` among them, of what is a mean once it is divided by their weights."""
-        ...
+    max_tokens: int = 1 << 30
+    "in one forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +50,7 @@ class NextTokens:
     def sums(
         self, model: PreTrainedModel, items: Sequence[Demonstration], forward: ForwardSettings
     ) -> dict[str, Tensor]:
-        """See `Objective`."""
+        """The sum over the items."""
         packed = packed_sequences(
             [item.token_ids for item in items], learned=[item.is_learned for item in items]
         )
@@ -89,7 +78,7 @@ class Preferences:
     def sums(
         self, model: PreTrainedModel, items: Sequence[PreferencePair], forward: ForwardSettings
     ) -> dict[str, Tensor]:
-        """See `Objective`; accuracy, margin and mean score too."""
+        """Sums over the items; accuracy, margin and mean score too."""
         packed = packed_sequences([ids for item in items for ids in (item.chosen_ids, item.rejected_ids)])
         scores = packed_scores(
             model, packed, compute_dtype=forward.compute_dtype, keeps_casts=forward.keeps_casts
@@ -113,6 +102,52 @@ def packed_sequences(
         lengths=lengths,
         before_targets=torch.from_numpy(np.flatnonzero(marks) - 1),
     )
+
+
+@dataclass(slots=True)
+class MeanBatch:
+    """The mean of an objective over some items (`learning.trainer.trainer_core.Batch`)."""
+
+    objective: NextTokens | Preferences
+    items: Sequence[Any]
+    forward: ForwardSettings
+    trainers: OneTrainer
+    step: int
+    "that is taken by it, for messages"
+    means: dict[str, float] = field(default_factory=dict)
+    "of all trainers; filled by `finish`"
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def packs(self) -> list[Pack]:
+        """See `Batch`."""
+        return shared_packs([item.num_tokens for item in self.items], self.forward.max_tokens, self.trainers)
+
+    def loss(self, model: PreTrainedModel, pack: Pack) -> Tensor:
+        """See `Batch`."""
+        total = sum(self.objective.weight(item) for item in self.items)
+        share = 0.0 if pack.is_filler else 1.0 / total
+        found = self.objective.sums(model, [self.items[row] for row in pack.rows], self.forward)
+        for name, value in found.items():
+            part = value.detach().float().cpu() * share
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
+        return found["loss"] * share
+
+    def finish(self) -> None:
+        """Add up what all trainers have computed. Collective."""
+        names = sorted(self._sums)
+        whole = self.trainers.sum(torch.stack([self._sums[name] for name in names]))
+        self.means = dict(zip(names, whole.tolist(), strict=True))
+
+    def problem(self, losses: Sequence[Tensor]) -> str | None:
+        """See `Batch`."""
+        self.finish()
+        if math.isfinite(self.means["loss"]):
+            return None
+        return (
+            f"the loss of step {self.step} is {self.means['loss']}; expected a finite number; lower "
+            "trainer.learning_rate"
+        )
 
 
 def bradley_terry_loss(

@@ -1,13 +1,15 @@
-"""Writes what has learned as plain Hugging Face checkpoints with manifests: the model, and the adapter."""
+"""How what has learned goes out: to instances as buckets, and as Hugging Face checkpoints, a model and its adapter."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,10 +22,34 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.core.checkpoint_manifest import write_manifest
 from rlhfspec.core.files import whole_folder
+from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.chunks import load_into, model_checksum
+from rlhfspec.engine.weights.chunks import WeightPacker, checksum_of, load_into, model_checksum
 from rlhfspec.engine.weights.generation_settings import write_generation_settings
 from rlhfspec.learning.trainer.trainer_core import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedForm:
+    """Taken from the manifest of a model's first weights; the model itself learns in float32."""
+
+    first: WeightManifest
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type that each tensor is rounded to."""
+        return {spec.name: torch.__dict__[spec.dtype] for spec in self.first.tensors}
+
+    def packer(self, weight_version: int, **how: Any) -> WeightPacker:
+        """What packs a version, by default in one buffer that is written over; `how`: see `WeightPacker`."""
+        config, name = self.first.hf_config_json, self.first.model
+        kept: dict[str, Any] = {"name": name, "hf_config_json": config, "dtypes": self.dtypes, "rooms": 1}
+        return WeightPacker(weight_version=weight_version, **(kept | how))
+
+    def checksum(self, weights: Iterable[tuple[str, Tensor]], *, like: str = "") -> str:
+        """The checksum that the published weights have, of the kind of `like`; one tensor at a time is rounded."""
+        dtypes = self.dtypes
+        return checksum_of((tensor.detach().to(dtypes[name]) for name, tensor in weights), like=like)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,36 +14,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.records import Rollout, UpdateReport
-from rlhfspec.engine.decoding.logprobs import scaled_logits
 from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
-from rlhfspec.learning.drafts.cotraining import DraftCotrainer
-from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.objectives.critic import Critic
-from rlhfspec.learning.objectives.losses import Sequences, token_weights
 from rlhfspec.learning.objectives.off_policy import lag_figures, recomputed
 from rlhfspec.learning.objectives.policy import (
     Coefficients,
-    LossInputs,
+    LogitsObserver,
     MinibatchFigures,
+    PolicyObjective,
     added_up,
-    describe_odd_loss,
-    objective,
 )
-from rlhfspec.learning.objectives.targets import Targets, update_targets
-from rlhfspec.learning.trainer.batching import Pack
-from rlhfspec.learning.trainer.engine_scoring import EngineScorer, EngineValues, with_values
-from rlhfspec.learning.trainer.experience import Experience, collate
+from rlhfspec.learning.objectives.targets import update_targets
+from rlhfspec.learning.trainer.engine_scoring import EngineScorer, EngineValues
+from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner_state import LearnerState
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.policy_forward import FirstForwards, Part, PolicyForward
 from rlhfspec.learning.trainer.trainer_core import Horizon, Trainer, rate_factor
-from rlhfspec.learning.trainer.training_forward import token_statistics
+from rlhfspec.learning.trainer.training_forward import prepare_for_training
 
 
 class Learner(Trainer):
@@ -62,7 +55,7 @@ class Learner(Trainer):
         seed: int,
         pad_token_id: int,
         vocab_size: int | None = None,
-        soft_targets: SoftTargetStore | None = None,
+        observers: Sequence[LogitsObserver] = (),
         compute_dtype: torch.dtype = torch.float32,
         scorer: EngineScorer | None = None,
         trainers: OneTrainer | None = None,
@@ -70,13 +63,14 @@ class Learner(Trainer):
     ) -> None:
         """See `Trainer`; all trainers of a group get equal rollouts.
 
-        `soft_targets` is filled at every update, for the draft model; it changes nothing here. `scorer` values
-        log-probabilities by the engine's forward instead of the model's own; `trainer.scoring` engine needs one.
+        `observers` see every update's logits, for a draft model. `scorer` values log-probabilities by the engine's
+        forward instead of the model's own; `trainer.scoring` engine needs one.
         `horizon` is how far the run goes; a schedule that falls, and `loss_aggregation` constant_length, need one.
         Raises ConfigError: settings that do not go together; and as `Trainer`.
         """
         self._horizon = horizon or Horizon()
         _require_consistent(algorithm, trainer, temperature, self._horizon, has_scorer=scorer is not None)
+        prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
         super().__init__(
             model,
             trainer,
@@ -90,9 +84,7 @@ class Learner(Trainer):
         self.algorithm = algorithm
         self.trainer = trainer
         self.pad_token_id = pad_token_id
-        self.soft_targets = soft_targets
-        self.cotrainer: DraftCotrainer | None = None
-        "learns in every update beside the target, from its logits; it changes nothing here"
+        self.observers = list(observers)
         text_config = model.config.get_text_config()
         self._forward = PolicyForward(
             # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
@@ -152,18 +144,27 @@ class Learner(Trainer):
             generator=generator,
             kl_coef=self._coefficients.kl,
         )
-        if self.soft_targets is not None:
-            self.soft_targets.clear()
-        if self.cotrainer is not None:
-            self.cotrainer.begin()
-        figures = MinibatchFigures()
         if self._scorer is not None:
             engine = EngineValues(self._scorer, experience, self.weights, first.logprobs["engine"])
             targets = replace(targets, engine=engine)
             targets.figures["mismatch/bit_equal_share"] = engine.bit_equal_share
+        figures = MinibatchFigures()
+        objective = PolicyObjective(
+            experience=experience,
+            targets=targets,
+            algorithm=self.algorithm,
+            coefficients=self._coefficients,
+            forward=self._forward,
+            weight_version=self.weight_version,
+            figures=figures,
+            observers=self.observers,
+            max_new_tokens=self._horizon.max_new_tokens,
+        )
+        for observer in self.observers:
+            observer.begin()
         steps_before = self.num_steps
         for rows in self._minibatches(len(experience.lengths), generator):
-            self._learn(experience, targets, rows, figures)
+            self._take_minibatch(objective, rows)
         odd = not_finite(self.trainers.held(self.model))
         self.trainers.agree(
             f"the update of the target model to weight version {self.weight_version + 1} failed: "
@@ -171,10 +172,8 @@ class Learner(Trainer):
             if odd
             else None
         )
-        if self.soft_targets is not None:
-            self.soft_targets.merge(self.trainers.gather_to_first(self.soft_targets.kept))
-        if self.cotrainer is not None:
-            targets.figures.update(self.cotrainer.end())
+        for observer in self.observers:
+            targets.figures.update(observer.end(self.trainers))
         self.weight_version += 1
         coefficients = {"kl_coef": self._coefficients.kl, "entropy_coef": self._coefficients.entropy}
         self._coefficients.after_update(
@@ -218,109 +217,20 @@ class Learner(Trainer):
         critic = None if self.critic is None else (self.critic.head, self.critic.optimizer)
         return replace(super()._state(), critic=critic, coefficients=self._coefficients)
 
-    def _learn(
-        self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
-    ) -> None:
-        """Accumulate the gradient of one minibatch and take one optimizer step, unless it is 0."""
-        weight_of, share_of = torch.zeros(2, *experience.mask.shape)
-        counted = experience.mask[rows] & targets.learned[rows, None]
-        weight_of[rows] = token_weights(
-            counted, self.algorithm.loss_aggregation, max_tokens=self._horizon.max_new_tokens or 1
-        )
-        share_of[rows] = token_weights(counted, "token_mean")
-        learned = targets.with_gradient(rows)
-        engine: Tensor | None = None
-        if targets.engine is not None and learned:
-            engine = targets.engine.of(self._forward.rows_of(learned, experience))
-        packs = self._forward.packs(learned, experience)
-        losses: list[Tensor] = []
-        for pack in packs:
-            weights = (
-                (weight_of, share_of) if not pack.is_filler else torch.zeros(2, *weight_of.shape).unbind()
-            )
-            loss = self._loss(experience, targets, pack, weights, figures, engine)
-            losses.append(loss.detach())
-            loss.backward()
-        self.trainers.agree(
-            describe_odd_loss(
-                losses, [pack.rows for pack in packs], experience.sample_indices, self.weight_version
-            )
-        )
-        self.trainers.sum_gradients(self._learned())
-        has_stepped = self._step(figures)
-        if self.soft_targets is not None:
-            self.soft_targets.settle()
-        if self.cotrainer is not None:
-            self.cotrainer.step()
-        if targets.engine is not None and has_stepped:
-            targets.engine.changed()
-
-    def _loss(
-        self,
-        experience: Experience,
-        targets: Targets,
-        pack: Pack,
-        weights: Sequence[Tensor],
-        out: MinibatchFigures,
-        engine: Tensor | None,
-    ) -> Tensor:
-        """Loss of some rows; `weights` [B, R] are those of `LossInputs`: weight, share."""
-        rows = pack.rows
-        algorithm, mask, device = self.algorithm, experience.mask[rows], self.model.device
-
-        def flat(per_token: Tensor) -> Tensor:
-            return per_token[rows][mask].to(device)
-
-        def flat_or_none(per_token: Tensor | None) -> Tensor | None:
-            return None if per_token is None else flat(per_token)
-
-        packed = experience.packed(rows)
-        logits, _ = self._forward.logits(self.model, packed)
-        has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
-        logprobs, entropy = token_statistics(
-            logits, packed.targets.to(device), self._forward.temperature, entropy=has_entropy
-        )
-        if self.soft_targets is not None and not pack.is_filler:
-            self.soft_targets.keep(
-                [experience.sample_indices[row] for row in rows],
-                mask.sum(dim=1).tolist(),
-                scaled_logits(logits.detach(), self._forward.temperature),
-                step=self.num_steps,
-            )
-        if self.cotrainer is not None and not pack.is_filler:
-            self.cotrainer.learn(packed, scaled_logits(logits.detach(), self._forward.temperature))
-        if engine is not None:
-            logprobs = with_values(logprobs, flat(engine))
-        weight, share = (flat(one) for one in weights)
-        return objective(
-            LossInputs(
-                logprobs=logprobs,
-                entropy=entropy,
-                old_logprobs=flat(experience.old_logprobs),
-                advantages=flat(targets.advantages),
-                importance=flat_or_none(targets.importance),
-                reference=flat_or_none(targets.reference) if targets.has_kl_loss else None,
-                sequences=Sequences.of(mask, device),
-                weight=weight,
-                share=share,
-            ),
-            algorithm=algorithm,
-            kl_coef=self._coefficients.kl,
-            entropy_coef=self._coefficients.entropy_bonus(algorithm),
-            figures=out,
-        )
-
-    def _step(self, figures: MinibatchFigures) -> bool:
-        """Step by the gradient, unless it is 0, and close the minibatch's figures; whether a step was taken."""
-        norm = self._take_step(f"at weight version {self.weight_version}")
-        self.num_steps += norm > 0.0
-        closed = figures.close_minibatch(
-            self.trainers.gather(figures.open_part()),
+    def _take_minibatch(self, objective: PolicyObjective, rows: list[int]) -> None:
+        """Take one optimizer step, unless its gradient is 0, and close the minibatch's figures."""
+        batch = objective.batch(rows, num_steps=self.num_steps)
+        norm = self.learn(batch, f"at weight version {self.weight_version}")
+        closed = objective.figures.close_minibatch(
+            self.trainers.gather(objective.figures.open_part()),
             grad_norm=norm,
             max_grad_norm=self.trainer.max_grad_norm,
         )
         self._coefficients.after_step(closed.get("entropy"), self.algorithm)
-        return norm > 0.0
+        for observer in self.observers:
+            observer.step()
+        if objective.targets.engine is not None and norm > 0.0:
+            objective.targets.engine.changed()
 
     def _minibatches(self, num_samples: int, generator: torch.Generator) -> Iterator[list[int]]:
         """Of equal size up to one sample: a small last one would step as far as a whole one."""

@@ -87,8 +87,6 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-T = TypeVar("T")
-
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 BUCKET_VALUES = 8 << 20
 "Values summed at a time: 32 MiB of float32."

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -38,16 +37,15 @@ from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
 from rlhfspec.learning.objectives.supervised_objectives import (
     ForwardSettings,
+    MeanBatch,
     NextTokens,
-    Objective,
     Preferences,
 )
 from rlhfspec.learning.rewards.reward_head import HEAD, load_scorer, set_pad_token
-from rlhfspec.learning.trainer.batching import shared_packs
 from rlhfspec.learning.trainer.finished_model import ModelForm, save_model, write_adapter_folder
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.trainer_core import Trainer, step_rule
-from rlhfspec.learning.trainer.training_forward import compute_dtype_on
+from rlhfspec.learning.trainer.training_forward import compute_dtype_on, prepare_for_training
 
 _TRAINED_ON = "trained_on.json"
 "In a state's folder."
@@ -295,7 +293,7 @@ class SupervisedLearner(Trainer):
     def __init__(
         self,
         model: PreTrainedModel,
-        objective: Objective,
+        objective: NextTokens | Preferences,
         trainer: SupervisedTrainerConfig,
         *,
         total_steps: int,
@@ -305,6 +303,7 @@ class SupervisedLearner(Trainer):
         trainers: OneTrainer | None = None,
     ) -> None:
         """See `Trainer`; the schedule falls towards `total_steps`."""
+        prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
         super().__init__(
             model,
             trainer,
@@ -315,42 +314,32 @@ class SupervisedLearner(Trainer):
             head=head,
         )
         self.objective = objective
-        self._max_tokens = trainer.max_tokens_per_forward
-        self._forward = ForwardSettings(compute_dtype=compute_dtype, keeps_casts=not self.trainers.is_sharded)
+        self._forward = ForwardSettings(
+            compute_dtype=compute_dtype,
+            keeps_casts=not self.trainers.is_sharded,
+            max_tokens=trainer.max_tokens_per_forward,
+        )
 
     def step(self, items: Sequence[Any]) -> dict[str, float]:
         """Take one optimizer step on the mean over a batch; its means, learning rate and gradient norm. Collective.
 
         Raises NotFiniteError when loss or gradient is not finite: no step is taken then.
         """
-        means = self._means(items, with_gradient=True)
-        self.trainers.agree(
-            None
-            if math.isfinite(means["loss"])
-            else f"the loss of step {self.num_steps + 1} is {means['loss']}; expected a finite number; lower "
-            "trainer.learning_rate"
-        )
-        self.trainers.sum_gradients(self._learned())
-        norm = self._take_step(f"of step {self.num_steps + 1}")
-        self.weight_version = self.num_steps = self.num_steps + 1
-        return means | {"learning_rate": self.rate_at(self.num_steps), "grad_norm": norm}
+        batch = self.batch(items)
+        norm = self.learn(batch, f"of step {batch.step}")
+        # a batch without a gradient is over too
+        self.weight_version = self.num_steps = batch.step
+        return batch.means | {"learning_rate": self.rate_at(batch.step), "grad_norm": norm}
 
     @torch.no_grad()
     def evaluate(self, items: Sequence[Any]) -> dict[str, float]:
         """Means over held-out items. Collective."""
-        return self._means(items, with_gradient=False)
+        batch = self.batch(items)
+        for pack in batch.packs:
+            batch.loss(self.model, pack)
+        batch.finish()
+        return batch.means
 
-    def _means(self, items: Sequence[Any], *, with_gradient: bool) -> dict[str, float]:
-        total = sum(self.objective.weight(item) for item in items)
-        sums: dict[str, Tensor] = {}
-        for pack in shared_packs([item.num_tokens for item in items], self._max_tokens, self.trainers):
-            found = self.objective.sums(self.model, [items[row] for row in pack.rows], self._forward)
-            share = 0.0 if pack.is_filler else 1.0 / total
-            if with_gradient:
-                (found["loss"] * share).backward()
-            for name, value in found.items():
-                part = value.detach().float().cpu() * share
-                sums[name] = sums[name] + part if name in sums else part
-        names = sorted(sums)
-        whole = self.trainers.sum(torch.stack([sums[name] for name in names]))
-        return dict(zip(names, whole.tolist(), strict=True))
+    def batch(self, items: Sequence[Any]) -> MeanBatch:
+        """What the next step would learn from these items."""
+        return MeanBatch(self.objective, items, self._forward, self.trainers, self.num_steps + 1)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,27 @@ from rlhfspec.core.config import TrainerConfig
 from rlhfspec.core.errors import ConfigError, NotFiniteError, RlhfSpecError
 from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
 from rlhfspec.learning.trainer.adapter import Adapter
+from rlhfspec.learning.trainer.batching import Pack
 from rlhfspec.learning.trainer.learner_state import LearnerState
 from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.training_forward import (
-    hold_linears_in,
-    prepare_for_training,
-    require_master_weights,
-)
+from rlhfspec.learning.trainer.training_forward import hold_linears_in, require_master_weights
+
+
+@runtime_checkable
+class Batch(Protocol):
+    """What one optimizer step learns from under an objective: policy, next tokens, preferences, distillation."""
+
+    @property
+    def packs(self) -> Sequence[Pack]:
+        """Its rows that this trainer computes; as many packs as any other trainer has."""
+        ...
+
+    def loss(self, model: PreTrainedModel, pack: Pack) -> Tensor:
+        """The pack's part of the loss: all packs of all trainers add up to it. A filler's has no gradient."""
+        ...
+
+    def problem(self, losses: Sequence[Tensor]) -> str | None:
+        """Why no step may be taken by the losses of all packs. Collective."""
 
 
 class Trainer:
@@ -49,11 +63,11 @@ class Trainer:
         head: str | None = None,
         has_reference: bool = False,
     ) -> None:
-        """Prepare a model of float32 weights, on the device it is to learn on; with shards on the CPU.
+        """Take a model of float32 weights that is ready for its forwards, on the device it is to learn on.
 
-        `rate_factor` says what the learning rate is multiplied by at the n-th step, from 1. `compute_dtype` is what
-        matrix products are computed in. `trainers` is the group that learns together, each with an equal model and
-        equal items. `head` names a module that learns whole beside adapters.
+        With shards it is on the CPU. `rate_factor` says what the learning rate is multiplied by at the n-th step, from
+        1. `compute_dtype` is what matrix products are computed in. `trainers` is the group that learns together, each
+        with an equal model and equal items. `head` names a module that learns whole beside adapters.
         Raises ConfigError: weights that the optimizer cannot step; and as `Adapter`.
         """
         self.model, self.seed = model, seed
@@ -62,8 +76,9 @@ class Trainer:
         self.weight_version = 0
         self.num_steps = 0
         "of the optimizer"
+        self.learning_rate = settings.learning_rate
+        "of the next steps, before the schedule's factor"
         self._settings, self._rate_factor = settings, rate_factor
-        prepare_for_training(model, gradient_checkpointing=settings.gradient_checkpointing)
         self.adapter: Adapter | None = None
         if settings.lora is not None:
             hold_linears_in(model, compute_dtype)
@@ -77,6 +92,39 @@ class Trainer:
             hold_linears_in(self.reference, compute_dtype)
         self.trainers.shard(model, self.reference)
         self.optimizer = adam(self._learned(), settings)
+
+    def learn(self, batch: Batch, when: str) -> float:
+        """Take an optimizer step on a batch, unless its gradient is 0; the gradient's norm. Collective.
+
+        Raises NotFiniteError where loss or gradient is not finite, with `when` or the batch's words, and takes no step.
+        """
+        losses: list[Tensor] = []
+        for pack in batch.packs:
+            loss = batch.loss(self.model, pack)
+            losses.append(loss.detach())
+            loss.backward()
+        self.trainers.agree(batch.problem(losses))
+        self.trainers.sum_gradients(self._learned())
+        return self.take_step(when)
+
+    def take_step(self, when: str) -> float:
+        """Clip the gradients that are there and step by them; their norm before. Collective.
+
+        Not by a gradient that is 0, where momentum and decay alone would move the weights. Raises NotFiniteError, with
+        `when`, and takes no step.
+        """
+        norm = self.trainers.clip(self._learned(), self._settings.max_grad_norm)
+        if not math.isfinite(norm):
+            raise NotFiniteError(
+                f"the gradient norm {when} is {norm}; expected a finite number; lower trainer.learning_rate"
+            )
+        if norm > 0.0:
+            self.num_steps += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate_at(self.num_steps)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
         """The model's weights to be published, in name order; adapters merged into them.
@@ -113,7 +161,7 @@ class Trainer:
 
     def rate_at(self, step: int) -> float:
         """The learning rate of the n-th step, from 1."""
-        return self._settings.learning_rate * self._rate_factor(step)
+        return self.learning_rate * self._rate_factor(step)
 
     def _state(self) -> LearnerState:
         return LearnerState(
@@ -130,23 +178,33 @@ class Trainer:
     def _learned(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def _take_step(self, when: str) -> float:
-        """Clip the gradient and step by it; its norm before. Collective.
 
-        Not by one that is 0, where momentum and decay alone would move the weights. Raises NotFiniteError, with
-        `when`, and takes no step.
-        """
-        norm = self.trainers.clip(self._learned(), self._settings.max_grad_norm)
-        if not math.isfinite(norm):
-            raise NotFiniteError(
-                f"the gradient norm {when} is {norm}; expected a finite number; lower trainer.learning_rate"
-            )
-        if norm > 0.0:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.rate_at(self.num_steps + 1)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
+@dataclass(slots=True)
+class OneForward:
+    """A batch of one forward, by one trainer."""
+
+    compute: Callable[[PreTrainedModel], Tensor]
+    "the loss"
+    value: float = math.nan
+    "of the loss, once `problem` has been asked"
+    packs: Sequence[Pack] = (Pack(rows=[]),)
+
+    def loss(self, model: PreTrainedModel, pack: Pack) -> Tensor:
+        """See `Batch`."""
+        return self.compute(model)
+
+    def problem(self, losses: Sequence[Tensor]) -> str | None:
+        """See `Batch`."""
+        self.value = float(losses[0])
+        if math.isfinite(self.value):
+            return None
+        return f"the loss is {self.value}; expected a finite number; lower the learning rate"
+
+
+def small_trainer(model: PreTrainedModel, *, learning_rate: float, warmup_steps: int = 50) -> Trainer:
+    """A trainer of a model that is made or refit here: its rate rises linearly, and is then as it is set."""
+    settings = SupervisedTrainerConfig(learning_rate=learning_rate, adam_betas=(0.9, 0.98), weight_decay=0.01)
+    return Trainer(model, settings, seed=0, rate_factor=lambda step: min(1.0, step / warmup_steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from rlhfspec.core.config import AlgorithmConfig, DrafterTrainingConfig, Trainer
 from rlhfspec.core.errors import NotFiniteError, PeerLost
 from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.learning.drafts.cotraining import DraftCotrainer
+from rlhfspec.learning.drafts.draft_learner import DraftTerms
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.trainer.learner import Learner
 from rlhfspec.learning.trainer.training_forward import hold_linears_in
@@ -50,26 +51,27 @@ def new_learner(case, trainers=None) -> Learner:
         temperature=1.0,
         seed=5,
         pad_token_id=0,
-        soft_targets=SoftTargetStore(3),
+        observers=[SoftTargetStore(3)],
         trainers=trainers,
     )
     if case == COTRAINED:
-        learner.cotrainer = DraftCotrainer(
-            tiny_llama(2),
-            settings=DrafterTrainingConfig(learning_rate=1e-3),
-            temperature=1.0,
-            vocab_size=19,
-            trainers=trainers,
-        )
+        terms = DraftTerms(settings=DrafterTrainingConfig(learning_rate=1e-3), temperature=1.0, vocab_size=19)
+        learner.observers.append(DraftCotrainer(tiny_llama(2), terms, trainers=trainers))
     return learner
+
+
+def cotrainers(learner: Learner) -> list[DraftCotrainer]:
+    """The draft model that learns beside the target, if one does."""
+    return [one for one in learner.observers if isinstance(one, DraftCotrainer)]
 
 
 def outcome(learner):
     """Weights and what else is to be equal, as a process can send it."""
     weights = {name: tensor.clone().numpy() for name, tensor in learner.weights()}
-    if learner.cotrainer is not None:
-        weights |= {f"draft {name}": tensor.clone().numpy() for name, tensor in learner.cotrainer.weights()}
-    return weights, {index: one.logprobs.numpy() for index, one in learner.soft_targets.kept.items()}
+    for draft in cotrainers(learner):
+        weights |= {f"draft {name}": tensor.clone().numpy() for name, tensor in draft.weights()}
+    (store,) = [one for one in learner.observers if isinstance(one, SoftTargetStore)]
+    return weights, {index: one.logprobs.numpy() for index, one in store.kept.items()}
 
 
 def learn(learner, rollouts, save_as=None):
@@ -77,8 +79,8 @@ def learn(learner, rollouts, save_as=None):
     for update in range(learner.weight_version, UPDATES):
         if save_as is not None and update == SAVED_AFTER:
             learner.save(save_as)
-            if learner.cotrainer is not None:
-                learner.cotrainer.save(save_as / "draft")
+            for draft in cotrainers(learner):
+                draft.save(save_as / "draft")
         report = learner.update(rollouts, recompute_old=learner.algorithm.correction.compares)
     report.figures.pop("draft/cotrain_s", None)
     return *outcome(learner), report.figures
@@ -87,8 +89,8 @@ def learn(learner, rollouts, save_as=None):
 def resume(learner, folder: Path):
     """What `learn` saved, loaded."""
     learner.load(folder)
-    if learner.cotrainer is not None:
-        learner.cotrainer.load(folder / "draft")
+    for draft in cotrainers(learner):
+        draft.load(folder / "draft")
     return learner
 
 

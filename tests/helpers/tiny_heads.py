@@ -31,6 +31,15 @@ def trainer_of(model, head: HeadWeights, **settings) -> HeadTrainer:
     )
 
 
+def state_of(trainer: HeadTrainer) -> dict[str, Tensor]:
+    """Copies of all that a step changes: weights, moments, the number of steps."""
+    found = trainer.weights() | {"num_steps": torch.tensor(trainer.num_steps)}
+    for name, moments in trainer._optimizer._moments.items():
+        for part, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+            found[f"{name}.{part}"] = value.detach().clone()
+    return found
+
+
 def features(model, head: HeadWeights, prompt: np.ndarray, response: np.ndarray) -> FeatureSequence:
     """Hidden states of one sequence, float32."""
     with TargetFeatures(model, head.config.tapped_layers, dtype=torch.float32) as recorded:

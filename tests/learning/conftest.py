@@ -10,6 +10,8 @@ from transformers import LlamaForCausalLM
 
 from rlhfspec.core.records import Completion, FinishReason, Prompt, Reward, Rollout, SampleKey, WeightSpan
 from rlhfspec.engine.decoding.logprobs import token_logprobs
+from rlhfspec.learning.objectives.policy import SeenLogits
+from rlhfspec.learning.objectives.supervised_objectives import packed_sequences
 from tests.helpers.cuda_layouts import cuda_attention_layout
 
 
@@ -22,6 +24,11 @@ def _attention_lies_as_on_cuda() -> Iterator[None]:
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:
     """Far from uniform, so that a mistake in a log-probability shows."""
     return tiny_llama(seed, initializer_range=0.3).eval()
+
+
+def seen_logits(sample_indices, lengths, scaled) -> SeenLogits:
+    """For an observer that does not ask which tokens they predict."""
+    return SeenLogits(sample_indices, lengths, scaled, packed_sequences([np.array([1, 2])]))
 
 
 @pytest.fixture

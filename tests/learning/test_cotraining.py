@@ -13,6 +13,7 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.records import UpdateReport
 from rlhfspec.engine.decoding.logprobs import scaled_logits
 from rlhfspec.learning.drafts.cotraining import DraftCotrainer
+from rlhfspec.learning.drafts.draft_learner import DraftTerms
 from rlhfspec.learning.drafts.soft_targets import whole_kl
 from rlhfspec.learning.models.demo_pair import sample_responses
 from rlhfspec.learning.trainer.experience import collate
@@ -26,9 +27,11 @@ TEMPERATURE = 0.8
 def new_cotrainer(model=None, **settings) -> DraftCotrainer:
     return DraftCotrainer(
         model or tiny_llama(7, hidden_size=8, initializer_range=0.3),
-        settings=DrafterTrainingConfig(**{"mode": "cotrain", "learning_rate": 3e-3} | settings),
-        temperature=TEMPERATURE,
-        vocab_size=19,
+        DraftTerms(
+            settings=DrafterTrainingConfig(**{"mode": "cotrain", "learning_rate": 3e-3} | settings),
+            temperature=TEMPERATURE,
+            vocab_size=19,
+        ),
     )
 
 
@@ -41,8 +44,8 @@ def new_learner(cotrainer=None, **trainer) -> Learner:
         seed=5,
         pad_token_id=0,
         vocab_size=19,
+        observers=[] if cotrainer is None else [cotrainer],
     )
-    learner.cotrainer = cotrainer
     return learner
 
 
@@ -96,9 +99,10 @@ def test_the_targets_update_is_the_same_to_the_bit_and_takes_no_further_forward(
 
 
 def test_the_draft_comes_nearer_to_the_target_on_responses_it_has_not_seen(make_rollouts):
-    learner = new_learner(new_cotrainer(learning_rate=1e-2), learning_rate=1e-4)
+    cotrainer = new_cotrainer(learning_rate=1e-2)
+    learner = new_learner(cotrainer, learning_rate=1e-4)
     held_out = sampled(make_rollouts, 16, seed=1)
-    draft = learner.cotrainer.model
+    draft = cotrainer.model
     before = divergence(learner.model, draft, held_out)
     seen = [learner.update(sampled(make_rollouts, seed=2 + i)).figures["draft/cotrain_kl"] for i in range(8)]
     assert seen[-1] < 0.7 * seen[0]
@@ -112,14 +116,15 @@ def gradients(model):
 @pytest.mark.parametrize("max_tokens", [16, 4096])
 def test_a_minibatch_is_one_step_on_its_mean_however_it_is_packed(make_rollouts, max_tokens, monkeypatch):
     rollouts = sampled(make_rollouts, 8)
-    learner = new_learner(new_cotrainer(), minibatch_size=8, max_tokens_per_forward=max_tokens)
-    draft = copy.deepcopy(learner.cotrainer.model)
+    cotrainer = new_cotrainer()
+    learner = new_learner(cotrainer, minibatch_size=8, max_tokens_per_forward=max_tokens)
+    draft = copy.deepcopy(cotrainer.model)
     with torch.no_grad():
         teacher = logits_at(learner.model, rollouts)
     kl_divergence(teacher, logits_at(draft, rollouts)).mean().backward()
     found = []
-    trainer = learner.cotrainer._trainer
-    monkeypatch.setattr(trainer, "take_step", lambda: found.append(gradients(trainer.model)))
+    trainer = cotrainer._trainer
+    monkeypatch.setattr(trainer, "take_step", lambda _: found.append(gradients(trainer.model)))
     learner.update(rollouts)
     assert len(found) == 1
     for name, gradient in gradients(draft).items():
@@ -161,17 +166,17 @@ def test_an_update_is_told_of_once_as_a_refit_is(make_rollouts):
 
 def test_it_goes_on_where_it_was_saved(make_rollouts, tmp_path):
     rollouts = sampled(make_rollouts)
-    learner = new_learner(new_cotrainer())
+    draft, same_draft = new_cotrainer(), new_cotrainer(tiny_llama(9, hidden_size=8))
+    learner, resumed = new_learner(draft), new_learner(same_draft)
     learner.update(rollouts)
     (tmp_path / "target").mkdir()
     learner.save(tmp_path / "target")
-    learner.cotrainer.save(tmp_path / "draft")
-    resumed = new_learner(new_cotrainer(tiny_llama(9, hidden_size=8)))
+    draft.save(tmp_path / "draft")
     resumed.load(tmp_path / "target")
-    resumed.cotrainer.load(tmp_path / "draft")
+    same_draft.load(tmp_path / "draft")
     for one in (learner, resumed):
         one.update(rollouts)
-    assert resumed.cotrainer.weight_version == learner.cotrainer.weight_version == 2
-    assert same(weights_of(resumed.cotrainer), weights_of(learner.cotrainer))
+    assert same_draft.weight_version == draft.weight_version == 2
+    assert same(weights_of(same_draft), weights_of(draft))
     with pytest.raises(ConfigError, match="other weights than this one"):
         new_cotrainer(tiny_llama(9, hidden_size=16)).load(tmp_path / "draft")

@@ -11,7 +11,7 @@ import torch
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.objectives.losses import clipped_policy_loss
-from rlhfspec.learning.objectives.policy import MinibatchFigures
+from rlhfspec.learning.objectives.policy import Coefficients, MinibatchFigures, PolicyBatch, PolicyObjective
 from rlhfspec.learning.objectives.targets import Targets
 from rlhfspec.learning.trainer.batching import Pack
 from rlhfspec.learning.trainer.experience import collate
@@ -28,7 +28,7 @@ def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):
         temperature=0.7,
         seed=5,
         pad_token_id=0,
-        soft_targets=store,
+        observers=[store],
     )
     ones = torch.ones(experience.mask.shape)
     targets = Targets(
@@ -41,11 +41,23 @@ def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):
         figures={},
     )
     figures = MinibatchFigures()
-    for rows in ([0, 2], [1, 3]):
-        loss = learner._loss(experience, targets, Pack(rows=rows), (ones, ones), figures, -ones)
+    objective = PolicyObjective(
+        experience=experience,
+        targets=targets,
+        algorithm=learner.algorithm,
+        coefficients=Coefficients.first(learner.algorithm),
+        forward=learner._forward,
+        weight_version=0,
+        figures=figures,
+        observers=[store],
+    )
+    packs = [Pack(rows=[0, 2]), Pack(rows=[1, 3])]
+    batch = PolicyBatch(objective, packs, weight=ones, share=ones, engine=-ones, num_steps=0)
+    for pack in packs:
+        loss = batch.loss(learner.model, pack)
         loss.backward()
     assert loss.device.type == "meta"
-    for read in (figures.open_part, store.settle, lambda: float(loss.detach())):
+    for read in (figures.open_part, store.step, lambda: float(loss.detach())):
         with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
             read()
 

@@ -129,7 +129,7 @@ def test_the_drafters_targets_are_those_of_sampled_tokens(make_model, make_rollo
     model = make_model()
     rollouts, masks = with_given(make_rollouts(model))
     store = SoftTargetStore(4)
-    learner(model, "grpo", soft_targets=store).update(rollouts)
+    learner(model, "grpo", observers=[store]).update(rollouts)
     for index, targets in store.kept.items():
         assert len(targets.token_ids) == int(masks[index].sum())
 

@@ -13,15 +13,15 @@ from transformers import LlamaForCausalLM
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.records import Rollout
 from rlhfspec.engine.weights.chunks import load_into, pack_weights, unpack_weights
+from rlhfspec.learning.trainer.finished_model import PublishedForm
 from rlhfspec.learning.trainer.learner import Learner
 from rlhfspec.learning.trainer.policy_forward import PolicyForward
-from rlhfspec.learning.trainer.published_form import PublishedForm
 from rlhfspec.learning.trainer.training_forward import token_statistics
 from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, backward, without_a_driver
 
 READS = {
     "engine/weights/chunks:not_finite": "one for all parameters, behind the last step",
-    "learning/objectives/policy:describe_odd_loss": "whether losses are finite, one a minibatch",
+    "learning/objectives/policy:PolicyBatch.problem": "whether losses are finite, one a minibatch",
     "learning/trainer/parallel:OneTrainer.clip": "the gradient's norm, one a step",
     "learning/objectives/policy:MinibatchFigures.open_part": "figures, one a minibatch",
     "learning/trainer/policy_forward:PolicyForward.values": "of the reference, one a pack",
@@ -33,7 +33,7 @@ UPLOADS = {
     "learning/trainer/training_forward:response_logits",
     "learning/trainer/policy_forward:PolicyForward.values",
     "learning/trainer/policy_forward:OwnStates.in_order",
-    "learning/trainer/learner:Learner._loss",
+    "learning/objectives/policy:PolicyBatch.loss",
     "learning/objectives/critic:ppo_advantages",
     "learning/objectives/critic:Critic.values",
     "learning/objectives/critic:Critic.fit",
@@ -107,7 +107,7 @@ def test_a_version_is_rounded_where_it_lies_and_comes_to_the_host_once(
     with PretendedCuda() as seen:
         learner = learner_of(make_model(), "grpo")
         first, _ = pack_weights(make_model().to(torch.bfloat16), name="target", weight_version=0)
-        packer = PublishedForm(first).packer(name="target", weight_version=1)
+        packer = PublishedForm(first).packer(1)
         seen.forget()
         chunks = [chunk.copy() for chunk in packer.chunks(learner.weights())]
         manifest = packer.manifest()

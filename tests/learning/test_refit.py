@@ -12,12 +12,13 @@ from tiny_llama import tiny_llama
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.decoding.logprobs import scaled_logits, token_logprobs
+from rlhfspec.learning.drafts.draft_learner import DraftTerms
 from rlhfspec.learning.drafts.refit import DraftRefitter, distillation_batches
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.models.demo_pair import sample_responses
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.training_forward import response_logits
-from tests.learning.conftest import tiny_model
+from tests.learning.conftest import seen_logits, tiny_model
 
 TOKEN_S = 0.01
 
@@ -49,11 +50,9 @@ def make_refitter(clock):
         defaults = {"learning_rate": 3e-3, "max_tokens_per_step": 64, "max_passes": 3}
         return DraftRefitter(
             model,
-            settings=DrafterTrainingConfig(**defaults | settings),
-            temperature=temperature,
-            seed=0,
-            pad_token_id=0,
-            vocab_size=19,
+            DraftTerms(
+                settings=DrafterTrainingConfig(**defaults | settings), temperature=temperature, vocab_size=19
+            ),
             clock=clock,
         )
 
@@ -83,7 +82,9 @@ def targets_of(model, rollouts, *, num_tokens: int = 8, temperature: float = 1.0
     logits, _ = response_logits(model, experience.packed(range(len(experience.lengths))), 19)
     store = SoftTargetStore(num_tokens)
     lengths = experience.mask.sum(1).tolist()
-    store.keep(experience.sample_indices, lengths, scaled_logits(logits.detach(), temperature))
+    store.observe(
+        seen_logits(experience.sample_indices, lengths, scaled_logits(logits.detach(), temperature))
+    )
     return store
 
 
@@ -187,7 +188,7 @@ def poisoned(make_rollouts):
     store = targets_of(target, rollouts)
     index = next(index for index in range(32) if index not in held_out)
     length = rollouts[index].completion.num_tokens
-    store.keep([index], [length], torch.full((length, 19), torch.nan))
+    store.observe(seen_logits([index], [length], torch.full((length, 19), torch.nan)))
     return draft, rollouts, store
 
 
@@ -300,14 +301,12 @@ def test_a_draft_whose_held_out_divergence_hides_an_infinite_weight_is_given_up(
     model = make_model()
     refitter = make_refitter(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    apply = refitter._trainer.apply
 
-    def spoil(loss):
-        apply(loss)
+    def spoil(*_):
         with torch.no_grad():
             next(model.parameters())[0, 0] = math.inf
 
-    monkeypatch.setattr(refitter._trainer, "apply", spoil)
+    refitter._trainer.optimizer.register_step_post_hook(spoil)
     monkeypatch.setattr(refitter, "_evaluate", lambda data: 0.0)
     report = refitter.refit(make_rollouts(make_model()), budget_s=1e9)
     assert (report.outcome, report.weight_version) == ("not_finite", 0)

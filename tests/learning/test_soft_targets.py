@@ -12,16 +12,16 @@ from rlhfspec.engine.weights.draft_vocabulary import fit_draft
 from rlhfspec.engine.weights.shared_ids import without
 from rlhfspec.learning.drafts.refit import distillation_batches
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targets_without, whole_kl
+from rlhfspec.learning.objectives.padded_batches import distillation_loss
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.next_token import distillation_loss
 from rlhfspec.learning.trainer.training_forward import response_logits
-from tests.learning.conftest import tiny_model
+from tests.learning.conftest import seen_logits, tiny_model
 
 
 def kept(logits: torch.Tensor, num_tokens: int):
     store = SoftTargetStore(num_tokens)
-    store.keep([0], [len(logits)], logits)
+    store.observe(seen_logits([0], [len(logits)], logits))
     return store.of([0])
 
 
@@ -61,19 +61,19 @@ def test_a_student_that_is_certain_and_wrong_gets_a_finite_loss_and_gradient():
 
 def test_the_store_answers_in_the_order_asked_and_only_when_it_has_all():
     store = SoftTargetStore(1)
-    store.keep([7, 4], [2, 1], torch.eye(3))
+    store.observe(seen_logits([7, 4], [2, 1], torch.eye(3)))
     targets = store.of([4, 7])
     assert targets is not None and targets.token_ids[:, 0].tolist() == [2, 0, 1]
     assert store.of([4, 5]) is None
-    store.keep([4], [1], torch.eye(3)[:1])
+    store.observe(seen_logits([4], [1], torch.eye(3)[:1]))
     assert store.of([4]).token_ids.tolist() == [[0]], "the last epoch's"
-    store.clear()
+    store.begin()
     assert store.of([4]) is None
 
 
 def test_a_store_of_no_tokens_keeps_nothing():
     store = SoftTargetStore(0)
-    store.keep([0], [3], torch.eye(3))
+    store.observe(seen_logits([0], [3], torch.eye(3)))
     assert store.of([0]) is None
 
 
@@ -87,9 +87,9 @@ def test_keeping_soft_targets_changes_no_parameter_of_the_learner(make_model, ma
             temperature=0.7,
             seed=5,
             pad_token_id=0,
-            soft_targets=soft_targets,
+            observers=observers,
         )
-        for soft_targets in (None, store)
+        for observers in ([], [store])
     ]
     rollouts = make_rollouts(make_model(), temperature=0.7)
     figures = [learner.update(rollouts).figures for learner in learners]
@@ -134,7 +134,9 @@ def test_a_draft_s_divergence_is_finite_where_the_target_said_what_it_lacks(make
         store = SoftTargetStore(num_targets)
         for rollout in rollouts:
             length = rollout.completion.num_tokens
-            store.keep([rollout.completion.key.sample_index], [length], torch.randn(length, 19))
+            store.observe(
+                seen_logits([rollout.completion.key.sample_index], [length], torch.randn(length, 19))
+            )
     data = distillation_batches(rollouts, soft_targets=store, max_tokens=64, pad_token_id=0)
     divergence = data.divergence(draft, [0, 1], temperature=1.0, vocab_size=19)
     assert torch.isfinite(divergence).all() and divergence.abs().max() < 100.0

@@ -12,9 +12,10 @@ from fake_engine import FakeEngine, FakeHost, make_request
 from rlhfspec.actors.generation.decode_loop import DecodeLoop
 from rlhfspec.actors.generation.loop_orders import CallOrder, StopOrder, SubmitOrder
 from rlhfspec.actors.generation.spare_time import SpareTime
-from rlhfspec.actors.generation.spot_trainer import HELD_OUT_EVERY, SpotTrainer
+from rlhfspec.actors.generation.spot_trainer import SpotTrainer
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
+from rlhfspec.learning.drafts.held_out import HOLD_OUT_EVERY
 from tests.helpers.hand_learner import LIMIT_S, HandLearner, ListBuffer, sequence
 
 PASSES = 3
@@ -167,10 +168,10 @@ def test_a_step_that_was_stopped_is_followed_by_a_shorter_one(bench) -> None:
 
 def test_one_sequence_in_some_is_held_out_and_heads_are_compared_on_it(bench) -> None:
     one = bench()
-    one.finish(*[6] * 2 * HELD_OUT_EVERY)
+    one.finish(*[6] * 2 * HOLD_OUT_EVERY)
     found = one.trainer.compare({"w": torch.full((1,), 8.0)})
     assert (found.present, found.tried, found.num_tokens) == (10.0, 2.0, 2 * 4)
-    assert len(one.buffer.sequences) == 2 * (HELD_OUT_EVERY - 1)
+    assert len(one.buffer.sequences) == 2 * (HOLD_OUT_EVERY - 1)
     assert one.trainer.progress()[0].held_out_tokens == 8
 
 

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
+from rlhfspec.learning.trainer.finished_model import PublishedForm
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.published_form import PublishedForm
 from rlhfspec.learning.trainer.training_forward import (
     autocast,
     compute_dtype_on,
@@ -138,7 +138,7 @@ def test_linears_held_in_bfloat16_give_the_bits_that_autocast_gives(tied):
 
 def test_a_model_is_published_as_it_came(form):
     weights = list(learner_of(demo_size_model()).weights())
-    packer = form.packer(name="target", weight_version=3)
+    packer = form.packer(3)
     chunks = [chunk.copy() for chunk in packer.chunks(weights)]
     manifest = packer.manifest()
     assert manifest.checksum == form.first.checksum == form.checksum(weights)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from tiny_heads import random_sequences, tiny_head, trainer_of
+from tiny_heads import random_sequences, state_of, tiny_head, trainer_of
 from tiny_llama import tiny_llama
 
 
@@ -13,9 +13,9 @@ def test_an_evaluation_reports_the_step_that_it_does_not_take() -> None:
     sequences = random_sequences(model, head, [(3, 9), (2, 1), (4, 7)])
     trainer = trainer_of(model, head)
     trainer.step(sequences)
-    before = trainer.state()
+    before = state_of(trainer)
     found = trainer.evaluate(sequences)
-    after = trainer.state()
+    after = state_of(trainer)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     taken = trainer.step(sequences)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_heads import random_sequences, tiny_head, trainer_of
+from tiny_heads import random_sequences, state_of, tiny_head, trainer_of
 from tiny_llama import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,8 +50,8 @@ def test_the_step_is_that_of_whole_sequences(small_pieces: None) -> None:
     for name in ("loss", "level_losses", "level_overlaps", "needs", "grad_norm"):
         assert getattr(of_cut, name) == pytest.approx(getattr(of_whole, name), rel=1e-4), name
     assert of_cut.num_anchors == of_whole.num_anchors
-    for name, value in cut._optimizer.state().items():
-        torch.testing.assert_close(value, whole._optimizer.state()[name], rtol=1e-3, atol=1e-6)
+    for name, value in state_of(cut).items():
+        torch.testing.assert_close(value, state_of(whole)[name], rtol=1e-3, atol=1e-6)
 
 
 def test_nothing_between_two_looks_grows_with_the_square_of_the_length(small_pieces: None) -> None:

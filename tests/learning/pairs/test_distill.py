@@ -1,17 +1,19 @@
 """Distillation: the KL by hand, its direction, and a student that moves while the teacher stays."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from rlhfspec.learning.trainer.next_token import (
+from rlhfspec.learning.objectives.padded_batches import (
     Example,
-    SupervisedTrainer,
     distillation_loss,
+    distilled_loss,
     supervised_batches,
 )
+from rlhfspec.learning.trainer.trainer_core import OneForward, small_trainer
 
 
 def logits_of(*rows: list[float]) -> torch.Tensor:
@@ -40,8 +42,12 @@ def test_the_student_comes_closer_and_the_teacher_stays(make_model):
     before = [p.clone() for p in teacher.parameters()]
     examples = [Example(token_ids=np.array([2 + i, 7, 8, 9, 1]), num_prompt_tokens=1) for i in range(4)]
     (batch,) = supervised_batches(examples, max_tokens=64, pad_token_id=0, rng=np.random.default_rng(0))
-    trainer = SupervisedTrainer(student, learning_rate=1e-2, warmup_steps=1)
-    divergences = [trainer.distill(teacher, batch) for _ in range(20)]
+    trainer = small_trainer(student, learning_rate=1e-2, warmup_steps=1)
+    divergences = []
+    for _ in range(20):
+        forward = OneForward(partial(distilled_loss, teacher=teacher, batch=batch))
+        trainer.learn(forward, "of a test")
+        divergences.append(forward.value)
     assert divergences[-1] < 0.2 * divergences[0]
     assert all(torch.equal(a, b) for a, b in zip(before, teacher.parameters(), strict=True))
 
@@ -52,6 +58,7 @@ def test_a_student_that_equals_its_teacher_has_nothing_to_learn(make_model):
         [Example(token_ids=np.array([3, 4, 5]), num_prompt_tokens=1)],
         max_tokens=64, pad_token_id=0, rng=np.random.default_rng(0),
     )  # fmt: skip
-    trainer = SupervisedTrainer(student, learning_rate=1e-2)
-    assert trainer.distill(teacher, batch) == pytest.approx(0.0, abs=1e-6)
+    loss = distilled_loss(student, teacher, batch)
+    loss.backward()
+    assert float(loss) == pytest.approx(0.0, abs=1e-6)
     assert max(float(p.grad.abs().max()) for p in student.parameters()) < 1e-5

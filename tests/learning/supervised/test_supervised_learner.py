@@ -43,18 +43,20 @@ def test_loss_and_gradient_of_packs_are_those_of_single_sequences(kind):
     expected = DENSE[kind](model, items)
     expected.backward()
     learner = new_learner(kind, None)
-    means = learner._means(items, with_gradient=True)
-    assert means["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    batch = learner.batch(items)
+    for pack in batch.packs:
+        batch.loss(learner.model, pack).backward()
+    batch.finish()
+    assert batch.means["loss"] == pytest.approx(expected.item(), rel=1e-5)
     for (name, one), other in zip(model.named_parameters(), learner.model.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_gradient_checkpointing_changes_nothing():
     items = items_of("reward")
-    plain = new_learner("reward", None)._means(items, with_gradient=True)
-    assert new_learner("reward", None, gradient_checkpointing=True)._means(
-        items, with_gradient=True
-    ) == pytest.approx(plain, rel=1e-6)
+    plain = new_learner("reward", None).step(items)
+    checkpointed = new_learner("reward", None, gradient_checkpointing=True).step(items)
+    assert checkpointed == pytest.approx(plain, rel=1e-6)
 
 
 def test_a_packed_score_is_the_model_s_own_even_where_the_end_token_is_the_padding():
