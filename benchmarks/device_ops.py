@@ -4,7 +4,7 @@ Counted on tensors of the `meta` device, which have shapes and no numbers: one c
 moves something is one launch; operators that torch takes apart are counted by their parts, attention as one. Views and
 new memory are none. Whoever looks at a number is refused. Bars: a layer at most 11 launches, plain and verifying;
 outside recordings a plain step at most 12, a chain of 8 at most 20, a tree of 8 at most 30, of 16 at most 40; one copy
-up and one down a step, waited for once.
+up and one down a step, waited for once. A prefill of fresh prompts: one call of attention a layer, no mask.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from rlhfspec.engine.model import linears, llama_model
 from rlhfspec.engine.model import runner as runner_module
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import Run
+from rlhfspec.engine.model.prefill import fill_committed
+from rlhfspec.engine.model.prefill_plan import PrefillPiece
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.recorded_step import StepRecordings
 from rlhfspec.engine.weights.loading import freeze
@@ -47,15 +49,20 @@ META = torch.device("meta")
 LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"}
 MADE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 WHOLE = {"scaled_dot_product_attention"}
+ATTENTION_CALLS = WHOLE | {"_varlen_attn"}
 
 
 class DeviceCalls(TorchDispatchMode):
-    """`counts`: launches, those replayed inside recordings, copies up and down, those of them that wait."""
+    """`counts`: launches, those replayed inside recordings, copies up and down, those of them that wait.
+
+    `masks`: bytes of the masks that attention read, by their memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.by_name: Counter[str] = Counter()
+        self.masks: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -76,6 +83,8 @@ class DeviceCalls(TorchDispatchMode):
                 "downs" if down else "ups", kwargs.get("non_blocking") or any(x is True for x in args)
             )
             return given[0] if down else func(*args, **kwargs)
+        if name in WHOLE and (mask := args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None:
+            self.masks[mask.untyped_storage()._cdata] = mask.untyped_storage().nbytes()
         if name not in WHOLE:
             with self:
                 parts = func.decompose(*args, **kwargs)
@@ -201,23 +210,37 @@ def layer_launches(plan: str, *, kernels: bool) -> float:
     return (many - few) / 2
 
 
+def prefill(*, layers: int = 3) -> dict[str, float]:
+    """Return the attention calls of a layer, and the bytes of masks, of 8 prompts in one prefill."""
+    calls = DeviceCalls()
+    with calls, _nothing_to_compare():
+        runner = _runner(layers, CudaBackend(META))
+        tokens = np.arange(BATCH * 40).reshape(BATCH, 40) % VOCAB_SIZE
+        pieces = [PrefillPiece(slot=slot, start=0, length=20 + slot) for slot in range(BATCH)]
+        fill_committed(runner, tokens, pieces, 8192, cached=np.zeros(BATCH, dtype=np.int64))
+    # the last layer's keys and values are all that is wanted of it
+    attention = sum(calls.by_name[name] for name in ATTENTION_CALLS) / (layers - 1)
+    return {"attention_calls_a_layer_prefill": attention, "mask_bytes_prefill": sum(calls.masks.values())}
+
+
+def _runner(num_layers: int, backend: ComputeBackend) -> ModelRunner:
+    return ModelRunner(
+        _model(num_layers),
+        num_slots=BATCH,
+        capacity=CAPACITY,
+        backend=backend,
+        vocab_size=VOCAB_SIZE,
+        attention=ATTENTION["sdpa"],
+    )
+
+
 def _engine(plan: str, calls: DeviceCalls, *, layers: int, kernels: bool, recorded: bool) -> Engine:
     backend = CudaBackend(META) if kernels else ComputeBackend(META)
     backend.noise = CountedNoiseSource(calls)
 
-    def runner(num_layers: int) -> ModelRunner:
-        return ModelRunner(
-            _model(num_layers),
-            num_slots=BATCH,
-            capacity=CAPACITY,
-            backend=backend,
-            vocab_size=VOCAB_SIZE,
-            attention=ATTENTION["sdpa"],
-        )
-
     return Engine(
-        runner(layers),
-        drafter=None if plan == "plain" else ModelDrafter(runner(1), max_prefill_tokens=8192),
+        _runner(layers, backend),
+        drafter=None if plan == "plain" else ModelDrafter(_runner(1, backend), max_prefill_tokens=8192),
         policy=build_policy(PLANS[plan]),
         max_total_tokens=CAPACITY - 32,
         max_prefill_tokens=8192,
@@ -271,7 +294,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
 
 def count() -> dict[str, float]:
     """Return launches a layer, and what a step asks for inside recordings and outside of them."""
-    figures = {}
+    figures = prefill()
     for name, kernels in (("", True), ("_library", False)):
         for what, plan in (("plain", "plain"), ("verify", "tree8")):
             figures[f"launches_a_layer_{what}{name}"] = layer_launches(plan, kernels=kernels)

@@ -23,7 +23,11 @@ at hand.
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -162,3 +166,46 @@ SHARE_BIAS: set[Attention] = {sdpa_attention, reference_attention}
 def num_biases(attention: object, num_kv_heads: int) -> int:
     """Return how many copies of its bias each sample needs: one for every KV head, or one for all of them."""
     return 1 if attention in SHARE_BIAS else num_kv_heads
+
+
+def variable_length_attention(dtype: torch.dtype, head_size: int) -> Callable[..., Tensor] | None:
+    """Return causal attention of q [T, H, E], k and v [T, Hkv, E] over sequences that begin at `starts` [S + 1].
+
+    None: torch's takes 16 bits alone, heads up to 256, a GPU of compute capability 8 or later.
+    """
+    short = dtype in (torch.bfloat16, torch.float16)
+    return _variable_length() if short and head_size % 8 == 0 and head_size <= 256 else None
+
+
+@lru_cache(maxsize=1)
+def _variable_length() -> Callable[..., Tensor] | None:
+    """None where this torch has none that takes a scale and a window: 2.11 and later do."""
+    try:
+        flash = import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    takes = inspect.signature(flash).parameters
+    if not {"scale", "window_size"} <= takes.keys():
+        return None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return None
+    shares_heads = "enable_gqa" in takes
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        starts: Tensor,
+        longest: int,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        if not shares_heads and (groups := q.shape[1] // k.shape[1]) > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        further = {"enable_gqa": True} if shares_heads else {}
+        # a window counts the token itself
+        back = -1 if window is None else window - 1
+        return flash(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(back, 0), **further)
+
+    return attention

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhfspec.engine.cuda.row_operators import FusedRows
-from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.cuda import row_operators  # noqa: F401 (defines them)
+from rlhfspec.engine.model.compute_backend import ComputeBackend, RowOperators
 from rlhfspec.engine.model.linears import Linear, MatrixLinear
 
 
@@ -17,7 +17,7 @@ class CudaBackend(ComputeBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.rows = FusedRows()
+        self.rows = RowOperators()
 
     def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """See `ComputeBackend.linear`."""

@@ -6,11 +6,12 @@ library calls say what is computed, and are what the kernels are compared with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from rlhfspec.engine.model.compute_backend import RowOperators
 
 _LIBRARY = torch.library.Library("rlhfspec", "DEF")
 _LIBRARY.define("norm(Tensor x, Tensor? gain, float eps) -> Tensor")
@@ -19,34 +20,6 @@ _LIBRARY.define(
     "turn(Tensor qkv, Tensor positions, Tensor(a!) cells, Tensor rows, int num_tokens, Tensor rope, "
     "Tensor? head_gain, float eps, int heads) -> Tensor"
 )
-
-
-class FusedRows(RowOperators):
-    """See `engine.model.compute_backend.RowOperators`."""
-
-    def norm(self, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-        """See `RowOperators.norm`."""
-        return torch.ops.rlhfspec.norm(x, gain, eps)
-
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """See `RowOperators.gated`."""
-        return torch.ops.rlhfspec.gated(gate_up)
-
-    def turn(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cells: Tensor,
-        rows: Tensor,
-        num_tokens: int,
-        *,
-        rope: Tensor,
-        head_gain: Tensor | None,
-        eps: float,
-        heads: int,
-    ) -> Tensor:
-        """See `RowOperators.turn`."""
-        return torch.ops.rlhfspec.turn(qkv, positions, cells, rows, num_tokens, rope, head_gain, eps, heads)
 
 
 def norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
@@ -112,39 +85,16 @@ def _turn_meta(
     return cells.new_empty(samples * heads, num_tokens * (qkv.shape[1] // (heads * size) - 2), size)
 
 
-def _norm_kernel(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    from rlhfspec.engine.cuda import row_kernels
-
-    return row_kernels.norm(x, gain, eps)
-
-
-def _gated_kernel(gate_up: Tensor) -> Tensor:
-    from rlhfspec.engine.cuda import row_kernels
-
-    return row_kernels.gated(gate_up)
+def _kernel(name: str) -> Callable[..., Tensor]:
+    """A kernel by its name: Triton is there when it is called, on a GPU alone."""
+    return lambda *args: getattr(import_module("rlhfspec.engine.cuda.row_kernels"), name)(*args)
 
 
-def _turn_kernel(
-    qkv: Tensor,
-    positions: Tensor,
-    cells: Tensor,
-    rows: Tensor,
-    num_tokens: int,
-    rope: Tensor,
-    head_gain: Tensor | None,
-    eps: float,
-    heads: int,
-) -> Tensor:
-    from rlhfspec.engine.cuda import row_kernels
-
-    return row_kernels.turn(qkv, positions, cells, rows, num_tokens, rope, head_gain, eps, heads)
-
-
-for _name, _body, _meta, _kernel in (
-    ("norm", norm, _norm_meta, _norm_kernel),
-    ("gated", gated, _gated_meta, _gated_kernel),
-    ("turn", turn, _turn_meta, _turn_kernel),
+for _name, _body, _meta in (
+    ("norm", norm, _norm_meta),
+    ("gated", gated, _gated_meta),
+    ("turn", turn, _turn_meta),
 ):
     _LIBRARY.impl(_name, _body, "CPU")
     _LIBRARY.impl(_name, _meta, "Meta")
-    _LIBRARY.impl(_name, _kernel, "CUDA")
+    _LIBRARY.impl(_name, _kernel(_name), "CUDA")

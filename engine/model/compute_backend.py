@@ -139,20 +139,22 @@ class FusedForward(Protocol):
         ...
 
 
-class RowOperators(ABC):
-    """The parts of a decoder layer between its products, one launch each. A row's result depends on no other row."""
+class RowOperators:
+    """The parts of a decoder layer between its products, one launch each. A row's result depends on no other row.
 
-    @abstractmethod
+    Operators of torch, which `engine.cuda.row_operators` defines.
+    """
+
     def norm(
         self, x: Float[Tensor, "M H"], gain: Float[Tensor, " H"] | None, eps: float
     ) -> Float[Tensor, "M H"]:
         """Return x over its root mean square, times the gain; without a gain x / sqrt(|x|^2 + H eps)."""
+        return torch.ops.rlhfspec.norm(x, gain, eps)
 
-    @abstractmethod
     def gated(self, gate_up: Float[Tensor, "M I2"]) -> Float[Tensor, "M I"]:
         """Return silu(gate) * up of [gate, up]."""
+        return torch.ops.rlhfspec.gated(gate_up)
 
-    @abstractmethod
     def turn(
         self,
         qkv: Float[Tensor, "M W"],
@@ -182,6 +184,7 @@ class RowOperators(ABC):
         Returns:
             Queries by (sample, KV head), [Hkv * tokens / n, n * queries, E], in the cells' type.
         """
+        return torch.ops.rlhfspec.turn(qkv, positions, cells, rows, num_tokens, rope, head_gain, eps, heads)
 
 
 class ComputeBackend:

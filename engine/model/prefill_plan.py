@@ -6,9 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Float
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import Attention, num_biases
+from rlhfspec.engine.attention.backends import (
+    SHARE_BIAS,
+    Attention,
+    num_biases,
+    reference_attention,
+    variable_length_attention,
+)
 from rlhfspec.engine.attention.packing import pack_queries, queries_by_head, unpack_queries
 from rlhfspec.engine.attention.visibility import as_bias, chain_visibility
 from rlhfspec.engine.cache.kv_memory import round_up
@@ -21,7 +28,7 @@ from rlhfspec.engine.upload import upload
 MAX_SCORES_TOGETHER = 1 << 20
 "Attention scores of prompts attended together; more would fall out of a processor's cache."
 MAX_BIAS_TOGETHER = 1 << 27
-"The same on a GPU, where it bounds what the bias takes: 256 MiB in bfloat16."
+"The same on a GPU, where it bounds what a bias takes: 256 MiB in bfloat16."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +52,19 @@ def packed_inputs(
 
 @dataclass(slots=True, kw_only=True)
 class PrefillPlan(ForwardPlan):
-    """Stretches of several samples' tokens, packed one behind the other; each is causal."""
+    """Stretches of several samples' tokens, packed one behind the other; each is causal.
+
+    In 16 bits those behind the last that has tokens cached before it are one call of attention, without a mask.
+    """
 
     pool: KVPool
     attention: Attention | PoolAttention
     pieces: list[PrefillPiece]
     _rows_once: Tensor | None = field(init=False, default=None)
+    _starts: Tensor = field(init=False)
+    "where the tokens of unmasked stretches begin among them, and their number; made with the rows"
     _segments: Segments | None = field(init=False, default=None)
-    _attended: dict[int | None, list[Neighbours]] = field(init=False, default_factory=dict)
+    _attended: dict[tuple[int | None, int], list[Neighbours]] = field(init=False, default_factory=dict)
 
     @property
     def _rows(self) -> Tensor:
@@ -60,8 +72,15 @@ class PrefillPlan(ForwardPlan):
         if self._rows_once is None:
             slots = np.repeat([p.slot for p in self.pieces], [p.length for p in self.pieces])
             positions = np.concatenate([np.arange(p.start, p.start + p.length) for p in self.pieces])
-            self._rows_once = self.pool.rows(*upload([slots, positions], self.pool.device))
+            starts = np.cumsum([0, *(p.length for p in self.pieces[self._num_cached :])], dtype=np.int32)
+            *places, self._starts = upload([slots, positions, starts], self.pool.device)
+            self._rows_once = self.pool.rows(*places)
         return self._rows_once
+
+    @property
+    def _num_cached(self) -> int:
+        """Pieces up to the last that has cached tokens before it."""
+        return max((index + 1 for index, piece in enumerate(self.pieces) if piece.start), default=0)
 
     def segments(self) -> Segments:
         """See `ForwardPlan.segments`."""
@@ -91,7 +110,9 @@ class PrefillPlan(ForwardPlan):
         def pack(part: Neighbours) -> Tensor:
             return pack_queries(qkv[part.tokens], part.num_slots).to(self.pool.cells.dtype)
 
-        return self._attend(attention, layer, pack, len(qkv), scaling, softcap, sliding_window)
+        return self._attend(
+            attention, layer, pack, qkv[:, :, :-2], len(qkv), scaling, softcap, sliding_window
+        )
 
     def store_turned(self, layer: int, turn: TurnRows, qkv: Tensor, positions: Tensor) -> Tensor:
         """See `ForwardPlan.store_turned`; queries [tokens * Hkv, queries, E]."""
@@ -115,13 +136,14 @@ class PrefillPlan(ForwardPlan):
         def pack(part: Neighbours) -> Tensor:
             return queries_by_head(by_token[part.tokens], part.num_slots)
 
-        return self._attend(self.attention, layer, pack, len(qkv), scaling, None, sliding_window)
+        return self._attend(self.attention, layer, pack, by_token, len(qkv), scaling, None, sliding_window)
 
     def _attend(
         self,
         attention: Attention,
         layer: int,
         pack: Callable[[Neighbours], Tensor],
+        by_token: Float[Tensor, "M Hkv S E"],
         num_packed: int,
         scaling: float,
         softcap: float | None,
@@ -130,7 +152,11 @@ class PrefillPlan(ForwardPlan):
         shape = self.pool.shape
         queries = shape.num_heads // shape.num_kv_heads
         out = self.pool.cells.new_zeros(num_packed, shape.num_heads * shape.head_size)
-        for part in self._neighbours_for(sliding_window, queries):
+        unmasked = None
+        if softcap is None and attention in SHARE_BIAS and attention is not reference_attention:
+            unmasked = variable_length_attention(out.dtype, shape.head_size)
+        num_masked = len(self.pieces) if unmasked is None else self._num_cached
+        for part in self._neighbours_for(sliding_window, queries, num_masked):
             keys, values = self.pool.view(layer, part.first_slot, part.num_slots, part.view)
             attended = attention(
                 pack(part),
@@ -143,19 +169,36 @@ class PrefillPlan(ForwardPlan):
             )
             attended = unpack_queries(attended, part.num_slots, part.length, len(part.tokens))
             out[part.real_tokens] = attended if part.real is None else attended[part.real]
+        if unmasked is not None and num_masked < len(self.pieces):
+            begin, end = (sum(p.length for p in pieces) for pieces in (self.pieces[:num_masked], self.pieces))
+            rows = self._rows[begin * shape.num_kv_heads * 2 :]
+            stored = self.pool.writable(layer).index_select(0, rows)
+            keys, values = stored.view(end - begin, shape.num_kv_heads, 2, shape.head_size).unbind(2)
+            out[begin:end] = unmasked(
+                by_token[begin:end].flatten(1, 2).to(out.dtype),
+                keys,
+                values,
+                starts=self._starts,
+                longest=max(piece.length for piece in self.pieces[num_masked:]),
+                scale=scaling,
+                window=sliding_window,
+            ).flatten(1)
         return out
 
-    def _neighbours_for(self, window: int | None, queries: int) -> list[Neighbours]:
-        if window not in self._attended:
-            self._attended[window] = list(self._make_neighbours(window, queries))
-        return self._attended[window]
+    def _neighbours_for(self, window: int | None, queries: int, num_pieces: int) -> list[Neighbours]:
+        key = (window, num_pieces)
+        if key not in self._attended:
+            self._attended[key] = list(self._make_neighbours(window, queries, self.pieces[:num_pieces]))
+        return self._attended[key]
 
-    def _make_neighbours(self, window: int | None, queries: int) -> Iterator[Neighbours]:
+    def _make_neighbours(
+        self, window: int | None, queries: int, pieces: list[PrefillPiece]
+    ) -> Iterator[Neighbours]:
         device = self.pool.device
         heads = num_biases(self.attention, self.pool.shape.num_kv_heads)
         most = MAX_SCORES_TOGETHER if device.type == "cpu" else MAX_BIAS_TOGETHER
         first_token = 0
-        for together in _together(self.pieces, heads * queries, most):
+        for together in _together(pieces, heads * queries, most):
             lengths = np.array([piece.length for piece in together])
             starts = np.array([piece.start for piece in together])
             length = int(lengths.max())
@@ -208,4 +251,5 @@ def _together(pieces: list[PrefillPiece], heads: int, most: int) -> Iterator[lis
             yield together
             longer = [piece]
         together = longer
-    yield together
+    if together:
+        yield together

@@ -11,10 +11,7 @@ Source: Krell et al. 2021, 'Efficient sequence packing without cross-contaminati
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +21,9 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.attention.backends import variable_length_attention
 
 ATTENTION_NAME = "rlhfspec_packed"
-# what flash attention takes
-_SHORT_TYPES = (torch.bfloat16, torch.float16)
-_MAX_HEAD_SIZE = 256
 
 
 def _attend(
@@ -58,9 +53,8 @@ def _attend(
         )
     lengths = [query.shape[2]] if sequence_lengths is None else list(sequence_lengths)
     if sequence_starts is not None and softcap is None:
-        dtype, size = _products_of(query), query.shape[3]
-        is_served = dtype in _SHORT_TYPES and size % 8 == 0 and size <= _MAX_HEAD_SIZE
-        if is_served and (attention := variable_length_attention()) is not None:
+        dtype = _products_of(query)
+        if (attention := variable_length_attention(dtype, query.shape[3])) is not None:
             out = attention(
                 *(part[0].transpose(0, 1).to(dtype) for part in (query, key, value)),
                 starts=sequence_starts,
@@ -72,45 +66,6 @@ def _attend(
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     out = torch.cat([_causal(*part, scaling, softcap, sliding_window) for part in parts], dim=2)
     return out.transpose(1, 2), None
-
-
-def variable_length_attention() -> Callable[..., Tensor] | None:
-    """Return attention of q [T, H, E], k and v [T, Hkv, E] in 16 bits over sequences that begin at `starts` [S + 1].
-
-    None: this torch has none that takes a scale and a window (2.11 and later do).
-    """
-    return _found()
-
-
-@lru_cache(maxsize=1)
-def _found() -> Callable[..., Tensor] | None:
-    try:
-        flash = import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return None
-    takes = inspect.signature(flash).parameters
-    if not {"scale", "window_size"} <= takes.keys():
-        return None
-    shares_heads = "enable_gqa" in takes
-
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        starts: Tensor,
-        longest: int,
-        scale: float | None,
-        window: int | None,
-    ) -> Tensor:
-        if not shares_heads and (groups := q.shape[1] // k.shape[1]) > 1:
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        further = {"enable_gqa": True} if shares_heads else {}
-        # a window counts the token itself
-        back = -1 if window is None else window - 1
-        return flash(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(back, 0), **further)
-
-    return attention
 
 
 def _products_of(query: Tensor) -> torch.dtype:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.device_ops import META, DeviceCalls, counted, layer_launches
+from benchmarks.device_ops import META, DeviceCalls, counted, layer_launches, prefill
+from rlhfspec.engine.attention import backends
 
 MOST_OUTSIDE = {"plain": 12, "chain8": 20, "tree8": 30, "tree16": 40}
 MOST_OF_A_LAYER = 11
@@ -22,6 +23,13 @@ def test_a_step_is_launched_in_few_calls(plan: str) -> None:
 def test_a_layer_is_few_launches(plan: str) -> None:
     assert 0 < layer_launches(plan, kernels=True) <= MOST_OF_A_LAYER
     assert layer_launches(plan, kernels=False) > MOST_OF_A_LAYER, "with torch's operators alone it is more"
+
+
+def test_fresh_prompts_are_one_call_of_attention_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prefill() == {"attention_calls_a_layer_prefill": 1, "mask_bytes_prefill": 0}
+    monkeypatch.setattr(backends, "_variable_length", lambda: None)
+    # 8 samples, rows of 4 query heads for the longest, 32 positions in view, 2 bytes
+    assert prefill() == {"attention_calls_a_layer_prefill": 1, "mask_bytes_prefill": 8 * 27 * 4 * 32 * 2}
 
 
 @pytest.mark.parametrize("inference", [False, True])

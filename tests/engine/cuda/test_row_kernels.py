@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhfspec.engine.cuda import row_operators
-from rlhfspec.engine.cuda.row_operators import FusedRows
+from rlhfspec.engine.model.compute_backend import RowOperators
 from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, output_of
 
 EQUAL = """
@@ -95,7 +95,7 @@ def test_kernels_compile_for_an_h100_without_one(tmp_path: Path) -> None:
 
 def test_operators_are_seen_as_one_call_on_every_device() -> None:
     """Shapes and types of the pretended results are the real ones."""
-    rows = FusedRows()
+    rows = RowOperators()
     for device in ("cpu", "meta"):
         x = torch.randn(3, 64).to(device, torch.bfloat16)
         assert rows.norm(x, x[0], 1e-5).shape == (3, 64)

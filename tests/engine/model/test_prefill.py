@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -9,10 +11,15 @@ import torch
 from torch import Tensor
 
 from rlhfspec.core.records import SampleRequest, SamplingParams
+from rlhfspec.engine.attention import backends
+from rlhfspec.engine.attention.backends import ATTENTION
+from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
 from rlhfspec.engine.model.prefill import share_prompts
 from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from rlhfspec.engine.model.runner import ModelRunner
 from tests.helpers.backends import own_backend
+from tests.helpers.devices import DEVICES
+from tests.helpers.variable_length import as_documented
 
 
 def piece(slot: int, start: int, length: int) -> PrefillPiece:
@@ -99,3 +106,46 @@ def test_prompts_of_all_lengths_prefilled_together_equal_each_alone(new_model, s
         alone.fill(prompt, torch.arange(len(prompt)), plan)
     for slot, length in enumerate(lengths):
         assert torch.equal(cells(together, slot, length), cells(alone, slot, length))
+
+
+def attended(device: str, window: int | None, softcap: float | None, num_padding: int = 0) -> Tensor:
+    """What a packed prefill in 16 bits attends to: a stretch with cached tokens, then fresh ones."""
+    heads, shared, size = 2, 3, 16
+    shape = KVShape(num_layers=1, num_kv_heads=heads, num_heads=heads * shared, head_size=size)
+    where = torch.device(device)
+    pool = KVPool(shape, num_slots=6, capacity=128, dtype=torch.bfloat16, device=where)
+    generator = torch.Generator().manual_seed(3)
+    pool.cells.copy_(torch.randn(pool.cells.shape, generator=generator))
+    pieces = [piece(3, 0, 9), piece(0, 21, 30), piece(1, 0, 40), piece(4, 0, 1), piece(2, 0, 17)]
+    num_tokens = sum(p.length for p in pieces)
+    qkv = torch.randn(num_tokens + num_padding, heads, shared + 2, size, generator=generator).to(where)
+    plan = PrefillPlan(pool=pool, attention=ATTENTION["sdpa"], pieces=pieces)
+    how = {"scaling": 0.3, "softcap": softcap, "sliding_window": window}
+    out = plan.attend(0, qkv, **how)  # pyright: ignore[reportArgumentType]
+    assert out.shape == (len(qkv), heads * shared * size) and not out[num_tokens:].any()
+    return out.float().cpu()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 5])
+def test_fresh_prompts_attend_without_a_mask_to_what_they_see_with_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, window: int | None
+) -> None:
+    calls = []
+
+    def counted(*args, **kwargs) -> Tensor:
+        calls.append(len(args[0]))
+        return flash(*args, **kwargs)
+
+    flash = as_documented if device == "cpu" else import_module("torch.nn.attention.varlen").varlen_attn
+    backends._variable_length.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", wraps(flash)(counted))
+        found = attended(device, window, None, num_padding=2)
+        assert calls == [40 + 1 + 17]
+        # scores bounded by a softcap are the reference's
+        attended(device, window, 20.0)
+        assert len(calls) == 1
+    backends._variable_length.cache_clear()
+    monkeypatch.setattr(backends, "_variable_length", lambda: None)
+    torch.testing.assert_close(found, attended(device, window, None, num_padding=2), atol=0.03, rtol=0.03)

@@ -3,45 +3,14 @@
 On the CPU, which has no such kernel, a function of the same signature stands in for torch's, written by its docstring.
 """
 
-import math
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
 
-import rlhfspec.learning.trainer.packed_attention as packed_attention
+import rlhfspec.engine.attention.backends as backends
 from rlhfspec.learning.trainer.packed_attention import _attend
 from tests.helpers.devices import DEVICES
-
-
-def as_documented(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """(-1, 0): causal; (W, 0): causal, W tokens back."""
-    groups = query.shape[1] // key.shape[1]
-    assert groups == 1 or enable_gqa
-    key, value = (part.repeat_interleave(groups, dim=1).float() for part in (key, value))
-    bounds, outs = list(pairwise(cu_seq_q.tolist())), []
-    assert max(end - begin for begin, end in bounds) == max_q == max_k
-    for begin, end in bounds:
-        scores = torch.einsum("qhe,khe->hqk", query[begin:end].float(), key[begin:end])
-        scores = scores * (1 / math.sqrt(query.shape[2]) if scale is None else scale)
-        back = torch.arange(end - begin)[:, None] - torch.arange(end - begin)[None]
-        seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        outs.append(torch.einsum("hqk,khe->qhe", weights, value[begin:end]))
-    return torch.cat(outs).to(query.dtype)
+from tests.helpers.variable_length import as_documented
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -50,10 +19,10 @@ def as_documented(
 def test_one_call_gives_each_sequence_what_it_gets_alone(
     monkeypatch: pytest.MonkeyPatch, device: str, window: int | None, kv_heads: int
 ) -> None:
-    packed_attention._found.cache_clear()
+    backends._variable_length.cache_clear()
     if device == "cpu":
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", as_documented)
-    elif packed_attention.variable_length_attention() is None:
+    elif backends._variable_length() is None:
         pytest.skip(f"torch {torch.__version__} has no variable-length attention with a scale and a window")
     lengths = [7, 1, 40, 16]
     torch.manual_seed(0)
@@ -83,12 +52,12 @@ def test_one_call_gives_each_sequence_what_it_gets_alone(
     one_call = result(torch.tensor([0, 7, 8, 48, 64], dtype=torch.int32, device=device))
     for got, alone in zip(one_call, result(None), strict=True):
         torch.testing.assert_close(got.float(), alone.float(), atol=0.04, rtol=0.04)
-    packed_attention._found.cache_clear()
+    backends._variable_length.cache_clear()
 
 
 def test_full_precision_keeps_a_call_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flash attention takes 16 bits alone."""
-    packed_attention._found.cache_clear()
+    backends._variable_length.cache_clear()
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", None)
     query, key, value = (torch.randn(1, 2, 6, 16) for _ in range(3))
     starts = torch.tensor([0, 2, 6], dtype=torch.int32)
