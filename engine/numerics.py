@@ -117,7 +117,8 @@ def attention_for(
         return backend.attention
     if backend.device.type == "cuda":
         plan_attention_once()
-    if engine.attention == "auto":
+    can_split = can_run_triton(backend.device)
+    if engine.attention == "auto" and not (can_split and engine.kernels == "auto"):
         return ATTENTION["sdpa"]
     if numerics == "invariant" and engine.attention in ("sdpa", "xformers", "split"):
         raise ConfigError(
@@ -127,8 +128,8 @@ def attention_for(
     if engine.attention == "xformers":
         require_xformers(backend.device)
         return xformers_attention
-    if engine.attention == "split":
-        if not can_run_triton(backend.device):
+    if engine.attention in ("auto", "split"):
+        if not can_split:
             raise ConfigError(
                 f"engine.attention split needs engine.device cuda, Triton and a C compiler, got {backend.device.type}; "
                 "use auto, ordered or sdpa"

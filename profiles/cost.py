@@ -4,7 +4,8 @@
 
 Each phase is a sum of non-negative terms: constants, tokens, hinges above numbers of tokens (the knee, where a
 forward leaves its flat part), attention over the context. So it is monotone in every argument, but where the last
-missing node turns a ragged batch into a uniform one, which scatters nothing. Fitted by
+missing node turns a ragged batch into a uniform one, which scatters nothing. Where decode forwards are recorded (CUDA
+graphs), a uniform batch costs what the recording computes that serves it: terms take its number of samples. Fitted by
 statsmodels as weighted least squares of relative errors; terms that would be negative are dropped and the rest
 fitted again.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -77,14 +78,16 @@ class CostModel:
     draft: tuple[float, ...]
     verify: tuple[float, ...]
     rest: tuple[float, ...]
+    recorded_samples: tuple[int, ...] = ()
+    "numbers of samples that decode forwards are recorded for, in order; none: they run as they come"
 
     def draft_s(self, shape: Shape) -> np.ndarray:
         """Seconds to draft: 0 for plain decoding but for the constant part."""
-        return _total(self.draft, _draft_terms(shape), shape)
+        return _total(self.draft, _draft_terms(as_recorded(shape, self.recorded_samples)), shape)
 
     def verify_s(self, shape: Shape) -> np.ndarray:
         """Seconds of the target's forward."""
-        return _total(self.verify, _verify_terms(shape), shape)
+        return _total(self.verify, _verify_terms(as_recorded(shape, self.recorded_samples)), shape)
 
     def rest_s(self, shape: Shape) -> np.ndarray:
         """Seconds of acceptance, commitment and the decode step's own work."""
@@ -106,12 +109,29 @@ def join_costs(tables: Sequence[CostTable]) -> CostTable:
     )
 
 
-def fit_costs(table: CostTable) -> CostModel:
-    """Fit the three phases."""
+def fit_costs(table: CostTable, recorded_samples: tuple[int, ...] = ()) -> CostModel:
+    """Fit the three phases; `recorded_samples` as of `CostModel`."""
+    computed = as_recorded(table.shape, recorded_samples)
     return CostModel(
-        draft=_fit(draft_terms(table.shape), table.draft_s),
-        verify=_fit(verify_terms(table.shape), table.verify_s),
+        draft=_fit(draft_terms(computed), table.draft_s),
+        verify=_fit(verify_terms(computed), table.verify_s),
         rest=_fit(rest_terms(table.shape), table.rest_s),
+        recorded_samples=recorded_samples,
+    )
+
+
+def as_recorded(shape: Shape, recorded_samples: tuple[int, ...]) -> Shape:
+    """Return what forwards compute for a shape: recordings fill a uniform batch up; ragged ones are not recorded."""
+    if not recorded_samples:
+        return shape
+    samples, counts = np.asarray(shape.num_samples), np.array(recorded_samples)
+    place = np.searchsorted(counts, samples)
+    filled = np.where(place < len(counts), counts[np.minimum(place, len(counts) - 1)], samples)
+    uniform = shape.num_nodes >= samples * shape.widest
+    return replace(
+        shape,
+        num_samples=np.where(uniform, filled, samples),
+        num_nodes=np.where(uniform, filled * shape.widest, shape.num_nodes),
     )
 
 

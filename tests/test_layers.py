@@ -199,11 +199,11 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures may only fall. Whoever makes the tree smaller lowers them.
 MAX_SOURCE_FILES = 494
-MAX_SOURCE_LINES = 75_038
+MAX_SOURCE_LINES = 75_037
 MAX_FUNCTION_LINES = 80
 LONGER_FUNCTIONS = {
     "engine/build.py build_engine": 86,
-    "engine/cuda/attention_kernel.py _attend": 89,
+    "engine/cuda/attention_kernel.py _attend": 84,
 }
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15
 

@@ -81,11 +81,11 @@ def make_profile(
     finally:
         engine.cancel_all()
         engine.policy, engine.scorer = policy, scorer
-    costs = join_costs(sweeps)
-    quality = acceptance_quality(drafts) | cost_quality(fit_costs(sweeps[0]), sweeps[1])
+    costs, recorded = join_costs(sweeps), engine.runner.recorded_samples
+    quality = acceptance_quality(drafts) | cost_quality(fit_costs(sweeps[0], recorded), sweeps[1])
     profile = Profile(
         provenance=provenance,
-        cost=fit_costs(costs),
+        cost=fit_costs(costs, recorded),
         acceptance=acceptance,
         yields=yield_curves(drafts, acceptance),
         max_samples=engine.runner.pool.num_slots,
@@ -117,14 +117,14 @@ def make_verification_profile(
     finally:
         engine.cancel_all()
         engine.policy, engine.scorer = policy, scorer
-    costs = join_costs(sweeps)
+    costs, recorded = join_costs(sweeps), engine.runner.recorded_samples
     profile = Profile(
         provenance=provenance,
-        cost=fit_costs(costs),
+        cost=fit_costs(costs, recorded),
         acceptance=PRIOR,
         yields=NOTHING_DRAFTED,
         max_samples=engine.runner.pool.num_slots,
-        quality=cost_quality(fit_costs(sweeps[0]), sweeps[1]),
+        quality=cost_quality(fit_costs(sweeps[0], recorded), sweeps[1]),
     )
     progress("profile: done", 1.0)
     return MadeProfile(profile=profile, costs=costs, drafts=[])

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import SHARE_BIAS, reference_attention, sdpa_attention
+from rlhfspec.engine.attention.backends import SHARE_BIAS, sdpa_attention
 
 SPLIT = 512
 "Cached positions of one program."
@@ -23,8 +23,9 @@ BLOCK = 64
 "Of them at once."
 MOST_ROWS = 32
 "Of one program."
-FEW_ROWS = 256
-"More, a prompt's, are torch's: its kernel has larger blocks."
+FEW_ROWS, MAX_HEAD_SIZE = 256, 128
+"""Beyond, torch's kernel serves: it has larger blocks for a prompt's rows. It serves float32 too, whose exact products
+run on no tensor core and spill 1,120 bytes a thread here (compiled for sm_90)."""
 
 
 def split_attention(
@@ -37,11 +38,9 @@ def split_attention(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """See `engine.attention.Attention`; one bias may serve all heads of a sample. Softcap takes the reference."""
-    if softcap is not None:
-        return reference_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
-    if rows > FEW_ROWS:
-        return sdpa_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=None)
+    """See `engine.attention.Attention`; one bias may serve all heads of a sample."""
+    if softcap is not None or rows > FEW_ROWS or q.shape[2] > MAX_HEAD_SIZE or q.dtype == torch.float32:
+        return sdpa_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
     merged, view, size = keys.shape
     block_rows = min(max(triton.next_power_of_2(rows), 16), MOST_ROWS)
     row_blocks, splits = triton.cdiv(rows, block_rows), triton.cdiv(view, SPLIT)
@@ -72,12 +71,12 @@ def split_attention(
         merged * rows * splits,
         scaling * 1.4426950408889634,
         size=size,
-        block_size=triton.next_power_of_2(size),
+        # what tensor cores take at least
+        block_size=max(triton.next_power_of_2(size), 16),
         block_rows=block_rows,
         block=BLOCK,
         split=SPLIT,
         is_split=splits > 1,
-        exact=q.dtype == torch.float32,
         num_warps=4,
         num_stages=2,
     )
@@ -128,7 +127,6 @@ def _attend(
     block: tl.constexpr,
     split: tl.constexpr,
     is_split: tl.constexpr,
-    exact: tl.constexpr,
 ):
     """Some rows of one (sample, KV head) over one stretch of its cache."""
     head = tl.program_id(0).to(tl.int64)
@@ -157,8 +155,7 @@ def _attend(
             mask=has_row[:, None] & inside[None, :],
             other=float("-inf"),
         ).to(tl.float32)
-        scores = tl.dot(query, key, input_precision="ieee" if exact else "tf32")
-        scores = scores * scaling + seen
+        scores = tl.dot(query, key) * scaling + seen
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         # rows that have seen nothing so far
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -170,10 +167,7 @@ def _attend(
             mask=inside[:, None] & has_column[None, :],
             other=0.0,
         )
-        if exact:
-            attended = attended * kept[:, None] + tl.dot(weights, value, input_precision="ieee")
-        else:
-            attended = attended * kept[:, None] + tl.dot(weights.to(value.dtype), value)
+        attended = attended * kept[:, None] + tl.dot(weights.to(value.dtype), value)
         largest = new_largest
     place = head * rows + row
     if is_split:

@@ -62,14 +62,6 @@ def turn(
     return queries.flatten(2, 3).flatten(0, 1).clone(memory_format=torch.contiguous_format)
 
 
-def _norm_meta(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _gated_meta(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
 def _turn_meta(
     qkv: Tensor,
     positions: Tensor,
@@ -91,8 +83,8 @@ def _kernel(name: str) -> Callable[..., Tensor]:
 
 
 for _name, _body, _meta in (
-    ("norm", norm, _norm_meta),
-    ("gated", gated, _gated_meta),
+    ("norm", norm, lambda x, gain, eps: x.new_empty(x.shape)),
+    ("gated", gated, lambda gate_up: gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)),
     ("turn", turn, _turn_meta),
 ):
     _LIBRARY.impl(_name, _body, "CPU")

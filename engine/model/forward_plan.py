@@ -7,6 +7,7 @@ Linears see the packed tokens; only attention unpacks (`engine.attention.packing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -23,16 +24,8 @@ from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.cache.segments import Segments, segments_of
 from rlhfspec.engine.model.compute_backend import PoolAttention
 
-
-@runtime_checkable
-class TurnRows(Protocol):
-    """`RowOperators.turn` with a layer's part of its arguments."""
-
-    def __call__(
-        self, qkv: Tensor, positions: Tensor, cells: Tensor, rows: Tensor, num_tokens: int
-    ) -> Tensor:
-        """Store keys and values; return the queries."""
-        ...
+TurnRows = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"`RowOperators.turn` with a layer's part of its arguments."
 
 
 @runtime_checkable

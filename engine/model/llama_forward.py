@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -210,19 +209,6 @@ class LlamaForward:
         return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._norm_floor)
 
 
-@runtime_checkable
-class _Attention(Protocol):
-    """One forward's attention over products that are not turned yet."""
-
-    def __call__(self, index: int, layer: Layer, product: Float[Tensor, "M W"]) -> Float[Tensor, "M HE"]:
-        """Store keys and values, return what the queries attend to."""
-        ...
-
-    def store(self, index: int, layer: Layer, product: Float[Tensor, "M W"]) -> None:
-        """Store keys and values."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _LibraryAttention:
     """Turned by library calls, one after another."""
@@ -266,6 +252,10 @@ class _RowAttention:
     def store(self, index: int, layer: Layer, product: Tensor) -> None:
         turn = partial(self.turn, head_gain=layer.head_gain)
         self.plan.store_turned(index, turn, product, self.positions)
+
+
+_Attention = _LibraryAttention | _RowAttention
+"One forward's attention over products that are not turned yet."
 
 
 def _rotations(model: LlamaModel, capacity: int) -> Tensor:

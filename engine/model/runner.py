@@ -15,7 +15,7 @@ from rlhfspec.engine.attention.backends import Attention
 from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
 from rlhfspec.engine.model.comparison import Comparison, failing_is_refused, require_finite_logits
 from rlhfspec.engine.model.compute_backend import ComputeBackend, FusedChain, PoolAttention
-from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Recorder
+from rlhfspec.engine.model.cuda_graphs import SAMPLE_COUNTS, ForwardGraphs, Recorder, at_least
 from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan
 from rlhfspec.engine.model.hidden_taps import HiddenTaps
 from rlhfspec.engine.model.llama_forward import LlamaForward
@@ -152,6 +152,14 @@ class ModelRunner:
     def is_own(self) -> bool:
         """Whether our own forward serves the model."""
         return isinstance(self._forward, LlamaForward)
+
+    @property
+    def recorded_samples(self) -> tuple[int, ...]:
+        """Numbers of samples that decode forwards are recorded for; none: they run as they come."""
+        if self.graphs is None:
+            return ()
+        slots = self.pool.num_slots
+        return tuple(sorted({min(at_least(count, SAMPLE_COUNTS), slots) for count in range(1, slots + 1)}))
 
     @property
     def prepacked(self) -> bool:

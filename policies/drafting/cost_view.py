@@ -6,7 +6,7 @@ are corrected by slow factors (`policies.drafting.recalibration`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -89,10 +89,11 @@ def _evaluate(
             width=float(width),
         )
 
-    # one evaluation: uniform, then ragged by total at no width, then just short of uniform
-    widest = np.concatenate([nodes, np.zeros_like(total), nodes])
-    verify_s = cost.verify_s(shape(np.concatenate([num_samples * nodes, total, just_ragged]), widest, 1.0))
-    uniform_s, tokens_s, ragged_s = np.split(verify_s, [len(nodes), len(nodes) + len(total)])
+    uniform_s = cost.verify_s(shape(num_samples * nodes, nodes, 1.0))
+    # ragged, which no recording serves: by total at no width, then just short of uniform
+    as_they_come, widest = replace(cost, recorded_samples=()), np.concatenate([np.zeros_like(total), nodes])
+    verify_s = as_they_come.verify_s(shape(np.concatenate([total, just_ragged]), widest, 1.0))
+    tokens_s, ragged_s = np.split(verify_s, [len(total)])
     rest = cost.rest_s(shape(num_samples * nodes, nodes, 1.0))
     # at a given total the widest sample adds the rest
     widest_s = ragged_s - tokens_s[just_ragged] + tokens_s[0]

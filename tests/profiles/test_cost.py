@@ -8,7 +8,9 @@ from hand_tables import drawn_shapes, noisy_table, truth
 
 from rlhfspec.profiles.cost import (
     CostModel,
+    CostTable,
     Shape,
+    as_recorded,
     draft_terms,
     fit_costs,
     rest_terms,
@@ -167,3 +169,35 @@ def test_where_keeps_the_rows_under_the_mask() -> None:
     assert len(kept) == len(kept.shape) == mask.sum()
     assert kept.verify_s.tolist() == table.verify_s[mask].tolist()
     assert np.asarray(kept.shape.levels).tolist() == np.asarray(table.shape.levels)[mask].tolist()
+
+
+def test_a_recorded_batch_costs_what_its_recording_computes() -> None:
+    model = replace(random_model(np.random.default_rng(9)), recorded_samples=(1, 2, 4, 8, 12))
+    bare = replace(model, recorded_samples=())
+
+    def shape(samples: float, nodes: float, widest: float) -> Shape:
+        return Shape(
+            num_samples=samples, context_tokens=900.0, num_nodes=nodes, widest=widest, levels=2.0, width=2.0
+        )
+
+    for phase in ("draft_s", "verify_s"):
+        padded, unpadded = getattr(model, phase), getattr(bare, phase)
+        assert padded(shape(5.0, 15.0, 3.0)) == unpadded(shape(8.0, 24.0, 3.0))
+        assert padded(shape(8.0, 0.0, 0.0)) == unpadded(shape(8.0, 0.0, 0.0))
+        # beyond the largest, and ragged: as they come
+        assert padded(shape(13.0, 39.0, 3.0)) == unpadded(shape(13.0, 39.0, 3.0))
+        assert padded(shape(5.0, 14.0, 3.0)) == unpadded(shape(5.0, 14.0, 3.0))
+
+
+def test_a_fit_by_recorded_shape_predicts_every_number_of_samples() -> None:
+    counts, drawn = (1, 2, 4, 8, 12, 16, 24, 32), noisy_table(5).shape
+    samples = np.random.default_rng(6).integers(1, 33, len(drawn)).astype(float)
+    # every sample has as many nodes as the widest: what recordings serve
+    shape = replace(drawn, num_samples=samples, num_nodes=samples * drawn.widest)
+    draft_s, verify_s, rest_s = truth(as_recorded(shape, counts))
+    table = CostTable(shape=shape, draft_s=draft_s, verify_s=verify_s, rest_s=rest_s)
+    errors = [
+        np.quantile(np.abs(fit_costs(table, recorded).verify_s(shape) / verify_s - 1), 0.9)
+        for recorded in (counts, ())
+    ]
+    assert errors[0] < 0.05 and errors[1] > 3 * errors[0], errors

@@ -6,7 +6,7 @@ import torch
 from rlhfspec.core.config import EngineConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine import triton_here
-from rlhfspec.engine.attention.backends import SHARE_BIAS
+from rlhfspec.engine.attention.backends import SHARE_BIAS, ordered_attention, sdpa_attention
 from rlhfspec.engine.cuda.cuda_backend import CudaBackend
 from rlhfspec.engine.model import linears
 from rlhfspec.engine.model.compute_backend import ComputeBackend
@@ -41,12 +41,18 @@ def test_products_take_as_many_rows_as_there_are(monkeypatch: pytest.MonkeyPatch
 
 
 @NEEDS_TRITON
-def test_split_attention_is_taken_by_name_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_attention_is_taken_on_a_gpu_with_triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_here, "which", lambda name: "/usr/bin/" + name)
     engine = EngineConfig(attention="split")
-    attention = attention_for(engine, "fast", choose_backend(CUDA))
-    assert attention.__name__ == "split_attention" and attention in SHARE_BIAS  # type: ignore[union-attr]
+    for chosen in (engine, EngineConfig()):
+        attention = attention_for(chosen, "fast", choose_backend(CUDA))
+        assert attention.__name__ == "split_attention" and attention in SHARE_BIAS  # type: ignore[union-attr]
+    assert attention_for(EngineConfig(kernels="off"), "fast", choose_backend(CUDA)) is sdpa_attention
+    assert attention_for(EngineConfig(), "invariant", ComputeBackend(CUDA)) is ordered_attention
     with pytest.raises(ConfigError, match=r"split needs engine\.device cuda"):
         attention_for(engine, "fast", ComputeBackend(torch.device("cpu")))
     with pytest.raises(ConfigError, match="split is not invariant"):
         attention_for(engine, "invariant", choose_backend(CUDA))
+    monkeypatch.setattr(triton_here, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert attention_for(EngineConfig(), "fast", choose_backend(CUDA)) is sdpa_attention

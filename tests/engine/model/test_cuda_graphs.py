@@ -73,6 +73,7 @@ def test_replays_change_no_bit(make_engine: Make, make_requests: MakeRequests, p
     assert graphs is not None
     assert recorder.replays > 2 * len(graphs.shapes)
     # seven slots: five samples and six are padded to seven
+    assert engine.runner.recorded_samples == (1, 2, 4, 7)
     assert {shape.num_samples for shape in graphs.shapes} <= {1, 2, 4, 7}
     assert {shape.view_tokens for shape in graphs.shapes} <= {128, 192, 224}
 

@@ -1,5 +1,7 @@
 """Cost tables equal the cost model wherever they are read."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,15 +15,16 @@ COST = CostModel(
     rest=tuple(RANDOM.random(6).tolist()),
 )
 "Every term counts."
+RECORDED = replace(COST, recorded_samples=(1, 4, 6, 12))
 NODES, LEVELS = 7, 5
 
 
-def costs(batch: int, width: int) -> BatchCosts:
-    return BatchCosts(COST, num_samples=batch, width=width, max_nodes=NODES, max_levels=LEVELS)
+def costs(batch: int, width: int, cost: CostModel = COST) -> BatchCosts:
+    return BatchCosts(cost, num_samples=batch, width=width, max_nodes=NODES, max_levels=LEVELS)
 
 
-def table(batch: int, width: int) -> CostView:
-    return costs(batch, width).at(90 * batch)
+def table(batch: int, width: int, cost: CostModel = COST) -> CostView:
+    return costs(batch, width, cost).at(90 * batch)
 
 
 def shape(batch: int, width: int, nodes: int, widest: int, levels: int = 1) -> Shape:
@@ -35,22 +38,26 @@ def shape(batch: int, width: int, nodes: int, widest: int, levels: int = 1) -> S
     )
 
 
+@pytest.mark.parametrize("cost", [COST, RECORDED], ids=["as it comes", "recorded"])
 @pytest.mark.parametrize(("batch", "width"), [(1, 1), (4, 1), (4, 2), (9, 3)])
-def test_uniform_seconds_are_those_of_verification_and_rest(batch: int, width: int) -> None:
+def test_uniform_seconds_are_those_of_verification_and_rest(batch: int, width: int, cost: CostModel) -> None:
     direct = []
     for n in range(NODES + 1):
         at = shape(batch, width, batch * n, n)
-        direct.append(float(COST.verify_s(at) + COST.rest_s(at)))
-    assert table(batch, width).uniform_s.tolist() == pytest.approx(direct)
+        direct.append(float(cost.verify_s(at) + cost.rest_s(at)))
+    assert table(batch, width, cost).uniform_s.tolist() == pytest.approx(direct)
 
 
+@pytest.mark.parametrize("cost", [COST, RECORDED], ids=["as it comes", "recorded"])
 @pytest.mark.parametrize(("batch", "width"), [(2, 1), (4, 1), (4, 2), (9, 3)])
-def test_ragged_seconds_are_the_sum_of_both_parts_at_every_total_and_width(batch: int, width: int) -> None:
-    view = table(batch, width)
+def test_ragged_seconds_are_the_sum_of_both_parts_at_every_total_and_width(
+    batch: int, width: int, cost: CostModel
+) -> None:
+    view = table(batch, width, cost)
     for widest in range(1, NODES + 1):
         for nodes in range(widest, batch * widest):
             at = shape(batch, width, nodes, widest)
-            direct = float(COST.verify_s(at) + COST.rest_s(at))
+            direct = float(cost.verify_s(at) + cost.rest_s(at))
             assert view.tokens_s[nodes] + view.widest_s[widest] == pytest.approx(direct)
 
 
