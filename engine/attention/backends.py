@@ -171,6 +171,7 @@ def num_biases(attention: object, num_kv_heads: int) -> int:
 def variable_length_attention(dtype: torch.dtype, head_size: int) -> Callable[..., Tensor] | None:
     """Return causal attention of q [T, H, E], k and v [T, Hkv, E] over sequences that begin at `starts` [S + 1].
 
+    `seen_starts`: where the keys of each begin, of whose queries the last stands at the last; None: at its queries.
     None: torch's takes 16 bits alone, heads up to 256, a GPU of compute capability 8 or later.
     """
     short = dtype in (torch.bfloat16, torch.float16)
@@ -198,6 +199,8 @@ def _variable_length() -> Callable[..., Tensor] | None:
         *,
         starts: Tensor,
         longest: int,
+        seen_starts: Tensor | None = None,
+        seen_longest: int | None = None,
         scale: float | None,
         window: int | None,
     ) -> Tensor:
@@ -206,6 +209,8 @@ def _variable_length() -> Callable[..., Tensor] | None:
         further = {"enable_gqa": True} if shares_heads else {}
         # a window counts the token itself
         back = -1 if window is None else window - 1
-        return flash(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(back, 0), **further)
+        seen = starts if seen_starts is None else seen_starts
+        most = longest if seen_longest is None else seen_longest
+        return flash(q, k, v, starts, seen, longest, most, scale=scale, window_size=(back, 0), **further)
 
     return attention

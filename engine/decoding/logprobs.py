@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def scaled_logits(logits: Float[Tensor, "... V"], temperature: float) -> Float[Tensor, "... V"]:
-    """Return float32 `logits / T`; greedy decoding (T = 0) reports at T = 1."""
-    logits = logits.float()
+    """Return `logits / T` in float32, of float64 in that; greedy decoding (T = 0) reports at T = 1."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits if temperature in (0.0, 1.0) else logits / temperature
 
 

@@ -127,8 +127,13 @@ class Demonstration:
     "[T] bool; never the first token, which nothing precedes"
 
     @property
+    def sequences(self) -> tuple[np.ndarray]:
+        """What is computed of it."""
+        return (self.token_ids,)
+
+    @property
     def num_tokens(self) -> int:
-        """Of the whole sequence: what it takes of a forward."""
+        """Of the whole sequence."""
         return len(self.token_ids)
 
     @property
@@ -231,8 +236,13 @@ class PreferencePair:
     margin: float = 0.0
 
     @property
+    def sequences(self) -> tuple[np.ndarray, np.ndarray]:
+        """What is computed of it."""
+        return self.chosen_ids, self.rejected_ids
+
+    @property
     def num_tokens(self) -> int:
-        """Of both: what the pair takes of a forward."""
+        """Of both."""
         return len(self.chosen_ids) + len(self.rejected_ids)
 
     @property

@@ -40,7 +40,7 @@ from rlhfspec.learning.drafts.draft_learner import (
 )
 from rlhfspec.learning.drafts.held_out import is_held_out, is_no_worse
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targets_without
-from rlhfspec.learning.trainer.batching import pack_by_length
+from rlhfspec.learning.trainer.batching import num_unique, pack_by_length
 from rlhfspec.learning.trainer.experience import Experience, collate
 from rlhfspec.learning.trainer.trainer_core import OneForward
 from rlhfspec.learning.trainer.training_forward import response_logits
@@ -194,7 +194,7 @@ class DistillationBatches:
 
     def num_tokens(self, rows: Sequence[int]) -> int:
         """Tokens of a forward over some rows."""
-        return sum(self.experience.lengths[row] for row in rows)
+        return num_unique([self.experience.sequence(row) for row in rows])
 
     def num_response_tokens(self, rows: Sequence[int]) -> int:
         """Tokens of some rows that are learned from."""

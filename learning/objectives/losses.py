@@ -41,7 +41,8 @@ class Sequences:
 
     def sums(self, per_token: Float[Tensor, " M"]) -> Float[Tensor, " S"]:
         """Sum over each sequence."""
-        return torch.zeros_like(self.num_tokens).index_add(0, self.of_token, per_token)
+        zeros = torch.zeros_like(self.num_tokens, dtype=per_token.dtype)
+        return zeros.index_add(0, self.of_token, per_token)
 
 
 def log_ratio(

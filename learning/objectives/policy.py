@@ -32,7 +32,6 @@ from rlhfspec.learning.trainer.engine_scoring import with_values
 from rlhfspec.learning.trainer.experience import Experience
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.policy_forward import PolicyForward
-from rlhfspec.learning.trainer.training_forward import token_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,13 +363,11 @@ class PolicyBatch:
             return None if per_token is None else flat(per_token)
 
         packed = experience.packed(rows)
-        logits, _ = of.forward.logits(model, packed)
         has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
-        logprobs, entropy = token_statistics(
-            logits, packed.targets.to(device), of.forward.temperature, entropy=has_entropy
-        )
-        if of.observers and not pack.is_filler:
-            self._show(pack, packed, logits.detach())
+        seen: list[Tensor] | None = [] if of.observers and not pack.is_filler else None
+        logprobs, entropy, _ = of.forward.statistics(model, packed, entropy=has_entropy, logits=seen)
+        for logits in seen or ():
+            self._show(pack, packed, logits)
         if self.engine is not None:
             logprobs = with_values(logprobs, flat(self.engine))
         weight, share = flat(self.weight), flat(self.share)

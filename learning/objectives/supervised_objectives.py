@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -22,7 +21,7 @@ from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
 from rlhfspec.learning.rewards.reward_head import packed_scores
 from rlhfspec.learning.trainer.batching import Pack, PackedSequences, shared_packs
 from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.training_forward import response_logits, token_statistics
+from rlhfspec.learning.trainer.training_forward import response_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +50,16 @@ class NextTokens:
         self, model: PreTrainedModel, items: Sequence[Demonstration], forward: ForwardSettings
     ) -> dict[str, Tensor]:
         """The sum over the items."""
-        packed = packed_sequences(
-            [item.token_ids for item in items], learned=[item.is_learned for item in items]
-        )
-        logits, _ = response_logits(
+        packed = PackedSequences.of([item.token_ids for item in items], [item.is_learned for item in items])
+        logprobs, _, _ = response_statistics(
             model,
             packed,
             self.vocab_size,
+            1.0,
+            entropy=False,
             compute_dtype=forward.compute_dtype,
             keeps_casts=forward.keeps_casts,
         )
-        logprobs, _ = token_statistics(logits, packed.targets.to(logits.device), 1.0, entropy=False)
         return {"loss": -logprobs.sum()}
 
 
@@ -79,7 +77,7 @@ class Preferences:
         self, model: PreTrainedModel, items: Sequence[PreferencePair], forward: ForwardSettings
     ) -> dict[str, Tensor]:
         """Sums over the items; accuracy, margin and mean score too."""
-        packed = packed_sequences([ids for item in items for ids in (item.chosen_ids, item.rejected_ids)])
+        packed = PackedSequences.of([ids for item in items for ids in item.sequences])
         scores = packed_scores(
             model, packed, compute_dtype=forward.compute_dtype, keeps_casts=forward.keeps_casts
         )
@@ -88,20 +86,6 @@ class Preferences:
         loss = bradley_terry_loss(chosen, rejected, margins, center_coefficient=self.center_coefficient)
         figures = preference_figures(chosen, rejected)
         return {"loss": loss.sum()} | {name: values.sum() for name, values in figures.items()}
-
-
-def packed_sequences(
-    sequences: Sequence[np.ndarray], *, learned: Sequence[np.ndarray] | None = None
-) -> PackedSequences:
-    """Sequences one after another; `learned` marks tokens that are to be predicted, never a sequence's first."""
-    lengths = tuple(len(sequence) for sequence in sequences)
-    marks = np.zeros(sum(lengths), dtype=bool) if learned is None else np.concatenate(list(learned))
-    return PackedSequences(
-        ids=torch.from_numpy(np.concatenate(list(sequences))),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        lengths=lengths,
-        before_targets=torch.from_numpy(np.flatnonzero(marks) - 1),
-    )
 
 
 @dataclass(slots=True)
@@ -121,7 +105,7 @@ class MeanBatch:
     @property
     def packs(self) -> list[Pack]:
         """See `Batch`."""
-        return shared_packs([item.num_tokens for item in self.items], self.forward.max_tokens, self.trainers)
+        return shared_packs([item.sequences for item in self.items], self.forward.max_tokens, self.trainers)
 
     def loss(self, model: PreTrainedModel, pack: Pack) -> Tensor:
         """See `Batch`."""

@@ -86,12 +86,13 @@ def scored_places(packed: PackedSequences, pad_token_id: int | None) -> list[int
 
     Where a template ends with an end token that is also the padding, this is the token before.
     """
-    places, start = [], 0
-    for length in packed.lengths:
-        ids = packed.ids[start : start + length]
-        real = (ids != pad_token_id).nonzero() if pad_token_id is not None else ids.new_tensor([[length - 1]])
-        places.append(start + (int(real[-1, 0]) if len(real) else 0))
-        start += length
+    places = []
+    for of_sequence in packed.places:
+        ids = packed.ids[of_sequence]
+        real = (
+            (ids != pad_token_id).nonzero() if pad_token_id is not None else ids.new_tensor([[len(ids) - 1]])
+        )
+        places.append(int(of_sequence[real[-1, 0] if len(real) else 0]))
     return places
 
 
@@ -104,6 +105,7 @@ def packed_scores(
 ) -> Float[Tensor, " N"]:
     """The score of each sequence, float32, what the model gives it alone. Differentiable."""
     places = scored_places(packed, model.config.get_text_config().pad_token_id)
+    there = packed.to(model.device)
 
     def only_wanted(_: nn.Module, __: Any, scores: Tensor) -> Tensor:
         # the classifier picks one place of a row: all of them hold all scores, so they leave by the model's output,
@@ -115,9 +117,9 @@ def packed_scores(
     try:
         with autocast(model.device, compute_dtype, keeps_casts=keeps_casts):
             return model(
-                input_ids=packed.ids[None].to(model.device),
-                position_ids=packed.position_ids[None].to(model.device),
-                sequence_lengths=packed.lengths,
+                input_ids=there.ids[None],
+                position_ids=there.position_ids[None],
+                packed=there,
                 use_cache=False,
             ).logits[0]
     finally:

@@ -1,40 +1,180 @@
-"""Packing and padding: sequences of unlike length into batches of a bounded number of tokens."""
+"""Batches of a bounded number of tokens: trees of sequences that begin alike, or sequences padded to one length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlhfspec.engine.attention.visibility import NEG_INF, chain_visibility
 from rlhfspec.learning.trainer.parallel import OneTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedSequences:
-    """Sequences one after another, no padding; `T` tokens in all, `M` of them to be predicted."""
+class Branch:
+    """Tokens behind one another, the own ones of a sequence, and where those that it shares with earlier ones lie."""
 
-    ids: Int[Tensor, " T"]
-    position_ids: Int[Tensor, " T"]
+    num_tokens: int
+    before: tuple[tuple[int, int], ...]
+    "(branch, how many of its first tokens), from the sequence's first token on; empty: it shares nothing"
+
+    @property
+    def path_tokens(self) -> int:
+        """Tokens from the sequence's first to the branch's last."""
+        return sum(count for _, count in self.before) + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """Branches and their paths, behind one another, as one call of variable-length attention takes them."""
+
+    own_starts: Int[Tensor, " S1"]
+    "where each branch begins, and U behind the last: int32"
+    starts: Int[Tensor, " S1"]
+    "where its path begins"
+    longest_own: int
+    longest: int
+    places: Int[Tensor, " K"] | None
+    "of the tokens on the paths; None: each branch is its own"
+
+    def along_paths(self, tokens: Tensor) -> Tensor:
+        """Take [U, ...] as [K, ...]."""
+        return tokens if self.places is None else tokens.index_select(0, self.places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSequences:
+    """Sequences as a tree, no padding: what several begin with is there once.
+
+    `U` tokens in all, the own ones of one branch after another; `M` to be predicted, sequence by sequence, in the order
+    that they were given in.
+    """
+
+    ids: Int[Tensor, " U"]
+    position_ids: Int[Tensor, " U"]
     "from 0 in every sequence"
-    lengths: tuple[int, ...]
-    "of the sequences; they sum to T"
+    branches: tuple[Branch, ...]
+    places: tuple[Tensor, ...]
+    "where the tokens of each sequence lie, int64 [length]"
     before_targets: Int[Tensor, " M"]
-    "places of the tokens whose next one is to be predicted"
+    "places of the tokens whose next one is to be predicted; one may have several next ones"
+    target_places: Int[Tensor, " M"]
+    "of the tokens to be predicted"
+    on_gpu: Paths | None = None
+    _biases: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, init=False)
+
+    @staticmethod
+    def of(
+        sequences: Sequence[np.ndarray],
+        learned: Sequence[np.ndarray] | None = None,
+    ) -> PackedSequences:
+        """Sequences of at least one token; `learned` marks those to be predicted, never a sequence's first."""
+        order, shared = neighbours(sequences)
+        branches: list[Branch] = []
+        path = np.zeros(max(len(sequence) for sequence in sequences), dtype=np.int64)
+        on_path: list[tuple[int, int]] = []
+        places: list[np.ndarray] = [path] * len(sequences)
+        num_tokens = 0
+        for index, same in zip(order, shared, strict=True):
+            length = len(sequences[index])
+            path[same:length] = np.arange(num_tokens, num_tokens + length - same)
+            places[index] = path[:length].copy()
+            on_path = _first_tokens(on_path, same)
+            if length > same:
+                branches.append(Branch(num_tokens=length - same, before=tuple(on_path)))
+                on_path.append((len(branches) - 1, length - same))
+                num_tokens += length - same
+        own = [(sequences[index], same) for index, same in zip(order, shared, strict=True)]
+        marked = [np.flatnonzero(marks) for marks in learned or [np.zeros(0)] * len(sequences)]
+        at = list(zip(places, marked, strict=True))
+        return PackedSequences(
+            ids=torch.from_numpy(np.concatenate([ids[same:] for ids, same in own]).astype(np.int64)),
+            position_ids=torch.cat([torch.arange(same, len(ids)) for ids, same in own]),
+            branches=tuple(branches),
+            places=tuple(torch.from_numpy(one) for one in places),
+            before_targets=torch.from_numpy(np.concatenate([one[where - 1] for one, where in at])),
+            target_places=torch.from_numpy(np.concatenate([one[where] for one, where in at])),
+        )
+
+    def predicted_once(self) -> tuple[PackedSequences, Int[Tensor, " M"]]:
+        """The same with each token to be predicted once, and which of them each of the `M` is."""
+        once, which = self.target_places.unique(return_inverse=True)
+        before = torch.empty_like(once).scatter_(0, which, self.before_targets)
+        return replace(self, before_targets=before, target_places=once), which
+
+    def to(self, device: torch.device) -> PackedSequences:
+        """The same for a forward on a device."""
+        if device.type == "cpu":
+            return self
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in ("ids", "position_ids", "before_targets", "target_places")
+        }
+        return replace(self, on_gpu=self.paths(device) if device.type == "cuda" else None, **moved)
+
+    def paths(self, device: torch.device) -> Paths:
+        """The paths of all branches, on a device."""
+        own = [branch.num_tokens for branch in self.branches]
+        whole = [branch.path_tokens for branch in self.branches]
+        own_starts, starts = ([0, *accumulate(lengths)] for lengths in (own, whole))
+        along = [
+            torch.arange(own_starts[other], own_starts[other] + count)
+            for i, branch in enumerate(self.branches)
+            for other, count in (*branch.before, (i, branch.num_tokens))
+        ]
+        return Paths(
+            own_starts=torch.tensor(own_starts, dtype=torch.int32).to(device),
+            starts=torch.tensor(starts, dtype=torch.int32).to(device),
+            longest_own=max(own),
+            longest=max(whole),
+            places=None if own == whole else torch.cat(along).to(device),
+        )
 
     @property
     def targets(self) -> Int[Tensor, " M"]:
         """The tokens to be predicted."""
-        return self.ids[self.before_targets + 1]
+        return self.ids[self.target_places]
 
-    @property
-    def starts(self) -> Int[Tensor, " starts"]:
-        """Where each sequence begins, and T behind the last: int32."""
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+    def bias(self, branch: int, window: int | None, like: Tensor) -> Float[Tensor, "n path"]:
+        """0 where a branch's own tokens see those of its path, -inf elsewhere; one tensor for all layers."""
+        found = self._biases.get((branch, window))
+        if found is None:
+            own, path = self.branches[branch].num_tokens, self.branches[branch].path_tokens
+            start = torch.full((1,), path - own, device=like.device)
+            seen = chain_visibility(start, own, path, window=window)[0]
+            found = like.new_zeros(seen.shape).masked_fill_(~seen, NEG_INF)
+            self._biases[branch, window] = found
+        return found
+
+
+def neighbours(sequences: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
+    """An order in which sequences that begin alike follow each other, and the tokens that each shares with the last."""
+    # big-endian bytes sort as the ids do
+    order = sorted(range(len(sequences)), key=lambda i: np.asarray(sequences[i], dtype=">i8").tobytes())
+    pairs = pairwise([sequences[index] for index in order])
+    return order, [0, *(_num_shared(one, next_one) for one, next_one in pairs)][: len(order)]
+
+
+def _num_shared(one: np.ndarray, other: np.ndarray) -> int:
+    shorter = min(len(one), len(other))
+    differ = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differ[0]) if len(differ) else shorter
+
+
+def num_unique(sequences: Sequence[np.ndarray]) -> int:
+    """Tokens of a tree of sequences."""
+    return sum(len(sequence) for sequence in sequences) - sum(neighbours(sequences)[1])
+
+
+def _first_tokens(path: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    ends = accumulate(count for _, count in path)
+    kept = [(branch, min(count, most - end + count)) for (branch, count), end in zip(path, ends, strict=True)]
+    return [(branch, count) for branch, count in kept if count > 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +220,50 @@ def share_rows(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def shared_packs(lengths: Sequence[int], max_tokens: int, trainers: OneTrainer) -> list[Pack]:
-    """This trainer's share of some rows (the same ones for all trainers), as many packs as any trainer has.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bundle:
+    items: list[int]
+    num_tokens: int
 
-    Forwards are collective where weights are shards: who has fewer computes the shortest row for nothing.
+
+def _bundles(items: Sequence[Sequence[np.ndarray]], max_tokens: int) -> list[_Bundle]:
+    """Items whose first sequences begin alike, as many together as fit into `max_tokens`."""
+    order, shared = neighbours([item[0] for item in items])
+    sizes = [num_unique(items[index]) for index in order]
+
+    def split(first: int, stop: int) -> list[_Bundle]:
+        least = min(shared[first + 1 : stop], default=0)
+        num_tokens = sum(sizes[first:stop]) - sum(shared[first + 1 : stop])
+        if stop - first == 1 or (least and num_tokens <= max_tokens):
+            return [_Bundle(items=order[first:stop], num_tokens=num_tokens)]
+        cuts = [first, *(i for i in range(first + 1, stop) if shared[i] == least), stop]
+        found: list[_Bundle] = []
+        for bundle in (bundle for cut in pairwise(cuts) for bundle in split(*cut)):
+            together = found[-1].num_tokens + bundle.num_tokens - least if found and least else max_tokens + 1
+            if together <= max_tokens:
+                bundle = _Bundle(items=found.pop().items + bundle.items, num_tokens=together)
+            found.append(bundle)
+        return found
+
+    return sorted(split(0, len(order)), key=lambda bundle: min(bundle.items)) if items else []
+
+
+def shared_packs(items: Sequence[Sequence[np.ndarray]], max_tokens: int, trainers: OneTrainer) -> list[Pack]:
+    """This trainer's share of some items (the same ones for all trainers), as many packs as any trainer has.
+
+    An item is sequences that are computed together. Those that begin alike come together, and a pack is filled by the
+    tokens of its tree. Forwards are collective where weights are shards: who has fewer computes the shortest item for
+    nothing.
     """
+    total = num_unique([item[0] for item in items]) if trainers.size > 1 else 0
+    bundles = _bundles(items, min(max_tokens, -(-total // trainers.size)) if total else max_tokens)
+    sizes = [bundle.num_tokens for bundle in bundles]
     packs = [
-        [[share[i] for i in pack] for pack in pack_tokens([lengths[i] for i in share], max_tokens)]
-        for share in share_rows(lengths, trainers.size)
+        [[share[i] for i in pack] for pack in pack_tokens([sizes[i] for i in share], max_tokens)]
+        for share in share_rows(sizes, trainers.size)
     ]
-    mine = [Pack(rows=pack) for pack in packs[trainers.rank]]
-    shortest = min(range(len(lengths)), key=lambda i: (lengths[i], i), default=0)
+    mine = [Pack(rows=[row for i in pack for row in bundles[i].items]) for pack in packs[trainers.rank]]
+    shortest = min(range(len(items)), key=lambda i: (num_unique(items[i]), i), default=0)
     filler = Pack(rows=[shortest], is_filler=True)
     return mine + [filler] * (max(len(one) for one in packs) - len(mine))
 

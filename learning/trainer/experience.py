@@ -42,18 +42,15 @@ class Experience:
     truncated: Bool[Tensor, " B"]
     "responses that the limit of new tokens cut off"
 
+    def sequence(self, row: int) -> Int[np.ndarray, " length"]:
+        """A sample's prompt and response."""
+        return self.ids[row, : self.lengths[row]].numpy()
+
     def packed(self, rows: Sequence[int]) -> PackedSequences:
-        """Some samples without padding, in this order; their sampled tokens are to be predicted."""
-        lengths = tuple(self.lengths[row] for row in rows)
-        before = [
-            torch.nn.functional.pad(self.where[row, : length - 1], (0, 1))
-            for row, length in zip(rows, lengths, strict=True)
-        ]
-        return PackedSequences(
-            ids=torch.cat([self.ids[row, :length] for row, length in zip(rows, lengths, strict=True)]),
-            position_ids=torch.cat([torch.arange(length) for length in lengths]),
-            lengths=lengths,
-            before_targets=torch.cat(before).nonzero().squeeze(-1),
+        """Some samples as a tree; their sampled tokens are to be predicted, sample by sample in this order."""
+        return PackedSequences.of(
+            [self.sequence(row) for row in rows],
+            [np.append(False, self.where[row, : self.lengths[row] - 1].numpy()) for row in rows],
         )
 
     @property

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
@@ -163,7 +165,7 @@ class Learner(Trainer):
         for observer in self.observers:
             observer.begin()
         steps_before = self.num_steps
-        for rows in self._minibatches(len(experience.lengths), generator):
+        for rows in self._minibatches(experience.group_ids, generator):
             self._take_minibatch(objective, rows)
         odd = not_finite(self.trainers.held(self.model))
         self.trainers.agree(
@@ -232,11 +234,16 @@ class Learner(Trainer):
         if objective.targets.engine is not None and norm > 0.0:
             objective.targets.engine.changed()
 
-    def _minibatches(self, num_samples: int, generator: torch.Generator) -> Iterator[list[int]]:
-        """Of equal size up to one sample: a small last one would step as far as a whole one."""
-        num_minibatches = -(-num_samples // self.trainer.minibatch_size)
+    def _minibatches(self, group_ids: Int[Tensor, " B"], generator: torch.Generator) -> Iterator[list[int]]:
+        """Of equal size up to one sample: a small last one would step as far as a whole one.
+
+        Groups are in random order, the samples of each behind one another: what they share is computed once.
+        """
+        groups, group_of = group_ids.unique(return_inverse=True)
+        num_minibatches = -(-len(group_ids) // self.trainer.minibatch_size)
         for _ in range(self.trainer.epochs):
-            order = torch.randperm(num_samples, generator=generator)
+            place = torch.randperm(len(groups), generator=generator).argsort()
+            order = place[group_of].argsort(stable=True)
             for rows in order.tensor_split(num_minibatches):
                 yield sorted(rows.tolist())
 

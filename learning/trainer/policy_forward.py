@@ -23,7 +23,7 @@ from rlhfspec.learning.trainer.batching import Pack, PackedSequences, shared_pac
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer
 from rlhfspec.learning.trainer.experience import Experience
 from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.training_forward import response_logits, token_statistics
+from rlhfspec.learning.trainer.training_forward import response_logits, response_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,7 @@ class PolicyForward:
     def packs(self, rows: Sequence[int], experience: Experience) -> list[Pack]:
         """This trainer's share of some rows (the same ones for all trainers), as many packs as any trainer has."""
         rows = list(rows)
-        lengths = [experience.lengths[row] for row in rows]
-        packs = shared_packs(lengths, self.max_tokens, self.trainers)
+        packs = shared_packs([[experience.sequence(row)] for row in rows], self.max_tokens, self.trainers)
         return [Pack(rows=[rows[i] for i in pack.rows], is_filler=pack.is_filler) for pack in packs]
 
     def logits(
@@ -72,6 +71,29 @@ class PolicyForward:
             compute_dtype=self.compute_dtype,
             with_logits=with_logits,
             keeps_casts=not self.trainers.is_sharded,
+        )
+
+    def statistics(
+        self,
+        model: PreTrainedModel,
+        packed: PackedSequences,
+        *,
+        entropy: bool,
+        logits: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Log-probabilities [M] of the pack's targets, entropies [M] and the states [M, H] that predict them.
+
+        `logits`: a list that gets the logits too, [M, V], without a gradient.
+        """
+        return response_statistics(
+            model,
+            packed,
+            self.vocab_size,
+            self.temperature,
+            entropy=entropy,
+            compute_dtype=self.compute_dtype,
+            keeps_casts=not self.trainers.is_sharded,
+            logits=logits,
         )
 
     def rows_of(self, rows: Sequence[int], experience: Experience) -> list[int]:
@@ -100,14 +122,13 @@ class PolicyForward:
         places, states = [], []
         for pack in self.packs(rows, experience):
             packed = experience.packed(pack.rows)
-            logits, hidden = self.logits(model, packed, with_logits=with_logprobs)
             here = place[pack.rows][experience.mask[pack.rows]]
             if with_logprobs:
-                flat, _ = token_statistics(
-                    logits, packed.targets.to(logits.device), self.temperature, entropy=False
-                )
+                flat, _, hidden = self.statistics(model, packed, entropy=False)
                 if not pack.is_filler:
-                    logprobs[here] = flat.cpu()
+                    logprobs[here] = flat.float().cpu()
+            else:
+                _, hidden = self.logits(model, packed, with_logits=False)
             if with_states:
                 empty = pack.is_filler
                 places.append(here[:0] if empty else here)

@@ -1,8 +1,8 @@
 """One training forward: logits and last hidden states of packed sequences, at chosen positions only, in which types.
 
 Works on any Hugging Face causal LM that takes a registered attention function: a hook before the output head keeps
-just the rows that are asked for, so the [tokens, vocabulary] matrix is never larger than the responses, and what the
-model does behind its head (soft-capping, scaling) stays as it is.
+just the rows that are asked for. Their log-probabilities are computed by chunks in the head's place, so that a large
+vocabulary costs a chunk's memory; or from whole logits, where something comes behind the head or reads them.
 
 A bfloat16 weight has 8 significant bits: a step of less than 1/512 of it rounds to nothing, so at usual learning
 rates most weights would never move. The optimizer therefore steps float32 weights, and `torch.autocast` rounds
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int
@@ -43,34 +44,128 @@ def response_logits(
 
     Logits are those of the first `vocab_size` ids, as in the engine: padded ids take no part. L is M, and 0 without
     `with_logits`: the head computes nothing then. Products are computed in `compute_dtype` (`keeps_casts`:
-    see `autocast`). A model whose attention is not ours (`prepare_for_training`) builds a mask
-    of its own from the position ids, and gives the same.
-    Raises ModelError when the model has no output head to be asked.
+    see `autocast`).
+    Raises ModelError when the model has no output head to be asked, or attention that knows no trees.
     """
+    there = packed.to(model.device)
+    kept: list[Tensor] = []
+
+    def keep_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        kept.append(args[0][0, there.before_targets])
+        return (kept[0][None] if with_logits else kept[0][None, :0],)
+
+    handle = _head_of(model).register_forward_pre_hook(keep_rows)
+    try:
+        logits = _forward(model, there, compute_dtype, keeps_casts)
+    finally:
+        handle.remove()
+    return logits[0, :, :vocab_size], kept[0]
+
+
+def response_statistics(
+    model: PreTrainedModel,
+    packed: PackedSequences,
+    vocab_size: int,
+    temperature: float,
+    *,
+    entropy: bool,
+    compute_dtype: torch.dtype = torch.float32,
+    keeps_casts: bool = True,
+    logits: list[Tensor] | None = None,
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None, Float[Tensor, "M H"]]:
+    """`token_statistics` of `packed.targets` and the states that predict them, without their logits at once.
+
+    `logits`: a list that gets them whole all the same, [M, V], without a gradient; it changes nothing else.
+    What several sequences have in common is predicted once. Behind a head that has a bias, adapters, or something that
+    the model does to its logits (soft-capping, scaling), they are computed whole: the chunks are of a bare product.
+    Other arguments and errors as of `response_logits`.
+    """
+    head = _head_of(model)
+    if model in _WHOLE_LOGITS or not isinstance(head, nn.Linear) or head.bias is not None:
+        whole, states = response_logits(
+            model, packed, vocab_size, compute_dtype=compute_dtype, keeps_casts=keeps_casts
+        )
+        if logits is not None:
+            logits.append(whole.detach())
+        ids = packed.targets.to(whole.device)
+        return *token_statistics(whole, ids, temperature, entropy=entropy), states
+    once, of_target = packed.predicted_once()
+    there = once.to(model.device)
+    kept: list[Tensor] = []
+    chunks: list[Tensor] | None = None if logits is None else []
+
+    def keep_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        kept.append(args[0][0, there.before_targets])
+        return (kept[0][None, :0],)
+
+    def value(module: nn.Module, _: Any, __: Any) -> Tensor:
+        product = _products_in(kept[0], compute_dtype)
+        # leaves by the model's output, which is where shards of weights are waited for in the backward pass
+        kept.append(
+            torch.stack(
+                _HeadStatistics.apply(
+                    kept[0], module.weight, there.targets, vocab_size, product, temperature, entropy, chunks
+                ),
+                dim=-1,
+            )[None]
+        )
+        return kept[1]
+
+    # before shards of the head are given back
+    handles = [head.register_forward_pre_hook(keep_rows), head.register_forward_hook(value, prepend=True)]
+    try:
+        found = _forward(model, there, compute_dtype, keeps_casts)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if found is not kept[1]:
+        _WHOLE_LOGITS.add(model)
+        return response_statistics(
+            model,
+            packed,
+            vocab_size,
+            temperature,
+            entropy=entropy,
+            compute_dtype=compute_dtype,
+            keeps_casts=keeps_casts,
+            logits=logits,
+        )
+    of_target = of_target.to(found.device)
+    if logits is not None and chunks:
+        logits.append(torch.cat(chunks)[of_target])
+    logprobs, entropies = found[0, of_target].unbind(-1)
+    return logprobs, entropies if entropy else None, kept[0][of_target]
+
+
+_WHOLE_LOGITS: WeakSet[PreTrainedModel] = WeakSet()
+"Models that do something behind their heads."
+
+
+def _head_of(model: PreTrainedModel) -> nn.Module:
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise ModelError(
+            f"{type(model).__name__} attends by '{model.config._attn_implementation}', which would see the tokens of "
+            "other sequences in a pack; expected a model that went through prepare_for_training"
+        )
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise ModelError(f"{type(model).__name__} has no output head; expected a causal language model")
-    kept: list[Tensor] = []
-    before_targets = packed.before_targets.to(model.device)
+    return head
 
-    def keep_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        kept.append(args[0][0, before_targets])
-        return (kept[0][None] if with_logits else kept[0][None, :0],)
 
-    handle = head.register_forward_pre_hook(keep_rows)
-    try:
-        with autocast(model.device, compute_dtype, keeps_casts=keeps_casts):
-            logits = model(
-                input_ids=packed.ids[None].to(model.device),
-                position_ids=packed.position_ids[None].to(model.device),
-                sequence_lengths=packed.lengths,
-                sequence_starts=packed.starts.to(model.device) if model.device.type == "cuda" else None,
-                use_cache=False,
-            ).logits
-    finally:
-        handle.remove()
+def _forward(
+    model: PreTrainedModel, there: PackedSequences, compute_dtype: torch.dtype, keeps_casts: bool
+) -> Tensor:
+    with autocast(model.device, compute_dtype, keeps_casts=keeps_casts):
+        logits = model(
+            input_ids=there.ids[None], position_ids=there.position_ids[None], packed=there, use_cache=False
+        ).logits
     note_forward()
-    return logits[0, :, :vocab_size], kept[0]
+    return logits
+
+
+def _products_in(states: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
+    return states.dtype if compute_dtype == torch.float32 else compute_dtype
 
 
 def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
@@ -102,6 +197,10 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
 _CPU_VALUES = 1 << 18
 "Of logits at once: a megabyte of float32."
 _GPU_VALUES = 1 << 26
+_PRODUCT_VALUES = 1 << 23
+"Of logits of one product with the head, on a CPU: enough rows to read the weights once for all of them."
+_KEPT_VALUES = 1 << 26
+"Of logits of one pack that its backward pass finds again; those beyond are computed anew."
 
 
 def token_statistics(
@@ -127,36 +226,106 @@ class _TokenStatistics(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        logprobs = logits.new_empty(len(logits), dtype=torch.float32)
-        entropies = torch.zeros_like(logprobs)
-        for rows in _chunks(logits):
-            whole = torch.log_softmax(scaled_logits(logits[rows], temperature), dim=-1)
-            logprobs[rows] = whole.gather(-1, token_ids[rows, None]).squeeze(-1)
-            if entropy:
-                entropies[rows] = _entropy(whole)
         ctx.save_for_backward(logits, token_ids)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return _values(logits, token_ids, temperature, entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        of_logprob, of_entropy = grads
         logits, token_ids = ctx.saved_tensors
-        out = torch.zeros_like(logits)
-        for rows in _chunks(logits):
-            whole = torch.log_softmax(scaled_logits(logits[rows], ctx.temperature), dim=-1)
-            probs = whole.exp()
-            grad = torch.zeros_like(probs)
-            if of_entropy is not None:
-                # dH/dz = -p (log p + H); a masked-out token has p = 0
-                finite = whole.clamp_min(torch.finfo(torch.float32).min)
-                grad -= of_entropy[rows, None] * probs * (finite + _entropy(whole)[:, None])
-            if of_logprob is not None:
-                grad -= of_logprob[rows, None] * probs
-                grad.scatter_add_(-1, token_ids[rows, None], of_logprob[rows, None])
-            out[rows] = (grad if ctx.temperature in (0.0, 1.0) else grad / ctx.temperature).to(out.dtype)
-        return out, None, None, None
+        return _gradient(logits, token_ids, ctx.temperature, *grads), None, None, None
+
+
+class _HeadStatistics(torch.autograd.Function):
+    """The same of the product of states [N, H] and a head's weight [V, H], of which only a part is there at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        token_ids: Tensor,
+        vocab_size: int,
+        dtype: torch.dtype,
+        temperature: float,
+        entropy: bool,
+        seen: list[Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        left, right = states.to(dtype), weight[:vocab_size].to(dtype)
+        kept, found = [], []
+        for rows in _row_chunks(len(states), vocab_size, _PRODUCT_VALUES, states.device):
+            logits = left[rows] @ right.T
+            found.append(_values(logits, token_ids[rows], temperature, entropy))
+            if seen is not None:
+                seen.append(logits)
+            if any(ctx.needs_input_grad[:2]) and rows.stop * vocab_size <= _KEPT_VALUES:
+                kept.append(logits)
+        ctx.save_for_backward(states, weight, token_ids, *kept)
+        ctx.settings = vocab_size, dtype, temperature
+        ctx.set_materialize_grads(False)
+        if not found:
+            nothing = states.new_zeros(0, dtype=torch.promote_types(dtype, torch.float32))
+            return nothing, nothing.clone()
+        logprobs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        states, weight, token_ids, *kept = ctx.saved_tensors
+        vocab_size, dtype, temperature = ctx.settings
+        left, right = states.to(dtype), weight[:vocab_size].to(dtype)
+        of_states, of_weight = (
+            torch.zeros_like(one) if is_needed else None
+            for one, is_needed in zip((states, weight), ctx.needs_input_grad, strict=False)
+        )
+        for i, rows in enumerate(_row_chunks(len(states), vocab_size, _PRODUCT_VALUES, states.device)):
+            logits = kept[i] if i < len(kept) else left[rows] @ right.T
+            parts = [None if one is None else one[rows] for one in grads]
+            grad = _gradient(logits, token_ids[rows], temperature, *parts)
+            if of_states is not None:
+                of_states[rows] = (grad @ right).to(of_states.dtype)
+            if of_weight is None:
+                continue
+            if dtype == of_weight.dtype:
+                of_weight[:vocab_size].addmm_(grad.T, left[rows])
+            else:
+                of_weight[:vocab_size] += grad.T @ left[rows]
+        return of_states, of_weight, None, None, None, None, None, None
+
+
+def _values(logits: Tensor, token_ids: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    logprobs = scaled_logits(logits[:, 0], 1.0).clone()
+    entropies = torch.zeros_like(logprobs)
+    for rows in _chunks(logits):
+        whole = torch.log_softmax(scaled_logits(logits[rows], temperature), dim=-1)
+        logprobs[rows] = whole.gather(-1, token_ids[rows, None]).squeeze(-1)
+        if entropy:
+            entropies[rows] = _entropy(whole)
+    return logprobs, entropies
+
+
+def _gradient(
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: float,
+    of_logprob: Tensor | None,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    out = torch.zeros_like(logits)
+    for rows in _chunks(logits):
+        whole = torch.log_softmax(scaled_logits(logits[rows], temperature), dim=-1)
+        probs = whole.exp()
+        grad = torch.zeros_like(probs)
+        if of_entropy is not None:
+            # dH/dz = -p (log p + H); a masked-out token has p = 0
+            finite = whole.clamp_min(torch.finfo(torch.float32).min)
+            grad -= of_entropy[rows, None] * probs * (finite + _entropy(whole)[:, None])
+        if of_logprob is not None:
+            grad -= of_logprob[rows, None] * probs
+            grad.scatter_add_(-1, token_ids[rows, None], of_logprob[rows, None])
+        out[rows] = (grad if temperature in (0.0, 1.0) else grad / temperature).to(out.dtype)
+    return out
 
 
 def _entropy(logprobs: Tensor) -> Tensor:
@@ -166,10 +335,13 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     """Rows whose logits fit into the cache; the result does not depend on them."""
-    values = _CPU_VALUES if logits.device.type == "cpu" else _GPU_VALUES
-    step = max(1, values // max(logits.shape[1], 1))
-    for start in range(0, len(logits), step):
-        yield slice(start, start + step)
+    return _row_chunks(logits.shape[0], logits.shape[1], _CPU_VALUES, logits.device)
+
+
+def _row_chunks(num_rows: int, width: int, cpu_values: int, device: torch.device) -> Iterator[slice]:
+    step = max(1, (cpu_values if device.type == "cpu" else _GPU_VALUES) // max(width, 1))
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
 
 
 def compute_dtype_on(device: torch.device, published: torch.dtype) -> torch.dtype:

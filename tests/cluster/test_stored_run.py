@@ -1,6 +1,8 @@
 """A run that earlier code left behind: its samples are generated again to the bit, and its state is gone on with.
 
-Made at bc7e50d: GRPO on a tiny pair, three iterations, of which the state after two and all rollouts are kept.
+Made at bc7e50d: GRPO on a tiny pair, three iterations, of which the state after two and all rollouts are kept. The
+weights after the third are those that its state was gone on to since groups stay together in minibatches and are
+computed as trees: float32 adds up in another order.
 """
 
 from __future__ import annotations

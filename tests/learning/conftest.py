@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from rlhfspec.core.records import Completion, FinishReason, Prompt, Reward, Rollout, SampleKey, WeightSpan
 from rlhfspec.engine.decoding.logprobs import token_logprobs
 from rlhfspec.learning.objectives.policy import SeenLogits
-from rlhfspec.learning.objectives.supervised_objectives import packed_sequences
+from rlhfspec.learning.trainer.batching import PackedSequences
 from tests.helpers.cuda_layouts import cuda_attention_layout
 
 
@@ -28,7 +28,7 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
 
 def seen_logits(sample_indices, lengths, scaled) -> SeenLogits:
     """For an observer that does not ask which tokens they predict."""
-    return SeenLogits(sample_indices, lengths, scaled, packed_sequences([np.array([1, 2])]))
+    return SeenLogits(sample_indices, lengths, scaled, PackedSequences.of([np.array([1, 2])]))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from rlhfspec.learning.drafts.soft_targets import whole_kl
 from rlhfspec.learning.models.demo_pair import sample_responses
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.training_forward import response_logits
+from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
 from tests.learning.conftest import tiny_model
 
 TEMPERATURE = 0.8
@@ -69,6 +69,7 @@ def sampled(make_rollouts, num=24, *, seed=0):
 def logits_at(model, rollouts):
     """Logits over the temperature at all response tokens, by a forward of its own."""
     packed = collate(rollouts, pad_token_id=0).packed(range(len(rollouts)))
+    prepare_for_training(model, gradient_checkpointing=False)
     return Categorical(logits=scaled_logits(response_logits(model, packed, 19)[0], TEMPERATURE))
 
 

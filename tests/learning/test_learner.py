@@ -372,12 +372,16 @@ def test_a_response_that_was_cut_is_not_blamed_for_ending(make_learner, make_rol
     assert float(seen["bootstrap"].abs().max()) == approx(0.0, abs=1e-5)
 
 
-def test_minibatches_are_of_equal_size(make_learner, make_rollouts):
+def test_minibatches_are_of_equal_size_and_groups_stay_together(make_learner):
     learner = make_learner(trainer=TRAINER.model_copy(update={"minibatch_size": 4, "epochs": 1}))
     generator = torch.Generator().manual_seed(0)
-    parts = list(learner._minibatches(9, generator))
+    parts = list(learner._minibatches(torch.arange(9), generator))
     assert sorted(len(part) for part in parts) == [3, 3, 3]
     assert sorted(row for part in parts for row in part) == list(range(9))
+    assert parts != [[0, 1, 2], [3, 4, 5], [6, 7, 8]], "in random order"
+    groups = torch.tensor([7, 7, 3, 3, 9, 9, 4, 4])
+    parts = list(learner._minibatches(groups, generator))
+    assert len(parts) == 2 and all(len(groups[part].unique()) == 2 for part in parts)
 
 
 def test_steered_coefficients_are_part_of_what_is_resumed(make_model, make_learner, make_rollouts, tmp_path):

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.records import Rollout
 from rlhfspec.engine.weights.chunks import load_into, pack_weights, unpack_weights
+from rlhfspec.learning.trainer import training_forward
 from rlhfspec.learning.trainer.finished_model import PublishedForm
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.policy_forward import PolicyForward
 from rlhfspec.learning.trainer.training_forward import token_statistics
 from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, backward, without_a_driver
 
@@ -30,7 +30,9 @@ READS = {
 }
 "What an update reads on the host, by who reads it."
 UPLOADS = {
-    "learning/trainer/training_forward:response_logits",
+    "learning/trainer/batching:PackedSequences.to",
+    "learning/trainer/batching:PackedSequences.paths",
+    "learning/trainer/training_forward:response_statistics",
     "learning/trainer/policy_forward:PolicyForward.values",
     "learning/trainer/policy_forward:OwnStates.in_order",
     "learning/objectives/policy:PolicyBatch.loss",
@@ -78,14 +80,13 @@ def test_an_update_keeps_to_the_device_and_reads_what_is_known(
     kind: str,
 ) -> None:
     rollouts, computed_in = make_rollouts(make_model()), set()
-    inner = PolicyForward.logits
+    inner = training_forward._products_in
 
-    def logits(self: PolicyForward, *args: Any, **settings: Any) -> Any:
-        out = inner(self, *args, **settings)
-        computed_in.add(out[1].dtype if out[0] is None else out[0].dtype)
-        return out
+    def products_in(*args: Any) -> torch.dtype:
+        computed_in.add(found := inner(*args))
+        return found
 
-    monkeypatch.setattr(PolicyForward, "logits", logits)
+    monkeypatch.setattr(training_forward, "_products_in", products_in)
     with PretendedCuda() as seen:
         learner = learner_of(make_model(), kind)
         seen.forget()

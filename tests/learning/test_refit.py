@@ -17,7 +17,7 @@ from rlhfspec.learning.drafts.refit import DraftRefitter, distillation_batches
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.models.demo_pair import sample_responses
 from rlhfspec.learning.trainer.experience import collate
-from rlhfspec.learning.trainer.training_forward import response_logits
+from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
 from tests.learning.conftest import seen_logits, tiny_model
 
 TOKEN_S = 0.01
@@ -79,6 +79,7 @@ def sampled_rollouts(model, make_rollouts, num: int, *, seed: int = 0):
 
 def targets_of(model, rollouts, *, num_tokens: int = 8, temperature: float = 1.0) -> SoftTargetStore:
     experience = collate(rollouts, pad_token_id=0)
+    prepare_for_training(model, gradient_checkpointing=False)
     logits, _ = response_logits(model, experience.packed(range(len(experience.lengths))), 19)
     store = SoftTargetStore(num_tokens)
     lengths = experience.mask.sum(1).tolist()
@@ -92,6 +93,8 @@ def targets_of(model, rollouts, *, num_tokens: int = 8, temperature: float = 1.0
 def kl_and_overlap(target, draft, rollouts) -> tuple[float, float]:
     """Mean KL(target || draft) and mean sum of min(p, q), which is speculative sampling's acceptance rate."""
     experience = collate(rollouts, pad_token_id=0)
+    for model in (target, draft):
+        prepare_for_training(model, gradient_checkpointing=False)
     p, q = (
         torch.log_softmax(
             response_logits(model, experience.packed(range(len(experience.lengths))), 19)[0], dim=-1
@@ -243,6 +246,7 @@ def test_one_sample_leaves_nothing_to_judge_by(make_refitter, make_rollouts):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_divergence_is_taken_at_the_response_tokens_and_under_the_temperature(make_rollouts, temperature):
     target, draft = tiny_model(0), tiny_model(1)
+    prepare_for_training(draft, gradient_checkpointing=False)
     rollouts = make_rollouts(target, 4, temperature=temperature)
     store = targets_of(target, rollouts, num_tokens=19, temperature=temperature)
     for soft_targets in (None, store):

@@ -15,7 +15,7 @@ from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targ
 from rlhfspec.learning.objectives.padded_batches import distillation_loss
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.training_forward import response_logits
+from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
 from tests.learning.conftest import seen_logits, tiny_model
 
 
@@ -98,7 +98,9 @@ def test_keeping_soft_targets_changes_no_parameter_of_the_learner(make_model, ma
     assert all(torch.equal(a, b) for a, b in pairs)
     # two minibatches: the targets of the first one are the initial policy's
     experience = collate(rollouts, pad_token_id=0)
-    logits, _ = response_logits(make_model(), experience.packed(range(len(experience.lengths))), 19)
+    model = make_model()
+    prepare_for_training(model, gradient_checkpointing=False)
+    logits, _ = response_logits(model, experience.packed(range(len(experience.lengths))), 19)
     targets = store.of(experience.sample_indices)
     assert targets is not None and targets.logprobs.shape == (experience.num_tokens, 19)
     expected = torch.log_softmax(scaled_logits(logits, 0.7), dim=-1).gather(-1, targets.token_ids.long())
@@ -138,5 +140,6 @@ def test_a_draft_s_divergence_is_finite_where_the_target_said_what_it_lacks(make
                 seen_logits([rollout.completion.key.sample_index], [length], torch.randn(length, 19))
             )
     data = distillation_batches(rollouts, soft_targets=store, max_tokens=64, pad_token_id=0)
+    prepare_for_training(draft, gradient_checkpointing=False)
     divergence = data.divergence(draft, [0, 1], temperature=1.0, vocab_size=19)
     assert torch.isfinite(divergence).all() and divergence.abs().max() < 100.0

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -45,7 +46,11 @@ def new_model(family: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_sequence_gets_the_logits_it_gets_alone(family, make_model, make_rollouts):
-    experience = collate(make_rollouts(make_model(), 6), pad_token_id=0)
+    rng = np.random.default_rng(0)
+    prompt, begun = rng.integers(2, 19, size=6), rng.integers(2, 19, size=3)
+    pairs = [(prompt, np.append(begun, rng.integers(2, 19, size=i))) for i in range(4)]
+    pairs += [(rng.integers(2, 19, size=4), begun) for _ in range(2)]
+    experience = collate(make_rollouts(make_model(), 6, pairs=pairs), pad_token_id=0)
     model = new_model(family)
     rows = [3, 0, 5, 1]
     alone = []
@@ -58,6 +63,7 @@ def test_every_sequence_gets_the_logits_it_gets_alone(family, make_model, make_r
         packed = experience.packed(rows)
         together, hidden = response_logits(model, packed, 19)
         none, alike = response_logits(model, packed, 19, with_logits=False)
+    assert len(packed.ids) < sum(experience.lengths[row] for row in rows)
     assert torch.allclose(together, torch.cat(alone), atol=2e-5)
     assert hidden.shape == (len(packed.targets), 32)
     assert none.shape == (0, 19)

@@ -2,11 +2,23 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rlhfspec.engine.decoding.logprobs import token_logprobs
-from rlhfspec.learning.trainer.training_forward import token_statistics
+from rlhfspec.learning.trainer import training_forward
+from rlhfspec.learning.trainer.batching import PackedSequences
+from rlhfspec.learning.trainer.training_forward import (
+    prepare_for_training,
+    response_logits,
+    response_statistics,
+    token_statistics,
+)
+from tests.helpers.tiny_llama import SIZES
 
 
 def plain_entropy(logits, temperature):
@@ -53,3 +65,69 @@ def test_bfloat16_logits_give_float32_values_and_bfloat16_gradients():
     assert entropy is None and logprobs.dtype == torch.float32
     assert torch.equal(logprobs, token_logprobs(logits, ids, 1.0))
     assert logits.grad.dtype == torch.bfloat16
+
+
+BEHIND_THE_HEAD = {
+    "llama": {},
+    "gemma2": {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    "cohere": {"logit_scale": 0.3, "use_qk_norm": False},
+    "granite": {"logits_scaling": 4.0},
+    "phi": {"hidden_act": "gelu"},
+}
+"Nothing, soft caps, a factor, a divisor, a bias."
+
+
+@pytest.mark.parametrize("kept", [0, 60, 1 << 20])
+@pytest.mark.parametrize("family", BEHIND_THE_HEAD)
+def test_by_chunks_of_the_heads_product_all_is_as_with_whole_logits(family, kept, monkeypatch):
+    """Of float64; the last ids are padding of the vocabulary, the pack is a tree, all its tokens are predicted."""
+    monkeypatch.setattr(training_forward, "_PRODUCT_VALUES", 40)
+    monkeypatch.setattr(training_forward, "_KEPT_VALUES", kept)
+    settings = {key: value for key, value in SIZES.items() if key != "bos_token_id"}
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**settings | {"initializer_range": 0.3} | BEHIND_THE_HEAD[family])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prepare_for_training(model, gradient_checkpointing=False)
+    model.double()
+    sequences = [np.array(one) for one in ([3, 4, 5, 6], [3, 4, 7], [3, 4, 5, 6], [9, 3], [3, 4])]
+    packed = PackedSequences.of(sequences, [np.arange(len(one)) > 0 for one in sequences])
+    weight = torch.rand(2, len(packed.targets), dtype=torch.float64)
+
+    def result(logprobs, entropy, states):
+        (weight[0] * logprobs + weight[1] * entropy).sum().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        return [logprobs, entropy, states, *gradients]
+
+    logits, states = response_logits(model, packed, 17)
+    whole = result(*token_statistics(logits, packed.targets, 0.7, entropy=True), states)
+    again: list[torch.Tensor] = []
+    chunked = result(*response_statistics(model, packed, 17, 0.7, entropy=True, logits=again))
+    torch.testing.assert_close(again[0], logits, rtol=0, atol=1e-10)
+    assert len(whole) == len(chunked)
+    for one, other in zip(chunked, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert (model in training_forward._WHOLE_LOGITS) == (family in ("gemma2", "cohere", "granite"))
+
+
+def test_no_logits_of_a_pack_are_there_at_once(monkeypatch):
+    """Of a large vocabulary a chunk's are the largest tensor that is made, forward and backward."""
+    monkeypatch.setattr(training_forward, "_KEPT_VALUES", 0)
+    states = torch.randn(300, 8, requires_grad=True)
+    weight = torch.randn(1 << 17, 8)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            found = func(*args, **(kwargs or {}))
+            made = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
+            largest = max([largest, *(one.numel() for one in made)])
+            return found
+
+    with Sizes():
+        values = training_forward._HeadStatistics.apply(
+            states, weight, torch.arange(300), 1 << 17, torch.float32, 1.0, False, None
+        )
+        values[0].sum().backward()
+    assert training_forward._PRODUCT_VALUES == largest < 300 * (1 << 17)

@@ -8,8 +8,9 @@ from transformers.optimization import get_scheduler
 
 from rlhfspec.core.errors import ConfigError, NotFiniteError
 from rlhfspec.core.settings.trainer import LoraConfig
-from rlhfspec.learning.objectives.supervised_objectives import bradley_terry_loss, packed_sequences
+from rlhfspec.learning.objectives.supervised_objectives import bradley_terry_loss
 from rlhfspec.learning.rewards.reward_head import packed_scores, scored_places
+from rlhfspec.learning.trainer.batching import PackedSequences
 
 
 def dense_token_loss(model, items):
@@ -62,9 +63,9 @@ def test_gradient_checkpointing_changes_nothing():
 def test_a_packed_score_is_the_model_s_own_even_where_the_end_token_is_the_padding():
     model = tiny("reward")
     sequences = [np.array([5, 6, 7]), np.array([8, 9, PAD]), np.array([4, PAD, 3, PAD, PAD])]
-    packed = packed_sequences(sequences)
-    assert scored_places(packed, PAD) == [2, 4, 8]
-    assert scored_places(packed, None) == [2, 5, 10]
+    packed = PackedSequences.of(sequences)
+    scored = {pad: [int(packed.ids[i]) for i in scored_places(packed, pad)] for pad in (PAD, None)}
+    assert scored == {PAD: [7, 9, 3], None: [7, PAD, PAD]}
     with torch.no_grad():
         expected = dense_scores(model, sequences)
         learner = new_learner("reward", None)

@@ -1,0 +1,238 @@
+"""Sequences that begin alike, computed as a tree: what they share is there once, losses and gradients are those of each
+sequence by itself.
+"""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_llama import tiny_llama
+from torch import nn
+
+from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.errors import ModelError
+from rlhfspec.core.settings.algorithm import ALGORITHMS
+from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.learning.trainer.batching import PackedSequences, num_unique, shared_packs
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.packed_attention import _attend
+from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.trainer_core import Horizon
+from rlhfspec.learning.trainer.training_forward import response_logits
+
+NUM_TREES = 500
+
+
+def random_tree(seed: int) -> list[np.ndarray]:
+    """One to seven sequences; each goes on from some place of an earlier one, or from nothing."""
+    rng = np.random.default_rng(seed)
+    found: list[np.ndarray] = []
+    for _ in range(int(rng.integers(1, 8))):
+        begin = (
+            found[rng.integers(len(found))] if found and rng.random() < 0.8 else np.zeros(0, dtype=np.int64)
+        )
+        kept = begin[: int(rng.integers(len(begin) + 1))]
+        found.append(np.append(kept, rng.integers(2, 5, size=int(rng.integers(0 if len(kept) else 1, 9)))))
+    return found
+
+
+def prefixes(sequences) -> set[tuple[int, ...]]:
+    return {tuple(one[: stop + 1].tolist()) for one in sequences for stop in range(len(one))}
+
+
+def test_every_token_of_a_tree_is_there_once_and_its_path_is_its_sequence():
+    for seed in range(NUM_TREES):
+        sequences = random_tree(seed)
+        packed = PackedSequences.of(sequences)
+        assert len(packed.ids) == num_unique(sequences) == len(prefixes(sequences))
+        paths = packed.paths(torch.device("cpu"))
+        places = torch.arange(len(packed.ids)) if paths.places is None else paths.places
+        of_branch = [places[a:b] for a, b in itertools.pairwise(paths.starts.tolist())]
+        for sequence, where in zip(sequences, packed.places, strict=True):
+            assert packed.ids[where].tolist() == sequence.tolist()
+            assert packed.position_ids[where].tolist() == list(range(len(sequence)))
+            assert any(torch.equal(path[: len(where)], where) for path in of_branch)
+
+
+def values_and_gradients(sequences, window, softcap, weight):
+    """Attention of 2 heads over 1 in float64, of random queries, keys and values by token prefix."""
+    packed = PackedSequences.of(sequences)
+    generator = torch.Generator().manual_seed(len(packed.ids))
+    parts = [
+        torch.randn(1, heads, len(packed.ids), 4, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (2, 1, 1)
+    ]
+    settings = {"softcap": softcap, "sliding_window": window}
+
+    def result(by_sequence: bool):
+        if not by_sequence:
+            out, _ = _attend(nn.Module(), *parts, None, packed=packed, **settings)
+            outs = [out[0, where] for where in packed.places]
+        else:
+            # each sequence by itself, its tokens copied to it
+            outs = [
+                _attend(nn.Module(), *(part[:, :, where] for part in parts), None, **settings)[0][0]
+                for where in packed.places
+            ]
+        whole = torch.cat(outs)
+        return [whole, *torch.autograd.grad((whole * weight[: len(whole)]).sum(), parts)]
+
+    return result(by_sequence=False), result(by_sequence=True)
+
+
+def test_attention_over_random_trees_is_that_over_each_sequence():
+    weight = torch.randn(80, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for seed in range(NUM_TREES):
+        window, softcap = (None, 3)[seed % 2], (None, None, 5.0)[seed % 3]
+        tree, alone = values_and_gradients(random_tree(seed), window, softcap, weight)
+        for got, expected in zip(tree, alone, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+RESPONSES = [[3, 4, 5, 6], [3, 4, 5, 7, 8], [11, 2], [3, 4, 5, 6], [3, 4], [12, 12, 13], [4], [3, 4, 5, 7]]
+"Equal ones, one that another goes on from, ones that begin alike."
+
+
+def grouped(make_rollouts, model, **settings):
+    pairs = [(np.array(PROMPT), np.array(one)) for one in RESPONSES]
+    pairs += [(np.array([*PROMPT[:4], 14]), np.array([*one, 2])) for one in RESPONSES[:4]]
+    pairs += [(np.array([17, 16]), np.array(one)) for one in RESPONSES[:4]]
+    return make_rollouts(
+        model, len(pairs), group_size=4, pairs=pairs, reward=lambda ids: float(ids.sum() % 5), **settings
+    )
+
+
+def doubled(learner: Learner) -> Learner:
+    """All in float64, norms too: a rounding to float32 on the way would be all that is compared."""
+    for model in filter(None, (learner.model, learner.reference)):
+        for path, module in list(model.named_modules()):
+            if "norm" in path and not list(module.children()):
+                norm = nn.RMSNorm(len(module.weight), eps=1e-6)
+                norm.weight = module.weight
+                model.set_submodule(path, norm)
+        model.double()
+    return learner
+
+
+def gradients(learner: Learner, rollouts, monkeypatch) -> tuple[list[torch.Tensor], dict[str, float], int]:
+    """Of all minibatches, the figures, and how many tokens went into forwards."""
+    found: list[torch.Tensor] = []
+    num_tokens = 0
+
+    def keep(when: str) -> float:
+        found.extend(parameter.grad.clone() for parameter in learner._learned())
+        learner.optimizer.zero_grad()
+        return 1.0
+
+    def count(module, args, inputs) -> None:
+        nonlocal num_tokens
+        num_tokens += inputs["input_ids"].numel()
+
+    monkeypatch.setattr(learner, "take_step", keep)
+    handle = learner.model.register_forward_pre_hook(count, with_kwargs=True)
+    figures = learner.update(rollouts).figures
+    handle.remove()
+    return found, figures, num_tokens
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ALGORITHMS)
+def test_gradients_of_every_algorithm_are_those_of_single_sequences(kind, lora, make_rollouts, monkeypatch):
+    if lora is not None:
+        pytest.importorskip("peft")
+    trainer = TrainerConfig(minibatch_size=8, lora=lora, gradient_checkpointing=kind == "ppo")
+    together, alone = (
+        doubled(
+            Learner(
+                tiny_llama(initializer_range=0.3),
+                algorithm=AlgorithmConfig(kind=kind, entropy_coef=0.01),
+                trainer=trainer,
+                temperature=0.7,
+                seed=5,
+                pad_token_id=0,
+                horizon=Horizon(max_new_tokens=8),
+            )
+        )
+        for _ in range(2)
+    )
+    # no two sequences fit into it
+    alone._forward = replace(alone._forward, max_tokens=1)
+    alone._first = replace(alone._first, forward=alone._forward)
+    rollouts = grouped(make_rollouts, tiny_llama(initializer_range=0.3).eval(), temperature=0.7)
+    found, figures, num_tokens = gradients(together, rollouts, monkeypatch)
+    expected, other_figures, num_expected = gradients(alone, rollouts, monkeypatch)
+    assert num_tokens < 0.7 * num_expected
+    assert len(found) == len(expected) > 0 and any(one.any() for one in found)
+    for got, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, one, rtol=0, atol=1e-10)
+    assert figures == pytest.approx(other_figures, abs=1e-6)
+
+
+def test_of_episodes_of_three_turns_the_unique_tokens_are_computed(make_rollouts, monkeypatch):
+    """A prompt, two first turns, four second ones, eight third ones: each goes on from a whole history."""
+    rng = np.random.default_rng(0)
+    history = [np.array(PROMPT)]
+    for _ in range(3):
+        history = [np.append(one, rng.integers(2, 19, size=5)) for one in history for _ in range(2)]
+    pairs = [(one[:6], one[6:]) for one in history]
+    model = tiny_llama(initializer_range=0.3).eval()
+    rollouts = make_rollouts(model, 8, group_size=8, pairs=pairs, reward=lambda ids: float(ids.sum()))
+    learner = Learner(
+        tiny_llama(initializer_range=0.3),
+        algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0),
+        trainer=TrainerConfig(),
+        temperature=1.0,
+        seed=5,
+        pad_token_id=0,
+    )
+    _, _, num_tokens = gradients(learner, rollouts, monkeypatch)
+    assert num_tokens == len(prefixes(history)) == 6 + 5 * (2 + 4 + 8)
+
+
+def unique_in(packs, items) -> list[int]:
+    return [num_unique([sequence for row in pack.rows for sequence in items[row]]) for pack in packs]
+
+
+@pytest.mark.parametrize("max_tokens", [20, 64, 1000])
+@pytest.mark.parametrize("size", [1, 3])
+def test_packs_are_filled_by_unique_tokens_and_groups_come_together(max_tokens, size):
+    class Trainers(OneTrainer):
+        pass
+
+    rng = np.random.default_rng(0)
+    prompts = [np.append([3, 4], rng.integers(0, 99, size=10)) for _ in range(6)]
+    items = [[np.append(prompts[i % 6], rng.integers(0, 99, size=4))] for i in range(24)]
+    items.append([np.arange(70)])
+    packs = []
+    for rank in range(size):
+        trainers = Trainers()
+        trainers.size, trainers.rank = size, rank
+        packs.append(shared_packs(items, max_tokens, trainers))
+    assert len({len(of_rank) for of_rank in packs}) == 1
+    real = [pack for of_rank in packs for pack in of_rank if not pack.is_filler]
+    assert sorted(row for pack in real for row in pack.rows) == list(range(25))
+    counts = unique_in(real, items)
+    assert all(count <= max_tokens or pack.rows == [24] for pack, count in zip(real, counts, strict=True))
+    if max_tokens == 20:
+        # a prompt of 12 and two answers of 4
+        assert sum(len(pack.rows) == 2 for pack in real) == 12
+    if max_tokens == 1000 and size == 1:
+        assert counts == [num_unique([sequence for [sequence] in items])]
+    if max_tokens == 64 and size == 1:
+        # whole groups, a prompt and four answers each
+        groups = [{row % 6 for row in pack.rows if row < 24} for pack in real]
+        assert sum(len(group) for group in groups) == 6
+
+
+def test_pairs_of_one_prompt_share_it():
+    pairs = [[np.append(np.arange(20) + i, [1, 2]), np.append(np.arange(20) + i, [3])] for i in range(4)]
+    packs = shared_packs(pairs, 46, OneTrainer())
+    assert sorted(len(pack.rows) for pack in packs) == [2, 2] and unique_in(packs, pairs) == [46, 46]
+
+
+def test_a_model_that_knows_no_trees_is_refused():
+    with pytest.raises(ModelError, match=r"attends by 'sdpa'.*prepare_for_training"):
+        response_logits(tiny_llama(), PackedSequences.of([np.array([3, 4])]), 19)
