@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhfspec.core.settings.section import Name, Section, UserPath
+from rlhfspec.core.settings.section import Name, PromptTemplate, Section, UserPath
 
 MAX_DRAWN_PROBLEMS = 1_000_000
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -41,8 +41,8 @@ class SourceFields(Section):
     "as above; a conversation without it has the answer that was cut off its end"
     reward_fields: tuple[Name, ...] = ()
     "further columns that reward functions see as `Prompt.fields`"
-    prompt_template: str = "{prompt}"
-    "how the prompt field, or a conversation's last turn, becomes text"
+    prompt_template: PromptTemplate = "{prompt}"
+    "how the prompt field, or a conversation's last turn, becomes text; `{COLUMN}` is another column of the row"
     chat: bool = False
     "true: the chat template is applied to one user turn; to conversations it always is"
     system_prompt: str | None = None
@@ -56,10 +56,6 @@ class SourceFields(Section):
 
     @model_validator(mode="after")
     def _usable(self) -> SourceFields:
-        if "{prompt}" not in self.prompt_template:
-            raise ValueError(
-                "data.prompt_template must hold {prompt}, or every prompt is the same; put it in"
-            )
         drawn = self.skip_rows + (self.limit or 0)
         if self.task is not None and drawn > MAX_DRAWN_PROBLEMS:
             raise ValueError(

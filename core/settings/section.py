@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
@@ -18,6 +19,8 @@ from pydantic import (
 )
 
 MAX_THREADS = 1024
+TEMPLATE_NAME = re.compile(r"\{(\w+)\}")
+"What a prompt template has filled in."
 _MAX_NAME_BYTES = 100
 
 
@@ -100,7 +103,17 @@ def _known_home(path: str) -> str:
     return path
 
 
+def _names_a_column(template: str) -> str:
+    if not TEMPLATE_NAME.search(template):
+        raise ValueError(
+            "expected {prompt}, or {COLUMN} for other columns of a row, or every prompt is the same; put one in"
+        )
+    return template
+
+
 Name = Annotated[str, Field(min_length=1)]
+PromptTemplate = Annotated[str, AfterValidator(_names_a_column)]
+"text around `{prompt}`, the field that holds it, and `{COLUMN}`, any other column of a row"
 UserPath = Annotated[Name, AfterValidator(_known_home)]
 Seconds = Annotated[float, Field(gt=0.0, le=7 * 86_400.0)]
 "at most a week: what waits longer has failed"

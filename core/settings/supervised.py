@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rlhfspec.core.settings.cluster import ClusterConfig
-from rlhfspec.core.settings.section import MAX_THREADS, Moment, Name, Section, UserPath, folder_name
+from rlhfspec.core.settings.section import (
+    MAX_THREADS,
+    Moment,
+    Name,
+    PromptTemplate,
+    Section,
+    UserPath,
+    folder_name,
+)
 from rlhfspec.core.settings.trainer import Beta, LoraConfig
 
 USUAL_TOKENS = 1024
@@ -62,8 +70,8 @@ class ExamplesConfig(Section):
     chat: bool = False
     "true: a plain prompt is one user turn, its answer one of the assistant; rows of messages need no such word"
     prompt_field: Name = "prompt"
-    prompt_template: str = "{prompt}"
-    "how a plain prompt field becomes text"
+    prompt_template: PromptTemplate = "{prompt}"
+    "how a plain prompt field becomes text; `{COLUMN}` is another column of the row"
     tools_field: Name | None = "tools"
     "what the chat template is told of, where a row has it: a list of JSON schemas, or its text; null: no tools"
     max_tokens: int | None = Field(default=None, ge=2)
@@ -75,14 +83,6 @@ class ExamplesConfig(Section):
     def token_limit(self) -> int:
         """Tokens of one sequence at most."""
         return self.max_tokens or USUAL_TOKENS
-
-    @model_validator(mode="after")
-    def _holds_prompt(self) -> ExamplesConfig:
-        if "{prompt}" not in self.prompt_template:
-            raise ValueError(
-                "data.prompt_template must hold {prompt}, or every prompt is the same; put it in"
-            )
-        return self
 
 
 class DemonstrationsConfig(ExamplesConfig):

@@ -63,16 +63,15 @@ class PromptEncoder:
         data = self._data
         if row.messages:
             *history, last = row.turns
-            return self._chat(row, (*history, {**last, "content": self._fill(last["content"])}))
+            return self._chat(row, (*history, {**last, "content": row.filled}))
         if data.chat:
-            filled = self._fill(row.prompt)
-            return replace(self._chat(row, ({"role": "user", "content": filled},)), plain=filled)
+            return replace(self._chat(row, ({"role": "user", "content": row.filled},)), plain=row.filled)
         if data.system_prompt is not None:
             raise DataError(
                 f"{row.origin}: data.system_prompt needs a conversation, got plain text; set data.chat to true, or "
                 "write it into data.prompt_template"
             )
-        text = row.prompt if data.task is not None else self._fill(row.prompt)
+        text = row.filled
         prefill = text_prefill(self._data.prompt_template) if self._data.task is None else ""
         return Rendered(text, (), plain=text, prefill=prefill)
 
@@ -93,9 +92,6 @@ class PromptEncoder:
             for index, row in zip(chosen, ids, strict=True):
                 out[index] = row
         return out
-
-    def _fill(self, text: str) -> str:
-        return self._data.prompt_template.replace("{prompt}", text)
 
     def _chat(self, row: Row, turns: tuple[Turn, ...]) -> Rendered:
         system = self._data.system_prompt

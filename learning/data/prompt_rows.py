@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError
+from rlhfspec.core.outside import cut
 from rlhfspec.learning.data.left_out import LeftOut, RowFilter
 from rlhfspec.learning.data.messages import (
     Messages,
@@ -22,11 +22,10 @@ from rlhfspec.learning.data.messages import (
     whole_text,
 )
 from rlhfspec.learning.data.raw_records import ReadProgress, iter_records
-from rlhfspec.learning.data.record import Record, has_field, missing_field
+from rlhfspec.learning.data.record import Record, has_field, missing_field, named_columns
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations")
 "Columns that hold conversations in TRL's, verl's, LMSYS's and ShareGPT's data."
-_NAMED = re.compile(r"\{(\w+)\}")
 _DEFAULT_REFERENCE = DataConfig.model_fields["reference_field"].default
 
 
@@ -37,6 +36,8 @@ class Row:
     prompt: str
     reference: str
     origin: str
+    filled: str = ""
+    "the prompt, of a conversation its last turn, in data.prompt_template"
     index: int = 0
     "place among the source's rows, counted from 0"
     messages: Messages = ()
@@ -124,7 +125,11 @@ def iter_rows(
 @dataclass(frozen=True, slots=True)
 class _Plan:
     prompt: str
+    key: str
+    "the setting that names it"
     is_conversation: bool
+    named: tuple[str, ...] = ()
+    "columns that data.prompt_template names"
 
 
 class RowReader:
@@ -145,29 +150,24 @@ class RowReader:
         for name, key in wanted.items():
             if not has_field(kinds, name):
                 raise missing_field(origin, name, key, kinds)
-        self._look_at(kinds, plan, wanted, origin)
+        self._look_at(kinds, plan, wanted)
         return None if self._all_columns else [name for name in kinds if name not in self.unread]
 
     def _wanted(self, kinds: Mapping[str, bool], plan: _Plan) -> dict[str, str]:
         """Columns that must be there, and the setting that names each."""
         data = self._data
-        wanted = {plan.prompt: _key_of(data, plan)} | dict.fromkeys(data.reward_fields, "data.reward_fields")
+        wanted = {plan.prompt: plan.key} | dict.fromkeys(data.reward_fields, "data.reward_fields")
+        wanted |= dict.fromkeys(plan.named, "data.prompt_template")
         if data.reference_field is not None and not (plan.is_conversation and _may_be_cut(data, kinds)):
             wanted[data.reference_field] = "data.reference_field"
         return wanted
 
-    def _look_at(self, names: Iterable[str], plan: _Plan, wanted: Mapping[str, str], origin: str) -> None:
-        """Find the columns that nothing reads. Raises DataError: the template names one as if it were filled in."""
+    def _look_at(self, names: Iterable[str], plan: _Plan, wanted: Iterable[str]) -> None:
+        """Find the columns that nothing reads."""
         data = self._data
         read = {*wanted, *([data.tools_field] if plan.is_conversation or data.chat else [])} - {None}
         tops = {name if name in names else name.split(".")[0] for name in read if name is not None}
         self.unread = tuple(name for name in names if name not in tops)
-        for name in _NAMED.findall(data.prompt_template):
-            if name != "prompt" and name in names:
-                raise DataError(
-                    f"{origin}: data.prompt_template names the column {{{name}}}, and only {{prompt}} is filled in; "
-                    f"join the columns in the data, or take {{{name}}} out"
-                )
 
     def row(self, record: Record, index: int) -> Row:
         """Raises DataError: a field is missing or not of its kind."""
@@ -175,15 +175,15 @@ class RowReader:
         if self._plan is None:
             kinds = {name: looks_like_messages(value) for name, value in values.items()}
             plan = self._plan = _plan_fields(data, kinds, origin)
-            self._look_at(kinds, plan, self._wanted(kinds, plan), origin)
+            self._look_at(kinds, plan, self._wanted(kinds, plan))
         plan = self._plan
         turns, answer = (), ""
         if plan.is_conversation:
-            given = record.turns(plan.prompt, _key_of(data, plan))
+            given = record.turns(plan.prompt, plan.key)
             turns, answer = asked_and_answered(given, f"{origin}: field '{plan.prompt}'")
             prompt = readable(pairs_of(turns))
         else:
-            prompt = record.text(plan.prompt, "data.prompt_field")
+            prompt = record.text(plan.prompt, plan.key)
             if looks_like_messages(prompt):
                 raise DataError(
                     f"{origin}: field '{plan.prompt}' is a conversation as JSON text, expected plain text of "
@@ -201,10 +201,14 @@ class RowReader:
         else:
             reference = record.text(data.reference_field, "data.reference_field")
         fields = {name: record.plain(name, "data.reward_fields") for name in data.reward_fields}
+        for name in plan.named:
+            record.find(name, "data.prompt_template")  # a row without it is no row whose braces stay
+        asked = turns[-1]["content"] if turns else prompt
         return Row(
             prompt=prompt,
             reference=reference,
             origin=origin,
+            filled=record.filled(data.prompt_template, asked),
             index=index,
             messages=pairs_of(turns),
             turns=turns,
@@ -214,19 +218,29 @@ class RowReader:
 
 
 def _plan_fields(data: DataConfig, kinds: Mapping[str, bool], origin: str) -> _Plan:
+    named = named_columns(data.prompt_template, kinds)
+    plan = replace(_plan_prompt(data, kinds, named, origin), named=named)
+    if "{prompt}" not in data.prompt_template and (plan.is_conversation or not named):
+        kind = "conversations" if plan.is_conversation else f"rows of {cut(', '.join(kinds))}"
+        raise DataError(
+            f"{origin}: data.prompt_template fills nothing of {kind} in; expected {{prompt}}"
+            f"{'' if plan.is_conversation else ', or a column by its name'}; put it in"
+        )
+    return plan
+
+
+def _plan_prompt(data: DataConfig, kinds: Mapping[str, bool], named: Sequence[str], origin: str) -> _Plan:
     if data.messages_field is not None:
-        return _Plan(data.messages_field, True)
+        return _Plan(data.messages_field, "data.messages_field", True)
     if has_field(kinds, data.prompt_field):
-        return _Plan(data.prompt_field, kinds.get(data.prompt_field, False))
+        return _Plan(data.prompt_field, "data.prompt_field", kinds.get(data.prompt_field, False))
+    if named and "{prompt}" not in data.prompt_template:
+        return _Plan(named[0], "data.prompt_template", False)
     for name in _CONVERSATIONS:
         # text by these names may be a conversation as JSON, which columns do not say
         if kinds.get(name) or (name in kinds and name != "prompt"):
-            return _Plan(name, True)
+            return _Plan(name, "data.prompt_field", True)
     raise missing_field(origin, data.prompt_field, "data.prompt_field", kinds)
-
-
-def _key_of(data: DataConfig, plan: _Plan) -> str:
-    return "data.messages_field" if plan.is_conversation and data.messages_field else "data.prompt_field"
 
 
 def _may_be_cut(data: DataConfig, fields: Mapping[str, Any]) -> bool:

@@ -274,7 +274,8 @@ def _drawn_rows(data: DataConfig, seed: int, left_out: LeftOut) -> Iterator[Row]
         if keep is not None and not keep.keeps({"question": prompt, "answer": reference}, origin):
             left_out.filtered += 1
             continue
-        yield Row(prompt=prompt, reference=reference, origin=origin, index=index)
+        filled = data.prompt_template.replace("{prompt}", prompt) if data.chat else prompt
+        yield Row(prompt=prompt, filled=filled, reference=reference, origin=origin, index=index)
 
 
 MAX_EPOCH_PROMPTS = 200_000_000

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.outside import cut
+from rlhfspec.core.settings.section import TEMPLATE_NAME
 from rlhfspec.learning.data.messages import ROLES, Turn, parse_turns, require_whole_text, tools_of, turn_list
 
 
@@ -69,6 +71,16 @@ class Record:
             return ()
         return tools_of(self.find(name, "data.tools_field"), self._of(name), padded=self.padded)
 
+    def filled(self, template: str, prompt: str) -> str:
+        """A prompt template with its names filled in, the row's columns by their own; other braces stay."""
+
+        def value(name: re.Match[str]) -> str:
+            if name[1] == "prompt":
+                return prompt
+            return self.text(name[1], "data.prompt_template") if name[1] in self.values else name[0]
+
+        return TEMPLATE_NAME.sub(value, template)
+
     def _of(self, name: str) -> str:
         return f"{self.origin}: field '{name}'"
 
@@ -76,6 +88,12 @@ class Record:
 def has_field(fields: Mapping[str, Any], name: str) -> bool:
     """Whether there is a field of a name, or the first of a path of names."""
     return name in fields or ("." in name and name.split(".")[0] in fields)
+
+
+def named_columns(template: str, columns: Container[str]) -> tuple[str, ...]:
+    """The columns that a prompt template names beside `{prompt}`, in its order."""
+    names = dict.fromkeys(TEMPLATE_NAME.findall(template))
+    return tuple(name for name in names if name != "prompt" and name in columns)
 
 
 def missing_field(origin: str, name: str, key: str, fields: Mapping[str, Any]) -> DataError:

@@ -15,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlhfspec.core.errors import DataError
+from rlhfspec.core.outside import cut
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
 from rlhfspec.learning.data.chat_masks import (
     conversation_tokens,
@@ -25,7 +26,7 @@ from rlhfspec.learning.data.chat_masks import (
 from rlhfspec.learning.data.encoding import prompt_ids
 from rlhfspec.learning.data.messages import Tools, Turn, role_and_content, turn_list
 from rlhfspec.learning.data.raw_records import iter_records
-from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.data.record import Record, named_columns
 from rlhfspec.learning.rewards.rendering import render
 
 _HELD_OUT = 0x5EED
@@ -76,6 +77,8 @@ def _with_equals(order: Sequence[int], prompts: Sequence[str], num_held_out: int
 def _prompt_of(row: Record, data: ExamplesConfig) -> str:
     """What rows of one prompt have alike: the field, or the turns up to where the assistant first answers."""
     given = row.values.get(data.prompt_field)
+    if "{prompt}" not in data.prompt_template and named_columns(data.prompt_template, row.values):
+        given = row.filled(data.prompt_template, "")
     if given is None:
         name = messages_name(row, data) if isinstance(data, DemonstrationsConfig) else None
         name = data.chosen_field if isinstance(data, PreferencesConfig) else name
@@ -109,6 +112,16 @@ def _some(data: ExamplesConfig, path: str, key: str) -> list[Record]:
             break
     if not rows:
         raise DataError(f"{path} is empty: expected at least one record, got none; check {key}")
+    columns = {name for row in rows for name in row.values}
+    named = named_columns(data.prompt_template, columns)
+    if not named and "{prompt}" not in data.prompt_template:
+        raise DataError(
+            f"{path}: data.prompt_template names no column of {cut(', '.join(sorted(columns)))}; expected {{prompt}} "
+            "or one of them; put it in"
+        )
+    for row in rows:
+        for name in named:
+            row.find(name, "data.prompt_template")
     return rows
 
 
@@ -187,14 +200,19 @@ def _tokens(
         before = row.turns(data.prompt_field, "data.prompt_field", roles=None)
         after = row.turns(data.reference_field, "data.reference_field", roles=None)
         return _answered(row, data, before, after, tokenizer)
-    given = row.text(data.prompt_field, f"data.messages_field or data.prompt_field of {_FORMATS}")
-    text = data.prompt_template.replace("{prompt}", given)
+    text = _asked(row, data, f"data.messages_field or data.prompt_field of {_FORMATS}")
     answer = row.text(data.reference_field, "data.reference_field")
     if data.chat:
         before = [{"role": "user", "content": text}]
         after = [{"role": "assistant", "content": answer}]
         return _answered(row, data, before, after, tokenizer)
     return _plain(text, answer, tokenizer)
+
+
+def _asked(row: Record, data: ExamplesConfig, key: str) -> str:
+    """A plain prompt in data.prompt_template, which may name other columns alone."""
+    given = row.text(data.prompt_field, key) if "{prompt}" in data.prompt_template else ""
+    return row.filled(data.prompt_template, given)
 
 
 _FORMATS = "a row with `messages`, or with `prompt` and `completion`"
@@ -321,10 +339,10 @@ def _texts(row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerB
         return _of_messages(row, data, tokenizer)
     chosen = row.text(data.chosen_field, "data.chosen_field")
     rejected = row.text(data.rejected_field, "data.rejected_field")
-    if row.values.get(data.prompt_field) is None:
+    if "{prompt}" in data.prompt_template and row.values.get(data.prompt_field) is None:
         prompt = _shared_text(chosen, rejected)
         return _Texts(prompt=prompt, turns=(), chosen=chosen[len(prompt) :], rejected=rejected[len(prompt) :])
-    text = data.prompt_template.replace("{prompt}", row.text(data.prompt_field, "data.prompt_field"))
+    text = _asked(row, data, "data.prompt_field")
     if not data.chat:
         return _Texts(prompt=text, turns=(), chosen=chosen, rejected=rejected)
     tools = row.tools(data.tools_field)
@@ -343,7 +361,7 @@ def _of_messages(row: Record, data: PreferencesConfig, tokenizer: PreTrainedToke
     ]
     given = row.values.get(data.prompt_field)
     if isinstance(given, str) and not row.holds_list(data.prompt_field):
-        before = [{"role": "user", "content": data.prompt_template.replace("{prompt}", given)}]
+        before = [{"role": "user", "content": row.filled(data.prompt_template, given)}]
     elif given is None:
         before = []
     else:

@@ -110,7 +110,11 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("speculation", {"policy": "fixed", "num_nodes": 64, "depth": 0}, "64 nodes at depth 0"),
         ("speculation", {"drafter": "suffix", "look_up": "suffix"}, "look up alone: drafter suffix"),
         ("speculation", {"drafter": "none", "look_up": "suffix"}, "set look_up to none, or drafter"),
-        ("data", {"path": "a.jsonl", "prompt_template": "x"}, r"must hold \{prompt\}"),
+        (
+            "data",
+            {"path": "a.jsonl", "prompt_template": "x"},
+            r"data\.prompt_template: expected \{prompt\}, or \{COLUMN\}",
+        ),
         ("data", {"task": "chain", "limit": 10**9}, "more than a generated task draws"),
         ("data", {"path": "a.jsonl", "sources": [{"path": "b.jsonl"}]}, "exactly one of data.task"),
         ("data", {"sources": [{"path": "b.jsonl", "task": "chain"}]}, r"data\.sources\.0: .*exactly one"),

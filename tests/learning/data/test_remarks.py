@@ -52,17 +52,44 @@ def test_columns_that_nothing_reads_are_told(tmp_path, tokenizer, name):
 
 
 @mark.parametrize("name", ["d.jsonl", "d.parquet"])
-def test_a_column_in_the_template_is_refused_and_other_braces_stay(tmp_path, tokenizer, name):
+def test_columns_in_the_template_are_filled_in_and_other_braces_stay(tmp_path, tokenizer, name):
     path = write(tmp_path / name, [ALPACA])
-    with raises(DataError, match=r"names the column \{input\}, and only \{prompt\} is filled in"):
-        load_prompts(
-            DataConfig(path=path, prompt_template="{input} {prompt}", **ALPACA_FIELDS), tokenizer, seed=0
-        )
-    data = DataConfig(path=path, prompt_template=r"\boxed{x} {prompt}", **ALPACA_FIELDS)
-    assert (
-        tokenizer.decode(load_prompts(data, tokenizer, seed=0).prompts[0].token_ids)
-        == r"\boxed{x} Translate."
+
+    def shown(template: str, **names: str) -> str:
+        data = DataConfig(path=path, prompt_template=template, reference_field="output", **names)
+        loaded = load_prompts(data, tokenizer, seed=0)
+        assert not loaded.notes() or "input" not in template
+        return tokenizer.decode(loaded.prompts[0].token_ids)
+
+    assert shown("{input} {prompt}", prompt_field="instruction") == f"{ALPACA['input']} Translate."
+    assert shown("{instruction} {input}") == f"Translate. {ALPACA['input']}"
+    assert shown(r"\boxed{x} {prompt}", prompt_field="instruction") == r"\boxed{x} Translate."
+    with raises(DataError, match=r"fills nothing of rows of .*instruction.* in"):
+        shown("{instructions}", prompt_field="instruction")
+
+
+def test_what_a_column_holds_is_not_filled_in_again(tmp_path, tokenizer):
+    path = write(tmp_path / "d.jsonl", [{"question": "{input}", "input": "{prompt}", "answer": ""}])
+    data = DataConfig(path=path, prompt_template="{input} {prompt}")
+    (prompt,) = load_prompts(data, tokenizer, seed=0).prompts
+    assert tokenizer.decode(prompt.token_ids) == "{prompt} {input}"
+
+
+def test_a_row_without_a_column_of_the_template_is_named(tmp_path, tokenizer):
+    path = write(
+        tmp_path / "d.jsonl", [{"question": "a", "input": "b", "answer": ""}, {"question": "c", "answer": ""}]
     )
+    with raises(DataError, match=r"d\.jsonl:2 has no field 'input' \(data\.prompt_template\)"):
+        load_prompts(DataConfig(path=path, prompt_template="{input} {prompt}"), tokenizer, seed=0)
+
+
+def test_a_conversation_needs_the_prompt_in_its_template(tmp_path, tokenizer):
+    rows = [{"messages": [{"role": "user", "content": "a"}], "topic": "b", "answer": ""}]
+    path = write(tmp_path / "d.jsonl", rows)
+    with raises(DataError, match=r"fills nothing of conversations in; expected \{prompt\}; put it in"):
+        load_prompts(
+            DataConfig(path=path, messages_field="messages", prompt_template="{topic}"), tokenizer, seed=0
+        )
 
 
 def test_control_tokens_in_what_a_user_says_are_told_with_the_first_row(tmp_path, tokenizer):

@@ -99,6 +99,12 @@ def test_named_fields_and_a_plain_prompt_as_a_user_turn():
     )
 
 
+def test_a_prompt_of_several_columns():
+    fields = {"who": "you", "verb": "are", "completion": "me"}
+    assert shown(fields, prompt_template="who {verb} {who}") == "who are you [me] [<end>]"
+    assert shown({**fields, "prompt": "hi"}, prompt_template="{prompt} {who} {else}").startswith("hi you")
+
+
 def test_a_long_example_is_cut_left_out_or_refused():
     fields = {"prompt": "hi", "completion": "me me me me"}
     assert shown(fields, max_tokens=4) == "hi [me] [me] [me]"

@@ -131,3 +131,17 @@ def test_a_folder_of_shards_and_a_pattern_are_read_as_one(tmp_path):
     for path in (odd, tmp_path / "*.jsonl"):
         rows, _ = read_raw_rows(ExamplesConfig(path=str(path), eval_share=0.0), seed=0)
         assert fields(rows) == ROWS[:2]
+
+
+def test_a_template_of_columns_alone_names_the_prompts(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"task": f"t{i // 2}", "input": "x", "completion": f"c{i}"} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DemonstrationsConfig(path=str(path), prompt_template="{task} {input}", eval_share=0.2)
+    learned, held_out = read_raw_rows(data, seed=1)
+    assert {row.values["task"] for row in learned}.isdisjoint(row.values["task"] for row in held_out)
+    with pytest.raises(DataError, match=r"names no column of completion, input, task; expected \{prompt\}"):
+        read_raw_rows(DemonstrationsConfig(path=str(path), prompt_template="{tsk}"), seed=1)
+    path.write_text(path.read_text() + '{"task": "t", "completion": "c"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:21 has no field 'input' \(data\.prompt_template\)"):
+        read_raw_rows(data, seed=1)
