@@ -1,4 +1,4 @@
-"""The user's own code by its import path, `package.module:name`: functions, classes, attributes of them."""
+"""The user's own code, by `package.module:name` or `path/to/file.py:name`: functions, classes, attributes of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
     all the same, under a name of its own.
 
     Args:
-        path: `package.module:name`, or `package.module:name.attribute`.
+        path: `package.module:name`, or `package.module:name.attribute`; a file too, from the user's folders.
         key: the setting that says so, for messages.
         kind: what is expected, such as `function`.
         example: a path and what it means, for messages.
@@ -41,18 +41,18 @@ def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
         ConfigError: no such path, module or name, or a module that cannot be imported.
     """
     module_name, _, name = path.partition(":")
-    is_file = module_name.endswith(".py") and not any(_file_in(one, module_name) for one in user_folders())
-    if is_file or not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
-        if is_file and name:
-            folder, file = os.path.split(module_name)
-            example = f"{file[:-3]}:{name}, from the folder {folder or 'that holds it'}"
+    file = _named_file(module_name)
+    parts = name.split(".") if file is not None else [*module_name.split("."), *name.split(".")]
+    if not all(part.isidentifier() for part in parts):
+        if module_name.endswith(".py") and file is None:
+            example += f"; there is no file {module_name} in {' or '.join(user_folders())}"
         raise ConfigError(
-            f"{key} '{path}' names no {kind}: expected package.module:{kind}, such as {example}"
+            f"{key} '{path}' names no {kind}: expected package.module:{kind} or file.py:{kind}, such as {example}"
         )
     import_from_too(os.getcwd())  # the console script leaves it out
     module = None
     try:
-        module = found = _imported(module_name)
+        module = found = _imported(module_name) if file is None else _of_file(file)
         for part in name.split("."):
             found = getattr(found, part)
         return found
@@ -133,6 +133,22 @@ def _imported(module_name: str) -> ModuleType:
         # named so before the package had a name of its own
         module_name = f"rlhfspec.{module_name}"
     return importlib.import_module(module_name)
+
+
+def _named_file(module_name: str) -> Path | None:
+    """The file that is named in the place of a module, from the first of the user's folders that has it."""
+    if not module_name.endswith(".py") or any(_file_in(one, module_name) for one in user_folders()):
+        return None
+    files = (Path(folder, module_name).expanduser() for folder in user_folders())
+    return next((file.resolve() for file in files if file.is_file()), None)
+
+
+def _of_file(file: Path) -> ModuleType:
+    """The module of a file, which imports what stands beside it."""
+    import_from_too(str(file.parent))
+    if file.stem.isidentifier() and _is_found_in(str(file.parent), file.stem):
+        return importlib.import_module(file.stem)
+    return _privately(str(file.parent), file.stem)
 
 
 def _privately(folder: str, module_name: str) -> ModuleType:

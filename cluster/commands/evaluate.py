@@ -29,8 +29,7 @@ def evaluate(
     | None = None,
     config: Annotated[Path, Arg("FILE", "a run's config: its data, reward, cluster")] | None = None,
     overrides: Annotated[list[str], set_flag("override one key")],
-    reward: Annotated[str, Arg("KIND", "reward.kind, such as gsm8k or package.module:function")]
-    | None = None,
+    reward: Annotated[str, Arg("KIND", "reward.kind, such as gsm8k or file.py:function")] | None = None,
     samples_per_prompt: Annotated[int, Arg("K", "k of mean@k and pass@k; 1 by default")] | None = None,
     temperature: Annotated[float, Arg("T", "0, the default, is greedy")] | None = None,
     max_new_tokens: Annotated[int, Arg("N", "longest response")] | None = None,

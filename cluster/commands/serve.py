@@ -22,8 +22,7 @@ def serve(
         str, Arg("DIR", "folder or hub name of a sequence classifier with one output", group="what")
     ]
     | None,
-    kind: Annotated[str, Arg(help="any other reward.kind, such as package.module:function", group="what")]
-    | None,
+    kind: Annotated[str, Arg(help="any other reward.kind, such as file.py:function", group="what")] | None,
     overrides: Annotated[
         list[str], set_flag("another key of the section reward, such as batch_size=64 or dtype=bfloat16")
     ],

@@ -48,7 +48,7 @@ class SourceFields(Section):
     system_prompt: str | None = None
     "the first turn of every conversation that has no system turn of its own"
     filter: Name | None = None
-    "package.module:function of a row (a dict of all its columns) -> bool; false leaves it out"
+    "package.module:function, or file.py:function, of a row (a dict of all its columns) -> bool; false leaves it out"
     skip_rows: int = Field(default=0, ge=0)
     "rows passed over first, such as those that are held out for evaluation"
     limit: int | None = Field(default=None, ge=1)

@@ -20,7 +20,7 @@ class Scorer(Section):
 
     kind: str = "chain"
     """`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, `environment` (what its steps give), or a Python
-    function as `package.module:function`"""
+    function as `package.module:function` or `path/to/file.py:function`"""
     model: Name | None = None
     "kind model: path or hub name of a sequence-classification model"
     url: Name | None = None

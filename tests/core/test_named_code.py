@@ -1,5 +1,6 @@
 """The user's code by its path: the file in the user's folder is meant, whatever else has its name."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -103,6 +104,20 @@ def test_attributes_of_objects_are_found(project):
     ] == [7.0]
 
 
+@mark.parametrize("path", ["my rewards/json.py", "my rewards/of-length.py", "./mine.py", "{cwd}/mine.py"])
+def test_a_file_is_named_as_well_as_a_module(project, path):
+    project(
+        {
+            "mine.py": HALF + HELPED,
+            "my rewards/helper.py": HALF,
+            "my rewards/json.py": f"from helper import half\n{HELPED}",
+            "my rewards/of-length.py": f"from .helper import half\n{HELPED}",
+        }
+    )
+    function = build_reward(RewardConfig(kind=f"{path.format(cwd=os.getcwd())}:score"))
+    assert [reward.value for reward in function.score(*batch("abcd"))] == [2.0]
+
+
 @mark.parametrize(
     ("files", "path", "words"),
     [
@@ -117,7 +132,8 @@ def test_attributes_of_objects_are_found(project):
             "rlhfspec.learning.tasks.chain_task:ChainReward",
             "use kind chain; in Python chain_reward",
         ),
-        ({"mine.py": SCORE}, "mine.py:score", "names no function: expected .*such as mine:score"),
+        ({"a.py": SCORE}, "b/a.py:score", "names no function: expected .*there is no file b/a.py in /"),
+        ({"a.py": ""}, "./a.py:score", r"\./a\.py \(.*a\.py\) has no 'score'"),
         (
             {"mine.py": "from datasets.mine import x"},
             "mine:score",
