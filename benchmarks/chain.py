@@ -22,6 +22,14 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.support.harness import Bench
+from benchmarks.support.preference_task import (
+    MAX_ANSWER_WORDS,
+    chat_tokenizer,
+    draw_answer,
+    draw_pair,
+    draw_question,
+    gold_score,
+)
 from benchmarks.support.processes import run_command
 from benchmarks.support.workload import REAL_MODEL, default_cache_dir, job
 from rlhfspec.core.errors import ModelError
@@ -31,14 +39,6 @@ from rlhfspec.learning.models.demo_pair import sample_responses
 from rlhfspec.learning.models.get import get_model
 from rlhfspec.learning.models.tokenization import token_id
 from rlhfspec.learning.tasks.one_sentence import draw_prompts
-from rlhfspec.learning.tasks.preference_task import (
-    MAX_ANSWER_WORDS,
-    chat_tokenizer,
-    draw_answer,
-    draw_pair,
-    draw_question,
-    gold_score,
-)
 
 NUM_DEMONSTRATIONS, NUM_PAIRS, NUM_HELD_OUT, NUM_PROMPTS = 6000, 4000, 500, 1024
 
