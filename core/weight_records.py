@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+DEVICE_BUCKET_BYTES = 256 << 20
+"Between devices a larger bucket costs memory alone: the trainer has two of them, an instance one."
 ALIGNMENT_BYTES = 16
 "Every tensor is padded to a multiple of it."
 DigestKind = Literal["xxh3", "words"]

@@ -83,15 +83,15 @@ class CostModel:
 
     def draft_s(self, shape: Shape) -> np.ndarray:
         """Seconds to draft: 0 for plain decoding but for the constant part."""
-        return _total(self.draft, _draft_terms(as_recorded(shape, self.recorded_samples)), shape)
+        return _total(self.draft, draft_terms(as_recorded(shape, self.recorded_samples)), shape)
 
     def verify_s(self, shape: Shape) -> np.ndarray:
         """Seconds of the target's forward."""
-        return _total(self.verify, _verify_terms(as_recorded(shape, self.recorded_samples)), shape)
+        return _total(self.verify, verify_terms(as_recorded(shape, self.recorded_samples)), shape)
 
     def rest_s(self, shape: Shape) -> np.ndarray:
         """Seconds of acceptance, commitment and the decode step's own work."""
-        return _total(self.rest, _rest_terms(shape), shape)
+        return _total(self.rest, rest_terms(shape), shape)
 
 
 def join_costs(tables: Sequence[CostTable]) -> CostTable:
@@ -113,9 +113,9 @@ def fit_costs(table: CostTable, recorded_samples: tuple[int, ...] = ()) -> CostM
     """Fit the three phases; `recorded_samples` as of `CostModel`."""
     computed = as_recorded(table.shape, recorded_samples)
     return CostModel(
-        draft=_fit(draft_terms(computed), table.draft_s),
-        verify=_fit(verify_terms(computed), table.verify_s),
-        rest=_fit(rest_terms(table.shape), table.rest_s),
+        draft=_fit(_columns(draft_terms(computed), computed), table.draft_s),
+        verify=_fit(_columns(verify_terms(computed), computed), table.verify_s),
+        rest=_fit(_columns(rest_terms(table.shape), table.shape), table.rest_s),
         recorded_samples=recorded_samples,
     )
 
@@ -135,22 +135,8 @@ def as_recorded(shape: Shape, recorded_samples: tuple[int, ...]) -> Shape:
     )
 
 
-def draft_terms(shape: Shape) -> np.ndarray:
-    """Terms of the draft phase, [M, k]."""
-    return _columns(_draft_terms(shape), shape)
-
-
-def verify_terms(shape: Shape) -> np.ndarray:
-    """Terms of the target's forward, [M, k]."""
-    return _columns(_verify_terms(shape), shape)
-
-
-def rest_terms(shape: Shape) -> np.ndarray:
-    """Terms of everything else, [M, k]."""
-    return _columns(_rest_terms(shape), shape)
-
-
-def _draft_terms(shape: Shape) -> list[Values]:
+def draft_terms(shape: Shape) -> list[Values]:
+    """Terms of the draft phase."""
     batch, context, levels, width = shape.num_samples, shape.context_tokens, shape.levels, shape.width
     drafts = levels > 0
     is_tree = width > 1
@@ -161,7 +147,8 @@ def _draft_terms(shape: Shape) -> list[Values]:
     return terms
 
 
-def _verify_terms(shape: Shape) -> list[Values]:
+def verify_terms(shape: Shape) -> list[Values]:
+    """Terms of the target's forward."""
     batch, context, widest = shape.num_samples, shape.context_tokens, shape.widest
     tokens = batch + shape.num_nodes
     rows = batch * (widest + 1)
@@ -174,7 +161,8 @@ def _verify_terms(shape: Shape) -> list[Values]:
     return terms
 
 
-def _rest_terms(shape: Shape) -> list[Values]:
+def rest_terms(shape: Shape) -> list[Values]:
+    """Terms of everything else."""
     batch, widest = shape.num_samples, shape.widest
     drafts = widest > 0
     is_tree = (shape.width > 1) & drafts

@@ -3,8 +3,9 @@
 Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a process are measured
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
-    generation  weights as they decode + KV pool + one step's logits; with drafter suffix what it looks up in,
-                with a head that is trained its optimizer and the hidden states
+    generation  weights as they decode + KV pool + one step's logits; on a GPU one prefill and the bucket of weights
+                that comes; with drafter suffix what it looks up in, with a head that is trained its optimizer and
+                the hidden states
     trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
                 reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations;
                 with refits the draft's, and its targets
@@ -21,12 +22,14 @@ import numpy as np
 from rlhfspec.actors.waiting.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import PlacementError
+from rlhfspec.core.weight_records import DEVICE_BUCKET_BYTES
 from rlhfspec.engine.admission import MB
 from rlhfspec.engine.cache.cuda_memory import mapped_pages
 from rlhfspec.engine.cache.kv_memory import Pages, host_pages
 from rlhfspec.engine.cache.kv_pool import KVShape
 from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from rlhfspec.engine.draft_policies import most_nodes
+from rlhfspec.engine.model.prefill_plan import MAX_BIAS_TOGETHER
 from rlhfspec.engine.weights.chunks import CHUNK_BYTES
 from rlhfspec.learning.trainer.engine_scoring import MOST_SLOTS
 
@@ -55,7 +58,7 @@ _MASTER_BYTES = _DTYPE_BYTES["float32"]
 _ADAM_COPIES = 3
 "Gradient and two moments of each weight, float32."
 _ACTIVATIONS_PER_LAYER = 24
-"Values a transformer block keeps for the backward pass, per token, in units of the hidden size."
+"Values a transformer block keeps for the backward pass, or has at once, per token, in units of the hidden size."
 _HOST_HOLES_PER_LAYER = 20
 """In the same units: what the C library's allocator keeps between the tensors of a CPU's forwards, whether activations
 are kept or computed anew (measured: SmolLM2-135M, all weights and LoRA, `bench training --real`)."""
@@ -257,7 +260,7 @@ class MemoryNeeds:
             else TORCH_PROCESS_BYTES + 2 * self._reward_params * _DTYPE_BYTES["float32"],
             environment_bytes=PLAIN_PROCESS_BYTES * (cluster.environment.num_actors if has_turns else 0),
             object_store_bytes=object_store_bytes,
-            gpu_bytes=kv_pool + engine + graphs if self._on_gpu else 0,
+            gpu_bytes=kv_pool + engine + graphs + self._on_device_alone() if self._on_gpu else 0,
             trainer_gpu_bytes=learning if config.learns_on_gpu else 0,
             ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
             num_generation=cluster.generation.most,
@@ -290,10 +293,19 @@ class MemoryNeeds:
         logits = tokens * self._target.vocab_size * 4 * _STEP_COPIES
         return weights + logits
 
+    def _on_device_alone(self) -> int:
+        """Of a GPU: one prefill's activations and mask (made in float32), the bucket of weights that comes."""
+        shape, tokens = self._target.kv, self._config.engine.max_prefill_tokens
+        size, shared = _DTYPE_BYTES[self._dtype], shape.num_heads // shape.num_kv_heads
+        activations = tokens * self._target.hidden_size * size * _ACTIVATIONS_PER_LAYER
+        mask = min(MAX_BIAS_TOGETHER, tokens * shared * self._max_total_tokens) * (size + 4)
+        return activations + mask + min(self._target_bytes, DEVICE_BUCKET_BYTES)
+
     def _learner(self) -> int:
         config, target = self._config, self._target
         num_trainers = config.cluster.trainer.num_actors
-        packing = min(self._target_bytes, _PACKING_BUCKETS * CHUNK_BYTES)
+        bucket = DEVICE_BUCKET_BYTES if config.learns_on_gpu and self._on_gpu else CHUNK_BYTES
+        packing = min(self._target_bytes, _PACKING_BUCKETS * bucket)
         weights = target.num_params * _MASTER_BYTES
         if target.num_adapter_params is not None:
             # the weights below stay, and serve as the reference too

@@ -21,13 +21,11 @@ from rlhfspec.cluster.system.trainer_pool import TrainerPool
 from rlhfspec.cluster.weights.publish import PublishedWeights, confirm, part_seconds
 from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.errors import InstanceLost, NumericsError, RlhfSpecError
-from rlhfspec.core.weight_records import WORDS, WeightManifest
+from rlhfspec.core.weight_records import DEVICE_BUCKET_BYTES, WORDS, WeightManifest
 
 if TYPE_CHECKING:
     from rlhfspec.actors.transport.broadcast import BroadcastForm
 
-DEVICE_BUCKET_BYTES = 256 << 20
-"Between devices a larger bucket costs memory alone: the trainer has two of them, an instance one."
 JOIN_TIMEOUT_S = 30.0
 "For all members to come, and for each bucket."
 _GRACE_S = 5.0

@@ -34,9 +34,9 @@ SAMPLING = SamplingParams(max_new_tokens=48)
 ONE = Shape(num_samples=1.0, context_tokens=1.0, num_nodes=1.0, widest=1.0, levels=1.0, width=1.0)
 
 
-def coefficients(terms: Callable[[Shape], np.ndarray], seconds: dict[int, float]) -> tuple[float, ...]:
+def coefficients(terms: Callable[[Shape], list], seconds: dict[int, float]) -> tuple[float, ...]:
     """All zero but a few terms."""
-    return tuple(seconds.get(term, 0.0) for term in range(terms(ONE).shape[-1]))
+    return tuple(seconds.get(term, 0.0) for term in range(len(terms(ONE))))
 
 
 PROFILE = Profile(

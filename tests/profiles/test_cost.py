@@ -26,9 +26,9 @@ def random_model(random: np.random.Generator) -> CostModel:
         return tuple((10 ** random.uniform(-7, -3, count) * (random.random(count) < 0.7)).tolist())
 
     return CostModel(
-        draft=drawn(draft_terms(one).shape[1]),
-        verify=drawn(verify_terms(one).shape[1]),
-        rest=drawn(rest_terms(one).shape[1]),
+        draft=drawn(len(draft_terms(one))),
+        verify=drawn(len(verify_terms(one))),
+        rest=drawn(len(rest_terms(one))),
     )
 
 
@@ -156,10 +156,10 @@ def test_plain_decoding_costs_the_constant_parts_only() -> None:
 def test_terms_by_hand() -> None:
     shape = Shape(num_samples=3.0, context_tokens=100.0, num_nodes=7.0, widest=4.0, levels=2.0, width=2.0)
     # 6 draft tokens a level: 2 above the first hinge
-    assert draft_terms(shape).tolist() == [1, 1, 3, 100, 2, 12, 4, 0, 0, 0, 200, 2, 24]
+    assert draft_terms(shape) == [1, 1, 3, 100, 2, 12, 4, 0, 0, 0, 200, 2, 24]
     # 10 tokens in 15 rows: 6 above the first hinge, 2 above the second; ragged
-    assert verify_terms(shape).tolist() == [1, 3, 10, 6, 2, 0, 0, 0, 0, 0, 0, 0, 100, 400, 15, 1, 15, 15]
-    assert rest_terms(shape).tolist() == [1, 3, 15, 1, 1, 12]
+    assert verify_terms(shape) == [1, 3, 10, 6, 2, 0, 0, 0, 0, 0, 0, 0, 100, 400, 15, 1, 15, 15]
+    assert rest_terms(shape) == [1, 3, 15, 1, 1, 12]
 
 
 def test_where_keeps_the_rows_under_the_mask() -> None:

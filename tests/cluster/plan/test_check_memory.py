@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlhfspec.cluster.plan.memory_plan import (
@@ -269,6 +271,19 @@ def test_instances_must_fit_on_the_gpu_that_they_share() -> None:
         require_gpu_room(made, num_gpus=0.5, device_bytes=2 * each - 2)
     with pytest.raises(PlacementError, match=r"^an instance"):
         require_gpu_room(made, num_gpus=1, device_bytes=each - 1)
+
+
+def test_a_prefill_and_a_publications_buckets_are_planned_on_a_gpu() -> None:
+    def made(tokens: int = 10_000, *, decodes_on_gpu: bool = True) -> MemoryPlan:
+        pools = {"generation": {"num_gpus": int(decodes_on_gpu)}, "trainer": {"num_gpus": 1}}
+        shapes = ModelShapes(target=replace(TARGET, num_params=1 << 30), draft=DRAFT)
+        settings = config(cluster=pools, engine={"max_prefill_tokens": tokens})
+        return MemoryNeeds(settings, shapes, max_total_tokens=50).plan(object_store_bytes=7)
+
+    # a token: 24 values of each of 32, and what 2 rows of queries see of 50 positions, twice, in float32
+    assert made(20_000).gpu_bytes - made().gpu_bytes == 10_000 * (24 * 32 * 4 + 2 * 50 * (4 + 4))
+    buckets = made().trainer_gpu_bytes - made(decodes_on_gpu=False).trainer_gpu_bytes
+    assert buckets == 2 * (256 - 32) << 20, "two rooms of a window"
 
 
 def test_an_instance_beside_a_trainer_has_no_more_than_its_share() -> None:
