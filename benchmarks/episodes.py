@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from benchmarks.moving.exact import SPECULATION
+from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool, ask, bench_ray
 from benchmarks.support.harness import Bench
 from benchmarks.support.workload import BENCH_SEED, Workload
@@ -35,7 +36,6 @@ from rlhfspec.learning.models.make import PairPaths
 from rlhfspec.learning.models.tokenization import character_tokenizer
 from rlhfspec.learning.rewards.written_text import written_text
 from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.reallocation.forced import ForcedMoves
 from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
 from rlhfspec.policies.scheduling.events import Alarm, MoveRecord
 

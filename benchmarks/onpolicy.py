@@ -14,6 +14,7 @@ from pathlib import Path
 
 import ray
 
+from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool, bench_ray
 from benchmarks.support.harness import Bench
 from benchmarks.support.workload import (
@@ -39,7 +40,6 @@ from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import pack_tensors
 from rlhfspec.learning.trainer.learner import Learner
 from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 DTYPE_NAMES = ("float32", "bfloat16")
 KINDS = ("ppo", "grpo")

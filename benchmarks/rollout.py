@@ -40,8 +40,14 @@ from rlhfspec.policies.migration.move_messages import MoveOutcome
 from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
 from rlhfspec.policies.simulate.compare import perfect_finish_s
 from rlhfspec.policies.simulate.simulated_pool import simulate
-from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
-from rlhfspec.policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
+from rlhfspec.policies.simulate.simulation_records import (
+    MoveTruth,
+    PoolSetup,
+    Samples,
+    WorkloadName,
+    drawn_lengths,
+    samples_of,
+)
 from rlhfspec.profiles.profile import Profile
 
 INSTANCES = 2

@@ -38,7 +38,7 @@ from rlhfspec.engine.calibration.random_chains import RandomChains
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, save_head
 from rlhfspec.engine.engine import Engine
 from rlhfspec.learning.drafts.make_head import HeadRecipe, make_head
-from rlhfspec.policies.simulate.workloads import drawn_lengths
+from rlhfspec.policies.simulate.simulation_records import drawn_lengths
 from rlhfspec.profiles.profile import Profile
 
 PLAIN = "plain"

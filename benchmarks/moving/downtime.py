@@ -16,6 +16,7 @@ import numpy as np
 from transformers import LlamaForCausalLM
 
 from benchmarks.moving.exact import count_mismatches
+from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload, default_cache_dir, demo_workload
 from rlhfspec.actors.generation.trace_events import TraceEvent
@@ -25,7 +26,6 @@ from rlhfspec.engine.weights.loading import load_causal_lm
 from rlhfspec.learning.models.make import PairPaths
 from rlhfspec.learning.models.net2net import deepen, widen
 from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 LAYERS = 10
 MAX_POSITIONS = 4096

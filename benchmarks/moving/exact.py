@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from benchmarks.contestants.contestants import bench_head
+from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool, RolloutOutcome, bench_ray
 from benchmarks.support.harness import Bench
 from benchmarks.support.reference import compare_with_reference
@@ -22,7 +23,6 @@ from benchmarks.support.workload import Workload, real_workload
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 SPECULATION = SpeculationConfig(policy="fixed", num_nodes=6, depth=4, branching=2)
 MAX_ROLLOUTS = 12

@@ -112,8 +112,7 @@ def simulate(
     perfect spreads all samples evenly at every moment, at no cost; no schedule whatever is faster than the bound.
     """
     from rlhfspec.cluster.observe.console import PipeConsole
-    from rlhfspec.policies.simulate.simulation_records import PoolSetup
-    from rlhfspec.policies.simulate.workloads import samples_of
+    from rlhfspec.policies.simulate.simulation_records import PoolSetup, samples_of
 
     require_file("--out", out)
     elastic = _elastic(instances, max_instances, start_up, idle_timeout, rollouts_ahead)
@@ -225,7 +224,7 @@ def _lengths(
 ) -> tuple[np.ndarray, int]:
     """[samples] lengths of the responses, and their limit. Raises DataError."""
     if name in PRESETS:
-        from rlhfspec.policies.simulate.workloads import drawn_lengths
+        from rlhfspec.policies.simulate.simulation_records import drawn_lengths
 
         limit, count = max_new_tokens or 4096, num_samples or instances * slots
         return drawn_lengths(name, count, instances, max_new_tokens=limit, seed=seed), limit

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-    from rlhfspec.policies.simulate.assumptions import Assumption
     from rlhfspec.policies.simulate.cluster_simulation import ClusterResult
+    from rlhfspec.policies.simulate.described_cluster import Assumption
     from rlhfspec.policies.simulate.sweep import Tried
     from rlhfspec.profiles.profile import Profile
 
@@ -54,9 +54,8 @@ def cluster(
     from rlhfspec.cluster.observe.console import PipeConsole
     from rlhfspec.core.config_io import load_config_of
     from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-    from rlhfspec.policies.simulate.assumptions import assumptions
     from rlhfspec.policies.simulate.cluster_simulation import require_bounded, simulate_cluster
-    from rlhfspec.policies.simulate.described_cluster import describe
+    from rlhfspec.policies.simulate.described_cluster import assumptions, describe
     from rlhfspec.profiles.profile import load_profile
 
     _check(sweep, picture, out)

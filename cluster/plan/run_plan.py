@@ -161,9 +161,7 @@ class RunPlan:
         # float32 as on CPU: an upper bound on devices that keep bfloat16
         shapes = [shape.kv for shape in (self.models.target, self.models.draft) if shape is not None]
         gate = Gate(kv_bytes_per_token=float(sum(shape.token_bytes for shape in shapes)), mode=wanted.mode)
-        return make_reallocation_policy(
-            wanted.policy, curve=self._rate_curve(), gate=gate, seed=self.config.run.seed
-        )
+        return make_reallocation_policy(wanted.policy, curve=self._rate_curve(), gate=gate)
 
     def _scaling(self) -> ScalingPolicy | None:
         """The policy of the pool's size; None where it is fixed."""

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.policies.reallocation.finish_time_policy import FinishTimePolicy
-from rlhfspec.policies.reallocation.forced import ForcedMoves
 from rlhfspec.policies.reallocation.gate import Gate
 from rlhfspec.policies.reallocation.paper_rule import PaperRule
 from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 
-REALLOCATION_POLICIES = ("static", "pull", "paper_rule", "finish_time", "forced")
+REALLOCATION_POLICIES = ("static", "pull", "paper_rule", "finish_time")
 
 
 def make_reallocation_policy(
@@ -21,8 +20,6 @@ def make_reallocation_policy(
     curve: RateCurve,
     gate: Gate,
     earlier_lengths: Sequence[int] = (),
-    seed: int = 0,
-    forced_rate: float = 0.1,
 ) -> ReallocationPolicy | None:
     """Make the policy with this name; None of `static` and `pull`, which move nothing.
 
@@ -31,8 +28,6 @@ def make_reallocation_policy(
         curve: what an instance delivers over its number of samples; finish_time corrects it.
         gate: migrate or recompute; learns from what moves take.
         earlier_lengths: finish_time: response lengths of an earlier iteration.
-        seed: forced: of its draws.
-        forced_rate: forced: probability that a sample is moved, a plan.
 
     Raises ConfigError for an unknown name.
     """
@@ -43,6 +38,4 @@ def make_reallocation_policy(
             return PaperRule(curve, gate)
         case "finish_time":
             return FinishTimePolicy(curve, gate, earlier_lengths=earlier_lengths)
-        case "forced":
-            return ForcedMoves(rate=forced_rate, seed=seed)
     raise ConfigError(f"no reallocation policy '{name}'; expected one of: {', '.join(REALLOCATION_POLICIES)}")

@@ -7,17 +7,27 @@ are of one over the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.simulate.analytic_instance import Speculation
+from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
+from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
+from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
+from rlhfspec.policies.schedule.free import Free, FreeAdmission
+from rlhfspec.policies.schedule.in_turns import InTurns
+from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
+from rlhfspec.policies.schedule.rollout_schedule import Schedule
+from rlhfspec.policies.simulate.analytic_instance import Speculation, last_step_tokens, prompt_cost
+from rlhfspec.policies.simulate.compare import least_finish_s
 from rlhfspec.policies.simulate.described_cluster import DescribedCluster
-from rlhfspec.policies.simulate.rollout_player import PlayedSteps, RolloutPlayer, num_free_batches
-from rlhfspec.policies.simulate.simulation_records import SimulationResult
+from rlhfspec.policies.simulate.scheduled_run import Batches, play_phases
+from rlhfspec.policies.simulate.simulated_pool import simulate
+from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
 from rlhfspec.policies.simulate.training_cost import (
     MemoryFit,
     TrainingCost,
@@ -27,8 +37,27 @@ from rlhfspec.policies.simulate.training_cost import (
 )
 from rlhfspec.profiles.profile import Profile
 
+POLLS = 200
+"Of a rollout, where no interval is given."
+MOST_POLLS = 100_000
+LEAST_FREE = 6
+"Batches that a free schedule plays at least, those that fill and empty it aside."
+Told = Callable[[int], Callable[[int], None] | None]
+"Of the number of a rollout, from 1 on: what is told how many of its samples are done."
 MOST_SAMPLES = 20_000_000
 "Of all rollouts together: an hour or two on one core."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedSteps:
+    """One entry a step, of a run that has been going for a while."""
+
+    rollout_s: tuple[float, ...]
+    "of what was decoded in it; with `free`, for which an instance worked on average"
+    step_s: tuple[float, ...]
+    busy_s: float
+    "of an instance, a step"
+    moves: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +125,158 @@ class ClusterResult:
     def step_bound(self) -> float:
         """Most that this speed-up of the rollout can bring a step whose parts take turns."""
         return bound(self.rollout_share, self.rollout_speedup)
+
+
+class RolloutPlayer:
+    """Of one way to decode."""
+
+    def __init__(
+        self,
+        cluster: DescribedCluster,
+        profile: Profile | None,
+        speculation: Speculation,
+        *,
+        slots: int,
+        mean_tokens: float,
+        earlier: np.ndarray,
+    ) -> None:
+        """Put one together.
+
+        Args:
+            cluster: the parts.
+            profile: measured costs and acceptance, instead of the data sheet's.
+            speculation: how it drafts.
+            slots: samples that run at once on an instance.
+            mean_tokens: of a sample at its end, its prompt included.
+            earlier: lengths that policies have seen before.
+        """
+        self._cluster, self._profile, self._speculation = cluster, profile, speculation
+        self._slots, self._earlier = slots, earlier
+        prompt = cluster.config.lengths.prompt_tokens
+        # on its way a sample has half of its response
+        context = max(int(prompt + (mean_tokens - prompt) / 2), 1)
+        if profile is not None:
+            self._curve = rate_curve_from_profile(
+                profile, context_tokens=context, speculation=speculation != "off"
+            )
+        else:
+            self._curve = cluster.instance.rate_curve(
+                context_tokens=context, max_samples=slots, speculation=speculation
+            )
+        if cluster.machine is not None:
+            # a profile is of an instance that is alone
+            self._curve.factor /= cluster.machine.factor(cluster.config.pools.instances)
+
+    def play(self, samples: Samples) -> SimulationResult:
+        """Play one rollout. Raises ConfigError where polls are absurdly many."""
+        return simulate(self._own(samples), self._setup(samples), self._policy(), binding=self._binding)
+
+    def steps(
+        self, batches: Sequence[Samples], training_s: Sequence[float], publication_s: float, told: Told
+    ) -> PlayedSteps:
+        """Play the batches, which come again and again; step i learns from batch i, in `training_s[i]`."""
+        step, size = self._cluster.config.step, self._cluster.config.lengths.group_samples
+        own = Batches([self._own(batch) for batch in batches], training_s, group_samples=size)
+        schedule, steps = self._schedule(own, batches)
+        phases = play_phases(
+            schedule,
+            own,
+            setup=self._setup,
+            policy=self._policy,
+            binding=self._binding,
+            progress=told,
+        )
+        made = [*islice(phases, steps.start, steps.stop)]
+        busy_s = [float(phase.result.busy_s.mean()) for phase in made]
+        return PlayedSteps(
+            rollout_s=tuple(
+                busy_s if schedule.ends_with_update else [phase.result.finish_s for phase in made]
+            ),
+            step_s=tuple(phase.seconds + publication_s + step.other_s for phase in made),
+            busy_s=float(np.mean(busy_s)),
+            moves=float(np.mean([phase.result.num_moves for phase in made])),
+        )
+
+    def _schedule(self, own: Batches, batches: Sequence[Samples]) -> tuple[Schedule, range]:
+        """The run's schedule, and its steps that are looked at."""
+        step, lengths, count = self._cluster.config.step, self._cluster.config.lengths, len(batches)
+        if not step.staleness:
+            return InTurns(own.next_batch, num_iterations=count), range(count)
+        if step.schedule == "free":
+            # the first batches fill the pipeline, the last ones have nothing behind them
+            num_batches, first = num_free_batches(count, step.staleness), step.staleness + 1
+            admission = FreeAdmission(
+                max_staleness=step.staleness,
+                over_provisioning=step.over_provisioning or 1.0,
+                groups_per_batch=len(batches[0]) // lengths.group_samples,
+                num_iterations=num_batches,
+            )
+            return Free(admission, own.next_groups), range(first, num_batches - first)
+        plan = PhasePlan(
+            max_staleness=step.staleness,
+            weight_load="reprefill",
+            max_new_tokens=own.limit,
+            num_iterations=count + step.staleness + 1,
+        )
+        return Recorded(plan, own.next_batch), range(count)
+
+    @property
+    def _binding(self) -> Binding:
+        return "static" if self._cluster.config.reallocation.policy == "static" else "pull"
+
+    def _own(self, samples: Samples) -> Samples:
+        """The samples as they decode here: without drafts none is faster than another."""
+        if self._speculation != "off":
+            return samples
+        return replace(samples, speed=np.ones(len(samples)))
+
+    def _setup(self, samples: Samples) -> PoolSetup:
+        """The pool for these samples. Raises ConfigError where polls are absurdly many."""
+        config, profile, machine = self._cluster.config, self._profile, self._cluster.machine
+        pools, polls_s = config.pools, config.reallocation.poll_interval_s
+        prompt_s, token_s, wasted = 0.0, self._cluster.instance.target.prefill_token_s(), 0.0
+        if profile is not None:
+            slower = 1.0 if machine is None else machine.factor(pools.instances)
+            prompt_tokens = round(float(samples.prompt_tokens.mean()))
+            prompt_s, token_s = (slower * cost for cost in prompt_cost(profile.cost, prompt_tokens))
+            if self._speculation != "off":
+                context = round(float(samples.context_tokens.mean()))
+                wasted = last_step_tokens(profile, samples=self._slots, context_tokens=context)
+        setup = PoolSetup(
+            num_instances=pools.instances,
+            num_slots=self._slots,
+            curve=self._curve,
+            max_new_tokens=int(samples.response_tokens.max()),
+            moves=self._cluster.moves(prompt_s=prompt_s, prompt_token_s=token_s),
+            prompt_s=prompt_s,
+            prompt_token_s=token_s,
+            last_step_tokens=wasted,
+            report_interval_s=pools.report_s,
+            message_s=pools.message_s,
+            machine=machine,
+        )
+        least_s = least_finish_s(samples, setup)
+        polls_s = max(least_s / POLLS, 1e-3) if polls_s is None else polls_s
+        require_few_polls(polls_s, least_s)
+        return replace(setup, poll_interval_s=polls_s)
+
+    def _policy(self) -> ReallocationPolicy | None:
+        """What moves samples; it starts afresh, and knows what moves take."""
+        return make_reallocation_policy(
+            self._cluster.config.reallocation.policy,
+            curve=self._curve.copy(),
+            gate=self._cluster.moves().gate(),
+            earlier_lengths=self._earlier.tolist(),
+        )
+
+
+def require_few_polls(poll_interval_s: float, least_s: float) -> None:
+    """Raise ConfigError where a rollout that takes at least `least_s` would be looked at absurdly often."""
+    if least_s / poll_interval_s > MOST_POLLS:
+        raise ConfigError(
+            f"reallocation.poll_interval_s {poll_interval_s:g} would look {least_s / poll_interval_s:,.0f} times at a "
+            f"rollout of {least_s:.0f} s; expected at most {MOST_POLLS:,} looks: leave it out for {POLLS} of them"
+        )
 
 
 def simulate_cluster(
@@ -253,3 +434,8 @@ def require_bounded(configs: Sequence[SimulatedClusterConfig]) -> int:
             "of them, or try fewer combinations"
         )
     return total
+
+
+def num_free_batches(steps: int, staleness: int) -> int:
+    """Batches that a free schedule plays for so many steps."""
+    return max(LEAST_FREE, steps) + 2 * (staleness + 1)

@@ -87,7 +87,7 @@ def simulate(
 
 
 class SimulatedPool:
-    """The events of one rollout; `played_steps` has those of many that run into one another."""
+    """The events of one rollout; `scheduled_run` has those of a run's phases, with updates beside them."""
 
     def __init__(
         self,
@@ -118,6 +118,9 @@ class SimulatedPool:
         self._since_s: dict[str, float] = {}
         "from an instance's start, that of its process included"
         self._until_s: dict[str, float] = {}
+        self._ended: set[int] = set()
+        self._between: dict[int, tuple[float, float]] = {}
+        "samples on their way from one instance to another: what each still needs, and its context tokens"
         self._requests = requests_of(samples, setup.max_new_tokens)
         "of each sample, under the epoch that it has where it is"
         self._to_go = samples.response_tokens / samples.speed + setup.last_step_tokens
@@ -164,8 +167,6 @@ class SimulatedPool:
 
     def _begin_run(self) -> None:
         """What there is at the start."""
-        if self._setup.learner_s:
-            self._learn(self._setup.learner_s)
         self._ask(range(len(self._samples)))
 
     def _is_over(self) -> bool:
@@ -231,6 +232,14 @@ class SimulatedPool:
             self._scheduler.expect(starts, may_leave=sorted(staying)[self._elastic.least :])
         self._carry_out(self._scheduler.reallocate(self._now_s))
         self._at(self._now_s + self._setup.poll_interval_s, Kind.POLL, self._poll)
+
+    def tokens_so_far(self) -> dict[int, int]:
+        """Tokens of the samples that have begun and have neither ended nor been handed on."""
+        here = [each for one in self._instances.values() for each in self._tokens_so_far(one).items()]
+        away = self._samples.prompt_tokens
+        return {key.sample_index: tokens for key, tokens in here} | {
+            sample: int(context + 1e-6) - int(away[sample]) for sample, (_, context) in self._between.items()
+        }
 
     def _tokens_so_far(self, instance: SimulatedInstance) -> dict[SampleKey, int]:
         here = np.fromiter(instance.running, dtype=np.int64)
@@ -323,6 +332,7 @@ class SimulatedPool:
         instance.remove(sample)
         self._reschedule(instance)
         self._start_next(instance)
+        self._ended.add(sample)
         instance.untold.append(sample)
         is_last = not instance.running and not instance.waiting
         if is_last or not self._setup.report_interval_s:
@@ -387,8 +397,9 @@ class SimulatedPool:
         else:
             seconds = float(truth.prefill.seconds(int(here.context_of(sample) + 1e-6)))
             left = here.remove(sample)
+        self._between[sample] = left
         figures = {"computed_tokens": int(left[1] + 1e-6), "attach_s": seconds}
-        self._at(there.block(seconds), Kind.JOIN, self._join, order, left, figures)
+        self._at(there.block(seconds), Kind.JOIN, self._join, order, figures)
         self._reschedule(there)
         self._reschedule(here)
         self._start_next(here)
@@ -402,9 +413,9 @@ class SimulatedPool:
             instance.num_transfers -= 1
         if sample in here.running:
             self._counts["migrated"] += 1
-            left = here.remove(sample)
+            self._between[sample] = here.remove(sample)
             at_s = self._now_s + self._setup.moves.downtime_s
-            self._at(at_s, Kind.JOIN, self._join, order, left, figures)
+            self._at(at_s, Kind.JOIN, self._join, order, figures)
             self._start_next(here)
         else:
             self._counts["void"] += 1
@@ -413,11 +424,11 @@ class SimulatedPool:
         self._reschedule(here)
         self._reschedule(there)
 
-    def _join(self, order: MoveOrder, left: tuple[float, float], figures: dict[str, float]) -> None:
+    def _join(self, order: MoveOrder, figures: dict[str, float]) -> None:
         there, sample = self._instances[order.destination], order.key.sample_index
         there.advance(self._now_s)
         there.num_reserved -= 1
-        self._add(there, sample, *left)
+        self._add(there, sample, *self._between.pop(sample))
         self._reschedule(there)
         self._requests[sample] = replace(self._requests[sample], epoch=order.epoch + 1)
         self._claim(Claim.COMMIT, order, order.epoch + 1, figures)

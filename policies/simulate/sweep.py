@@ -16,7 +16,7 @@ from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.policies.simulate.analytic_instance import even_acceptance
 from rlhfspec.policies.simulate.cluster_simulation import ClusterResult, require_bounded, simulate_cluster
 from rlhfspec.policies.simulate.described_cluster import DescribedCluster, describe
-from rlhfspec.policies.simulate.devices import ContradictionError
+from rlhfspec.policies.simulate.roofline import ContradictionError
 from rlhfspec.profiles.profile import Profile
 
 MOST_COMBINATIONS = 500

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.simulated_cluster import SimulatedLearnerConfig
-from rlhfspec.policies.simulate.devices import DeviceSheet
 from rlhfspec.policies.simulate.model_dimensions import ModelDimensions
-from rlhfspec.policies.simulate.roofline import Roofline
+from rlhfspec.policies.simulate.roofline import DeviceSheet, Roofline
 
 TRAINING_BYTES = 2.0
 "Of a parameter or a gradient that travels: bfloat16."

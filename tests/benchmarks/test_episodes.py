@@ -13,10 +13,10 @@ from benchmarks.episodes import (
     play_over,
 )
 from benchmarks.moving.exact import SPECULATION
+from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool
 from rlhfspec.core.config import ReallocationConfig, SpeculationConfig
 from rlhfspec.engine.build import build_engine
-from rlhfspec.policies.reallocation.forced import ForcedMoves
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 EPISODES = 16

@@ -9,17 +9,16 @@ from pool_views import after, cheap_gate, cpu_curve, pool_view
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
 from rlhfspec.policies.reallocation.finish_time_policy import FinishTimePolicy
-from rlhfspec.policies.reallocation.forced import ForcedMoves
 from rlhfspec.policies.reallocation.gate import Gate
 from rlhfspec.policies.reallocation.paper_rule import PaperRule
 from rlhfspec.policies.reallocation.pool_records import InstanceView, MoveMode, PoolView, ReallocationPolicy
 from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
-MOVING = ("paper_rule", "finish_time", "forced")
+MOVING = ("paper_rule", "finish_time")
 
 
-def make(name: str, **options: float) -> ReallocationPolicy:
-    policy = make_reallocation_policy(name, curve=cpu_curve(), gate=cheap_gate(), **options)
+def make(name: str) -> ReallocationPolicy:
+    policy = make_reallocation_policy(name, curve=cpu_curve(), gate=cheap_gate())
     assert policy is not None
     return policy
 
@@ -41,7 +40,7 @@ def random_view(seed: int, *, num_instances: int = 6, num_slots: int = 12) -> Po
 
 @pytest.mark.parametrize("name", MOVING)
 def test_no_sample_moves_twice_and_no_destination_gets_more_than_fits(name: str) -> None:
-    policy = make(name, forced_rate=0.5)
+    policy = make(name)
     num_moves = 0
     for seed in range(60):
         view = random_view(seed)
@@ -63,7 +62,7 @@ def test_no_sample_moves_twice_and_no_destination_gets_more_than_fits(name: str)
 
 @pytest.mark.parametrize("name", MOVING)
 def test_equal_views_give_equal_moves(name: str) -> None:
-    one, other = make(name, forced_rate=0.5, seed=3), make(name, forced_rate=0.5, seed=3)
+    one, other = make(name), make(name)
     for seed in range(20):
         for policy in (one, other):
             policy.note_finished(10 * seed + 1)
@@ -75,8 +74,7 @@ def test_equal_views_give_equal_moves(name: str) -> None:
 @pytest.mark.parametrize("name", MOVING)
 @pytest.mark.parametrize("lengths", [(), ([],), ([5, 6],), ([], []), ([5], [])])
 def test_where_nothing_can_be_gained_nothing_moves(name: str, lengths: tuple) -> None:
-    if name != "forced":
-        assert make(name).plan(pool_view(*lengths)) == ()
+    assert make(name).plan(pool_view(*lengths)) == ()
 
 
 def test_static_and_pull_move_nothing() -> None:
@@ -277,21 +275,3 @@ def test_the_papers_rule_moves_the_least_context_and_has_a_cooldown() -> None:
     assert [move.key.sample_index for move in moves] == [threshold + 1, threshold]
     assert rule.plan(pool_view(lengths, [], now_s=0.9)) == ()
     assert len(rule.plan(pool_view(lengths, [], now_s=1.1))) == 2
-
-
-# forced moves
-
-
-def test_forced_moves_go_both_ways_at_once_at_their_rate() -> None:
-    policy = ForcedMoves(rate=0.25, seed=1, recompute_share=0.5)
-    moves = [policy.plan(pool_view([30] * 16, [30] * 16)) for _ in range(200)]
-    flat = [move for plan in moves for move in plan]
-    assert len(flat) / (200 * 32) == pytest.approx(0.25, abs=0.02)
-    assert {(move.source, move.destination) for move in moves[0]} == {("gen-0", "gen-1"), ("gen-1", "gen-0")}
-    recomputed = np.mean([move.mode is MoveMode.RECOMPUTE for move in flat])
-    assert recomputed == pytest.approx(0.5, abs=0.05)
-
-
-def test_forced_moves_of_another_seed_are_others() -> None:
-    view = pool_view([30] * 16, [30] * 16)
-    assert ForcedMoves(rate=0.3, seed=1).plan(view) != ForcedMoves(rate=0.3, seed=2).plan(view)

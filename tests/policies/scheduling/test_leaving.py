@@ -1,9 +1,9 @@
 """Laws of leaving: no new samples, what it has moves away where there is room, let go when empty, nothing lost."""
 
+from forced_moves import Forced
 from move_messages import complete, request
 from pool_views import cpu_curve
 
-from rlhfspec.policies.reallocation.forced import ForcedMoves
 from rlhfspec.policies.reallocation.pool_records import MoveMode
 from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
 from rlhfspec.policies.scaling.scaling_records import Limits, Starts
@@ -24,7 +24,7 @@ from rlhfspec.policies.scheduling.scheduler import Scheduler
 
 
 def pool(*slots: int, **settings) -> Scheduler:
-    still = ForcedMoves(rate=0.0, seed=0)
+    still = Forced(share=0.0)
     machine = Scheduler(heartbeat_timeout_s=10.0, reallocation=still, **settings)
     for number, count in enumerate(slots):
         machine.handle(InstanceJoined(instance=f"gen-{number}", num_slots=count, now_s=0.0))

@@ -9,9 +9,8 @@ import pytest
 
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.simulate.assumptions import MODELLED, SOURCES, assumptions
 from rlhfspec.policies.simulate.cluster_simulation import bound, simulate_cluster
-from rlhfspec.policies.simulate.described_cluster import describe
+from rlhfspec.policies.simulate.described_cluster import MODELLED, SOURCES, assumptions, describe
 
 
 def config(**sections: dict[str, Any]) -> SimulatedClusterConfig:

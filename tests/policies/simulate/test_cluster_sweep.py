@@ -9,9 +9,8 @@ import pytest
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.policies.simulate import sweep as sweep_module
-from rlhfspec.policies.simulate.cluster_simulation import num_played, require_bounded
+from rlhfspec.policies.simulate.cluster_simulation import num_played, require_bounded, require_few_polls
 from rlhfspec.policies.simulate.described_cluster import describe
-from rlhfspec.policies.simulate.rollout_player import require_few_polls
 from rlhfspec.policies.simulate.sweep import best, changed, combinations, default_axes, planned, sweep
 
 

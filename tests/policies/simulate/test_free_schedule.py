@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.schedule.free import FreeAdmission
+from rlhfspec.policies.schedule.free import Free, FreeAdmission
+from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
 from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
 from rlhfspec.policies.simulate.described_cluster import describe
-from rlhfspec.policies.simulate.rollout_player import FreeRun, joined, phase_samples
-from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
-from rlhfspec.policies.simulate.workloads import samples_of
+from rlhfspec.policies.simulate.scheduled_run import Batches, joined, play_phases
+from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, samples_of
 
 EVEN = RateCurve([1, 64], [100.0, 6400.0])
 "10 ms a token, whoever else runs."
+
+
+@dataclass(frozen=True)
+class Played:
+    """Of each update: when its version was in the instances, and the groups that it learned from."""
+
+    loaded_s: list[float]
+    learned: list[list[int]]
+    oldest: list[int]
+    "weight version of any token"
+
+    @property
+    def updates(self) -> list[int]:
+        """Of each group the update that learned from it."""
+        by_group = {group: update for update, groups in enumerate(self.learned) for group in groups}
+        return [by_group[group] for group in sorted(by_group)]
 
 
 def free(
@@ -31,49 +48,62 @@ def free(
     staleness: int = 1,
     over_provisioning: float = 1.0,
     prompt_token_s: float = 0.0,
-) -> FreeRun:
-    lengths = np.array(list(itertools.chain(*batches)))
-    run = FreeRun(
-        samples_of(lengths),
-        group_samples,
-        FreeAdmission(
-            max_staleness=staleness,
-            over_provisioning=over_provisioning,
-            groups_per_batch=len(batches[0]) // group_samples,
-            num_iterations=len(batches),
-        ),
-        setup=PoolSetup(
-            num_instances=instances,
-            num_slots=slots,
-            curve=EVEN,
-            max_new_tokens=256,
-            moves=MoveTruth(kv_bytes_per_token=1.0),
-            prompt_token_s=prompt_token_s,
-        ),
-        policy=None,
-        binding="pull",
-        update_s=np.full(len(lengths), training_s / len(batches[0])),
-        pause_s=pause_s,
+) -> Played:
+    given = Batches(
+        [samples_of(np.array(batch)) for batch in batches],
+        [training_s] * len(batches),
+        group_samples=group_samples,
     )
-    assert run.run().num_tokens == int(lengths.sum())
-    return run
-
-
-def learned(run: FreeRun) -> tuple[int, ...]:
-    return tuple(run.learned[group] for group in range(len(run.begun)))
+    admission = FreeAdmission(
+        max_staleness=staleness,
+        over_provisioning=over_provisioning,
+        groups_per_batch=len(batches[0]) // group_samples,
+        num_iterations=len(batches),
+    )
+    pool = PoolSetup(
+        num_instances=instances,
+        num_slots=slots,
+        curve=EVEN,
+        max_new_tokens=256,
+        moves=MoveTruth(kv_bytes_per_token=1.0),
+        prompt_token_s=prompt_token_s,
+    )
+    phases = list(
+        play_phases(
+            Free(admission, given.next_groups),
+            given,
+            setup=lambda samples: pool,
+            policy=lambda: None,
+            binding="pull",
+        )
+    )
+    whole = np.array([length for batch in batches for length in batch])
+    learned = []
+    for phase in phases:
+        for one in phase.learned:
+            assert one.completion.num_tokens == whole[one.completion.key.sample_index]
+        learned.append(sorted({one.completion.group_id for one in phase.learned}))
+    return Played(
+        loaded_s=np.cumsum([phase.seconds + pause_s for phase in phases]).tolist(),
+        learned=learned,
+        oldest=[
+            min(span.weight_version for one in phase.learned for span in one.completion.weight_spans)
+            for phase in phases
+        ],
+    )
 
 
 def test_an_update_cuts_what_is_open_and_lets_the_next_group_begin() -> None:
     """Update 0 from 0.10 to 0.15, loaded at 0.16; 1 is cut at 15 tokens, whole at 0.21; 2 begins at 0.16."""
     made = free([[10], [20], [9]])
     assert made.loaded_s == pytest.approx((0.16, 0.27, 0.33))
-    assert (made.begun, learned(made)) == ([0, 0, 1], (0, 1, 2))
+    assert (made.oldest, made.updates) == ([0, 0, 1], [0, 1, 2])
 
 
 def test_what_ends_first_is_learned_from_first() -> None:
     """The longer one began first, and is in time for the last update that may learn from it."""
     made = free([[30], [10], [5]])
-    assert learned(made) == (1, 0, 2)
+    assert made.updates == [1, 0, 2]
     # cut at 15 tokens for 0.01 s, whole at 0.31
     assert made.loaded_s[:2] == pytest.approx((0.16, 0.37))
 
@@ -100,22 +130,49 @@ def test_no_sample_is_too_stale_and_every_group_is_learned_from_once() -> None:
             staleness=staleness,
             over_provisioning=float(draw.choice([0.5, 1.0, staleness])),
         )
-        begun, by_update = np.array(made.begun), np.array(learned(made))
-        assert len(made.loaded_s) == len(batches) and list(made.loaded_s) == sorted(made.loaded_s)
-        assert ((by_update - begun <= staleness) & (begun <= by_update)).all()
-        assert (np.bincount(by_update) == width // size).all() and len(by_update) == len(
-            batches
-        ) * width // size
+        assert len(made.loaded_s) == len(batches) and made.loaded_s == sorted(made.loaded_s)
+        assert all(update - oldest <= staleness for update, oldest in enumerate(made.oldest))
+        assert (np.bincount(made.updates) == width // size).all()
+        assert len(made.updates) == len(batches) * width // size
+
+
+def recorded(batches: list[Samples], *, staleness: int, max_new_tokens: int) -> tuple[Recorded, Batches]:
+    given = Batches(batches, [0.0] * len(batches), group_samples=1)
+    plan = PhasePlan(
+        max_staleness=staleness, weight_load="reprefill", max_new_tokens=max_new_tokens, num_iterations=6
+    )
+    return Recorded(plan, given.next_batch), given
+
+
+def played_samples(batches: list[Samples], *, staleness: int, max_new_tokens: int) -> list[Samples]:
+    """What the pools of the phases are given."""
+    seen: list[Samples] = []
+
+    def setup(samples: Samples) -> PoolSetup:
+        seen.append(samples)
+        return PoolSetup(
+            num_instances=1,
+            num_slots=4,
+            curve=EVEN,
+            max_new_tokens=256,
+            moves=MoveTruth(kv_bytes_per_token=1.0),
+        )
+
+    schedule, given = recorded(batches, staleness=staleness, max_new_tokens=max_new_tokens)
+    phases = play_phases(schedule, given, setup=setup, policy=lambda: None, binding="pull")
+    for phase in itertools.islice(phases, 3):
+        assert phase.learned
+    return seen
 
 
 def test_a_phase_goes_on_with_what_is_cut() -> None:
     batch = Samples(response_tokens=np.array([5, 12]), prompt_tokens=np.array([3, 4]), speed=np.ones(2))
-    samples = phase_samples([batch], 10, staleness=2, max_new_tokens=16)
-    # the second half of the longer one, then the next batch as far as 8 tokens
-    assert samples.response_tokens.tolist() == [4, 5, 8]
-    assert samples.prompt_tokens.tolist() == [12, 3, 4]
-    whole = phase_samples([batch], 10, staleness=1, max_new_tokens=16)
-    assert whole.response_tokens.tolist() == [5, 12]
+    for samples in played_samples([batch], staleness=2, max_new_tokens=16):
+        # the second half of the longer one, then the next batch as far as 8 tokens
+        assert samples.response_tokens.tolist() == [4, 5, 8]
+        assert samples.prompt_tokens.tolist() == [12, 3, 4]
+    for whole in played_samples([batch], staleness=1, max_new_tokens=16):
+        assert whole.response_tokens.tolist() == [5, 12]
 
 
 def test_groups_of_several_batches_stay_apart() -> None:
@@ -127,8 +184,10 @@ def test_groups_of_several_batches_stay_apart() -> None:
     )
     got = joined([whole, samples_of(np.array([3])), whole]).group
     assert got is not None and got.tolist() == [7, 7, -1, 15, 15]
-    cut = phase_samples([whole], 10, staleness=2, max_new_tokens=16).group
-    assert cut is not None and cut[0] == -1 and cut[1] == cut[2] >= 0
+    first, second, _ = played_samples([whole], staleness=2, max_new_tokens=16)
+    assert first.group is not None and second.group is not None
+    assert first.group[0] == -1 and first.group[1] == first.group[2] >= 0
+    assert second.group[1] != first.group[1]
 
 
 def test_a_phase_takes_its_batches_in_turn() -> None:
@@ -136,9 +195,7 @@ def test_a_phase_takes_its_batches_in_turn() -> None:
         Samples(response_tokens=np.array([n]), prompt_tokens=np.array([0]), speed=np.ones(1))
         for n in (1, 2, 3)
     ]
-    got = [
-        phase_samples(ones, step + 3, staleness=1, max_new_tokens=8).response_tokens[0] for step in range(3)
-    ]
+    got = [samples.response_tokens[0] for samples in played_samples(ones, staleness=1, max_new_tokens=8)]
     assert got == [2, 3, 1]
 
 

@@ -18,9 +18,8 @@ from rlhfspec.policies.simulate.analytic_instance import (
     even_acceptance,
 )
 from rlhfspec.policies.simulate.described_cluster import describe
-from rlhfspec.policies.simulate.devices import SHEETS, DeviceSheet
 from rlhfspec.policies.simulate.model_dimensions import ModelDimensions, dimensions_of, head_dimensions
-from rlhfspec.policies.simulate.roofline import Reached, Roofline
+from rlhfspec.policies.simulate.roofline import SHEETS, DeviceSheet, Reached, Roofline
 
 SHEET = DeviceSheet(
     name="hand",

@@ -12,8 +12,13 @@ from pool_views import cpu_curve
 
 from rlhfspec.policies.simulate.compare import COMPARED, Comparison, compare
 from rlhfspec.policies.simulate.described_cluster import H100_CLASS, describe
-from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup
-from rlhfspec.policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
+from rlhfspec.policies.simulate.simulation_records import (
+    MoveTruth,
+    PoolSetup,
+    WorkloadName,
+    drawn_lengths,
+    samples_of,
+)
 from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 SAMPLES = 48

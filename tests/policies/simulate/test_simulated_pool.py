@@ -9,9 +9,14 @@ import pytest
 
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.simulate.simulated_instance import SharedMachine
-from rlhfspec.policies.simulate.simulated_pool import simulate
-from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, SimulationResult
-from rlhfspec.policies.simulate.workloads import samples_of
+from rlhfspec.policies.simulate.simulated_pool import SimulatedPool, simulate
+from rlhfspec.policies.simulate.simulation_records import (
+    MoveTruth,
+    PoolSetup,
+    Samples,
+    SimulationResult,
+    samples_of,
+)
 
 LINE = RateCurve(np.arange(1, 65), 1.0 / (0.006 / np.arange(1, 65) + 0.004))
 "6 ms and 4 ms a sample, of a token."
@@ -29,6 +34,17 @@ def setup(num_instances: int, num_slots: int) -> PoolSetup:
 
 def played(samples: Samples, pool: PoolSetup, **changes: object) -> SimulationResult:
     return simulate(samples, replace(pool, **changes), None)
+
+
+def beside(samples: Samples, pool: PoolSetup, update_s: float) -> SimulationResult:
+    """With an update from the start on."""
+
+    class Beside(SimulatedPool):
+        def _begin_run(self) -> None:
+            self._learn(update_s)
+            super()._begin_run()
+
+    return Beside(samples, pool, None, "pull", None).run()
 
 
 def lengths(*tokens: int) -> Samples:
@@ -98,15 +114,15 @@ def test_an_instance_is_faster_once_the_other_has_nothing_left() -> None:
 
 def test_an_update_beside_the_rollout_slows_both() -> None:
     machine = SharedMachine(cores=2, slowdown=1.5)
-    made = played(lengths(10), setup(1, 1), machine=machine, learner_s=0.05)
+    made = beside(lengths(10), replace(setup(1, 1), machine=machine), 0.05)
     # 0.05 s of work take 0.075 s; by then half of the tokens are made
     assert made.learner_end_s == pytest.approx(0.075)
     assert made.finish_s == pytest.approx(0.125)
-    longer = played(lengths(10), setup(1, 1), machine=machine, learner_s=0.3)
+    longer = beside(lengths(10), replace(setup(1, 1), machine=machine), 0.3)
     assert longer.finish_s == pytest.approx(0.15)
     assert longer.learner_end_s == pytest.approx(0.15 + 0.2)
 
 
 def test_an_update_elsewhere_slows_nobody() -> None:
-    made = played(lengths(10), setup(1, 1), learner_s=0.3)
+    made = beside(lengths(10), setup(1, 1), 0.3)
     assert (made.finish_s, made.learner_end_s) == pytest.approx((0.1, 0.3))

@@ -4,8 +4,14 @@ import numpy as np
 from pool_views import cpu_curve
 
 from rlhfspec.policies.simulate.compare import compare
-from rlhfspec.policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup, SimulationResult
-from rlhfspec.policies.simulate.workloads import drawn_lengths, samples_of
+from rlhfspec.policies.simulate.simulation_records import (
+    Elastic,
+    MoveTruth,
+    PoolSetup,
+    SimulationResult,
+    drawn_lengths,
+    samples_of,
+)
 
 
 def rollout(elastic: Elastic | None, *, num_samples: int = 200, instances: int = 2) -> SimulationResult:

@@ -2,14 +2,19 @@
 
 import numpy as np
 import pytest
+from forced_moves import Forced
 
-from rlhfspec.policies.reallocation.forced import ForcedMoves
 from rlhfspec.policies.reallocation.pool_records import Move, MoveMode, PoolView
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.simulate.compare import least_finish_s, perfect_finish_s
 from rlhfspec.policies.simulate.simulated_pool import simulate
-from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
-from rlhfspec.policies.simulate.workloads import drawn_lengths, samples_of
+from rlhfspec.policies.simulate.simulation_records import (
+    MoveTruth,
+    PoolSetup,
+    Samples,
+    drawn_lengths,
+    samples_of,
+)
 from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 LINE = RateCurve(np.arange(1, 65), 1.0 / (0.006 / np.arange(1, 65) + 0.004))
@@ -34,11 +39,11 @@ def samples(*lengths: int) -> Samples:
     return samples_of(np.array(lengths))
 
 
-class OneMove(ForcedMoves):
+class OneMove(Forced):
     """Moves one sample at the first poll, and remembers what it was shown."""
 
     def __init__(self, sample: int, source: int, destination: int, mode: MoveMode) -> None:
-        super().__init__(rate=0.0, seed=0)
+        super().__init__(share=0.0)
         self._move = (sample, source, destination, mode)
         self.views: list[PoolView] = []
 

@@ -6,9 +6,8 @@ import pytest
 
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.simulated_cluster import SimulatedLearnerConfig
-from rlhfspec.policies.simulate.devices import DeviceSheet
 from rlhfspec.policies.simulate.model_dimensions import ModelDimensions
-from rlhfspec.policies.simulate.roofline import Reached, Roofline
+from rlhfspec.policies.simulate.roofline import DeviceSheet, Reached, Roofline
 from rlhfspec.policies.simulate.training_cost import (
     gather_s,
     memory_fit,
