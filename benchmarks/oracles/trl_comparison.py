@@ -14,7 +14,7 @@ from rlhfspec.core.config import AlgorithmConfig
 from rlhfspec.learning.objectives.losses import Sequences, token_weights
 from rlhfspec.learning.objectives.policy import LossInputs, MinibatchFigures, objective
 
-FROZEN_FILE = Path(__file__).resolve().parents[2] / "tests" / "learning" / "algorithms" / "trl_losses.json"
+FROZEN_FILE = Path(__file__).resolve().parents[2] / "tests" / "learning" / "objectives" / "trl_losses.json"
 OURS: Mapping[str, Mapping[str, object]] = {
     "grpo": {"kind": "grpo", "kl_coef": 0.05},
     "bnpo": {"kind": "grpo", "loss_aggregation": "token_mean", "kl_coef": 0.05},

@@ -14,6 +14,8 @@ from rlhfspec.actors.waiting.deaths import cause_of
 from rlhfspec.actors.waiting.waiting import ActorDied, get
 from rlhfspec.core.errors import InstanceLost, NodeDied
 
+pytestmark = pytest.mark.ray
+
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class Mortal:
@@ -39,7 +41,6 @@ def death_of(ref) -> str:
     return str(caught.value)
 
 
-@pytest.mark.ray
 def test_a_death_is_reported_in_one_line_with_its_cause(local_ray):
     mortals = [Mortal.remote() for _ in range(4)]
     refs = [

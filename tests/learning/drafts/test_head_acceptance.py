@@ -20,7 +20,7 @@ from rlhfspec.learning.drafts.evaluate_head import (
     drafted_response,
 )
 from rlhfspec.learning.drafts.head import HeadModule
-from tests.learning.heads.test_unrolled import drafted
+from tests.learning.drafts.test_unrolled import drafted
 
 LEVELS = 3
 

@@ -280,7 +280,7 @@ def test_of_a_folder_that_is_no_such_run_what_it_lacks_is_said(tmp_path: Path, c
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_two_actors_learn_what_one_process_does(files: Path, tmp_path: Path):
-    strategy = "fsdp2"  # ddp over groups: tests/learning/parallel
+    strategy = "fsdp2"  # ddp over groups: tests/learning/trainer/test_supervised_group.py
     one = reward(files, tmp_path / "one", "trainer.max_steps=4")
     two = reward(
         files,

@@ -1,4 +1,7 @@
-"""A run that is cut off and resumed, or loses a trainer, ends as the one left alone: every figure and bit."""
+"""A run that is cut off and resumed, or loses a trainer, ends as the one left alone: every figure and bit.
+
+The chat template of the first prints the day, and it is resumed and verified on another.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,20 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import ray
+import yaml
 from loop_hooks import before_updates
+from moved_clock import move_clock
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.resume.resumed_run import newest_run, open_run
 from rlhfspec.cluster.system.system import System
-from rlhfspec.core.checkpoint_manifest import state_folders
+from rlhfspec.core.checkpoint_manifest import MANIFEST, state_folders
+from rlhfspec.core.config_io import load_config
+from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.metrics import read_metrics
 from tests.conftest import TinyPair
 
@@ -66,15 +75,19 @@ def figures(path: Path) -> list[dict]:
     ]
 
 
-def cut_off(run_dir: RunDir, path: Path, *, after: int) -> RunDir:
-    """A copy as a kill in the iteration after `after` leaves it, with files of that one."""
-    shutil.copytree(run_dir.path, path)
-    cut = RunDir(path=path)
-    for folder in state_folders(cut.checkpoints_folder):
-        if folder.name > f"state_{after:04d}":
-            shutil.rmtree(folder)
+def cut_off(run_dir: RunDir, folder: Path) -> RunDir:
+    """A copy in `folder` as a kill in the second iteration leaves it, with files of that one."""
+    cut = RunDir(path=Path(shutil.copytree(run_dir.path, folder / run_dir.path.name)))
+    for state in state_folders(cut.checkpoints_folder):
+        if state.name > "state_0001":
+            shutil.rmtree(state)
     cut.set_status("interrupted", "killed")
     return cut
+
+
+def sampled(run_dir: RunDir) -> list[list[list[int]]]:
+    files = sorted((run_dir.path / "rollouts").glob("*.parquet"))
+    return [pq.read_table(file)["response_token_ids"].to_pylist() for file in files]
 
 
 def same(one: RunDir, other: RunDir) -> None:
@@ -86,27 +99,24 @@ def same(one: RunDir, other: RunDir) -> None:
         assert sorted(path.name for path in (other.path / folder).iterdir()) == names
 
 
+DATED = json.dumps("{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}")
+
+
 @pytest.fixture(scope="module")
 def finished(local_ray: None, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     folder = tmp_path_factory.mktemp("resumed")
-    assert (
-        main(
-            [
-                "train",
-                "--config",
-                str(write_config(folder, tiny_pair, "iterations: 3, state_every: 1, keep_states: 3")),
-            ]
-        )
-        == 0
-    )
+    run = "iterations: 3, state_every: 1, keep_states: 3"
+    data = f"{{task: chain, limit: 16, chat: true, chat_template: {DATED}}}"
+    assert main(["train", "--config", str(write_config(folder, tiny_pair, run, data=data))]) == 0
     (path,) = (folder / "runs").iterdir()
     return RunDir.open(path)
 
 
-def test_a_run_that_is_cut_off_and_loses_its_trainer_ends_as_the_one_left_alone(
+def test_a_run_that_is_cut_off_and_loses_its_trainer_on_another_day_ends_as_the_one_left_alone(
     finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut = cut_off(finished, tmp_path / "cut", after=1)
+    cut = cut_off(finished, tmp_path)
+    move_clock(monkeypatch, days=2, minutes=17)
     killed = []
 
     def strike(system: System) -> None:
@@ -121,6 +131,54 @@ def test_a_run_that_is_cut_off_and_loses_its_trainer_ends_as_the_one_left_alone(
     assert "trainer was lost: trainer died while the loop waited for " in out
     assert "restart 1 of 3: the run goes on from its state after iteration 2" in out
     same(finished, cut)
+    assert sampled(cut) == sampled(finished)
+    assert main(["verify", str(cut.path), "--share", "1", "--engines", "1"]) == 0
+    assert capsys.readouterr().out.endswith("\n0 differences\n")
+
+
+def test_auto_takes_the_time_of_the_run_that_it_goes_on_with(
+    finished: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = cut_off(finished, tmp_path)
+    began = load_config(cut.config_file).run.template_time
+    asked = load_config(cut.config_file, ["run.template_time=null"])
+    move_clock(monkeypatch, days=2)
+    resumed = newest_run(asked, tmp_path, lambda text: None)
+    assert resumed is not None and resumed.config.run.template_time == began is not None
+    other = load_config(cut.config_file, ["run.template_time=2001-01-01"])
+    told: list[str] = []
+    assert newest_run(other, tmp_path, told.append) is None
+    assert "run.template_time was" in told[0], "a time that was asked for is never another's"
+
+
+def forget_time(run_dir: RunDir) -> None:
+    """Make the config one of a version that kept no time."""
+    tree = yaml.safe_load(run_dir.config_file.read_text())
+    del tree["run"]["template_time"]
+    run_dir.config_file.write_text(yaml.safe_dump(tree))
+    for state in state_folders(run_dir.checkpoints_folder):
+        # nor did its states keep the config
+        (state / "config.yaml").unlink()
+        told = json.loads((state / MANIFEST).read_text())
+        del told["files"]["config.yaml"]
+        (state / MANIFEST).write_text(json.dumps(told))
+
+
+def test_a_run_of_a_version_that_kept_no_time_has_that_of_its_folder(
+    finished: RunDir, tmp_path: Path
+) -> None:
+    cut = cut_off(finished, tmp_path)
+    began = load_config(cut.config_file).run.template_time
+    forget_time(cut)
+    resumed = open_run(cut.path, [], lambda text: None)
+    stamp = cut.path.name.removeprefix("tiny-")
+    at = str(resumed.config.run.template_time)
+    assert at.replace("-", "").replace(":", "").replace("T", "-").startswith(stamp)
+    given = open_run(cut.path, [f"run.template_time={began}"], lambda text: None)
+    assert given.config.run.template_time == began
+    other = cut_off(finished, tmp_path / "other").path
+    with pytest.raises(ConfigError, match="template_time was"):
+        open_run(other, ["run.template_time=2001-01-01"], lambda text: None)
 
 
 LONGER = "iterations: 6, state_every: 2"
@@ -224,7 +282,7 @@ def test_one_trainer_of_two_that_freezes_before_there_is_a_state_makes_the_run_b
 def test_a_process_whose_run_another_has_taken_ends_and_writes_nothing_more(
     finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut = cut_off(finished, tmp_path / "cut", after=1)
+    cut = cut_off(finished, tmp_path)
 
     def strike(system: System) -> None:
         if system.target.manifest.weight_version == 2:

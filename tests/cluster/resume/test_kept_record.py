@@ -161,7 +161,8 @@ def test_a_config_that_was_cut_is_refused_with_the_command_that_puts_it_back(run
     assert kept.read_text() == whole
     lines = whole.splitlines(keepends=True)
     silent = []
-    for number in range(1, len(lines)):
+    ends_of_sections = {number for number, line in enumerate(lines) if not line.startswith(" ")} - {0}
+    for number in {*range(1, len(lines), 7), *ends_of_sections}:
         file.write_text("".join(lines[:number]))
         with pytest.raises(ConfigError) as refused:
             open_run(run_dir.path, (), lambda line: None)
