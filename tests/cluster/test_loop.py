@@ -1,6 +1,6 @@
 """The loop on real actors with a tiny random pair, against the same samples made in one process.
 
-One system is started for the whole file: it trains two iterations, then loses an instance.
+One system is started for the whole file: it trains three iterations with evaluations, then loses an instance.
 """
 
 import json
@@ -26,10 +26,12 @@ from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.summary import STEP_PARTS
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import System, running_system
 from rlhfspec.cluster.verify.verify_run import verify_run
+from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.metrics import read_metrics
@@ -48,23 +50,40 @@ from rlhfspec.profiles.step_log import read_step_log
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SAMPLES = 12
+ITERATIONS = 3
 LATE_SAMPLES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A system after its two iterations."""
+    """A system after its iterations, and what was noted on the way."""
 
     system: System
     run_dir: RunDir
     turns: Turns
+    notes: list[str]
+
+
+class Notes(Reporter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 @pytest.fixture(scope="module")
 def config(tiny_pair) -> Config:
     return config_from_dict(
         {
-            "run": {"iterations": 2, "seed": 5, "step_log": True},
+            "run": {
+                "iterations": ITERATIONS,
+                "seed": 5,
+                "step_log": True,
+                "checkpoint_every": 1,
+                "keep_checkpoints": 2,
+            },
             "models": {"target": str(tiny_pair.target), "draft": str(tiny_pair.draft)},
             "data": {"task": "chain", "limit": 64},
             "reward": {"kind": "sample_rewards:vowel_share", "batch_size": 4},
@@ -84,6 +103,13 @@ def config(tiny_pair) -> Config:
             },
             # passes end a refit here and not the clock, so that its outcome does not depend on the machine
             "drafter_training": {"budget_share": 1.0, "max_passes": 3, "learning_rate": 3e-3},
+            "evaluation": {
+                "every": 2,
+                "data": {"task": "chain", "limit": 5},
+                "samples_per_prompt": 2,
+                "temperature": 0.7,
+                "max_new_tokens": 30,
+            },
         }
     )
 
@@ -92,17 +118,17 @@ def config(tiny_pair) -> Config:
 def trained(local_ray, config, tmp_path_factory) -> Iterator[Trained]:
     run_dir = RunDir.create(config, tmp_path_factory.mktemp("runs") / "run")
     session = RaySession(namespace="test-loop", is_local=False, dashboard_url=None)
-    notes: list[str] = []
+    notes, report = [], Notes()
     with running_system(check_run(config, output_dir=Path.cwd()), session, note=notes.append) as system:
         # on a busy machine publishing the first one takes so long that the second would have no seconds
         give_refits_time(system)
         with pytest.MonkeyPatch.context() as monkeypatch:
             turns = watch_turns(monkeypatch)
-            train(system, run_dir, Reporter())
+            train(system, run_dir, report)
             Recorder(run_dir, Reporter()).pass_over(system.generation.instances)
         assert not any("broadcast failed" in note for note in notes), notes
         assert system.target.fetch is None, "its checkpoint brought what was broadcast into the object store"
-        yield Trained(system=system, run_dir=run_dir, turns=turns)
+        yield Trained(system=system, run_dir=run_dir, turns=turns, notes=report.notes)
 
 
 def plain_engine(config: Config, target) -> Engine:
@@ -117,7 +143,7 @@ def plain_engine(config: Config, target) -> Engine:
 
 
 def train_in_one_process(config: Config) -> tuple[list[list[Rollout]], str]:
-    """The same run without Ray, without speculation, without refits."""
+    """The same run without Ray, without speculation, without refits, without evaluations."""
     tokenizer = load_tokenizer(config.models.target)
     served, learned = (load_causal_lm(config.models.target, "float32") for _ in range(2))
     engine = plain_engine(config, served)
@@ -169,12 +195,16 @@ def fingerprints(completions: Sequence[Completion]) -> list[tuple]:
     ]
 
 
-def test_speculation_with_refits_on_two_instances_changes_neither_tokens_nor_rewards_nor_parameters(
+def rows_of(path: Path) -> list[dict]:
+    return pq.read_table(path).to_pylist()
+
+
+def test_speculation_with_refits_and_evaluations_on_two_instances_changes_neither_tokens_rewards_nor_parameters(
     trained, config
 ):
     iterations, checksum = train_in_one_process(config)
     for iteration, rollouts in enumerate(iterations):
-        rows = pq.read_table(trained.run_dir.rollouts_file(iteration)).to_pylist()
+        rows = rows_of(trained.run_dir.rollouts_file(iteration))
         assert {row["instance"] for row in rows} == {"gen-0", "gen-1"}
         assert [row["sample_index"] for row in rows] == [r.completion.key.sample_index for r in rollouts]
         for row, rollout in zip(rows, rollouts, strict=True):
@@ -184,11 +214,11 @@ def test_speculation_with_refits_on_two_instances_changes_neither_tokens_nor_rew
             assert np.float32(row["sampling_logprobs"]).tobytes() == done.sampling_logprobs.tobytes()
             assert row["reward"] == rollout.reward.value
     manifest = trained.system.target.manifest
-    assert (manifest.weight_version, manifest.checksum) == (2, checksum)
+    assert (manifest.weight_version, manifest.checksum) == (ITERATIONS, checksum)
 
 
 def test_the_figures_say_what_happened(trained):
-    first, last = read_metrics(trained.run_dir.metrics_file)
+    first, *_, last = read_metrics(trained.run_dir.metrics_file)
     assert first["rollout/mean_acceptance_length"] > 1.0 and first["rollout/num_samples"] == SAMPLES
     assert first["reward/std"] > 0.0 and first["learner/grad_norm"] > 0.0
     assert abs(last["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4
@@ -200,7 +230,7 @@ def test_the_figures_say_what_happened(trained):
 
 def test_instances_and_trainers_take_turns(trained: Trained) -> None:
     turns = trained.turns
-    assert len(turns.updates) == len(turns.forwards) == 2
+    assert len(turns.updates) == len(turns.forwards) == ITERATIONS
     for began_s, over_s in turns.updates:
         assert [step for step in turns.steps if step.end_s > began_s and step.begin_s < over_s] == []
         assert [step for step in turns.steps if step.end_s <= began_s], "steps were counted"
@@ -224,7 +254,7 @@ def test_the_last_iteration_leaves_a_trace_of_what_each_instance_did(trained):
     steps = [e for e in events if e.get("cat") == "step"]
     assert {e["pid"] for e in steps} == set(processes.values())
     assert max(e["args"]["samples"] for e in steps) == 4, "slots are full at first"
-    rows = pq.read_table(trained.run_dir.rollouts_file(1)).to_pylist()
+    rows = rows_of(trained.run_dir.rollouts_file(ITERATIONS - 1))
     assert sum(e["args"]["tokens"] for e in steps) == sum(len(row["response_token_ids"]) for row in rows)
     # not a step of the first iteration: a trace covers less than the generation of the last one took
     last = read_metrics(trained.run_dir.metrics_file)[-1]
@@ -235,12 +265,56 @@ def test_the_last_iteration_leaves_a_trace_of_what_each_instance_did(trained):
 def test_every_instances_step_log_holds_every_decode_step_and_replays(trained, capsys):
     for name in trained.system.generation.instances:
         folder = trained.run_dir.steps_file(name, 0).parent
-        assert len(list(folder.iterdir())) == 2
+        assert len(list(folder.iterdir())) == ITERATIONS
         assert main(["replay", str(folder)]) == 0
         assert "decode steps of policy fixed: every decision comes out again" in capsys.readouterr().out
     folders = (trained.run_dir.path / "steps").iterdir()
     logged = sum(record.num_emitted_tokens for folder in folders for record in read_step_log(folder)[0])
-    assert logged == trained.system.scheduler.stats.num_emitted_tokens
+    # those of the last evaluation would be written with the next iteration
+    late = sum(len(row["response_token_ids"]) for row in rows_of(trained.run_dir.evaluated_file(ITERATIONS)))
+    assert logged + late == trained.system.scheduler.stats.num_emitted_tokens
+
+
+def evaluations(trained: Trained) -> list[dict]:
+    return [json.loads(line) for line in trained.run_dir.evaluations_file.read_text().splitlines()]
+
+
+def test_the_same_weights_give_the_same_samples_and_the_samples_differ_among_themselves(trained):
+    system, before = trained.system, rows_of(trained.run_dir.evaluated_file(ITERATIONS))
+    again = evaluate(RolloutStream(system, Reporter()), evaluation_requests(system.evaluation, asking=900))
+    assert [row["response_token_ids"] for row in before] == [
+        rollout.completion.token_ids.tolist() for rollout in again.collected.rollouts
+    ]
+    assert {row["stream"] for row in before} == {"eval"}
+    assert len({tuple(row["response_token_ids"]) for row in before}) == len(before) == 10
+
+
+def test_the_first_weights_every_second_and_the_last_are_evaluated_and_said(trained):
+    told = evaluations(trained)
+    assert [one["num_iterations"] for one in told] == [0, 2, 3]
+    assert [one["weight_version"] for one in told] == [0, 2, 3]
+    metrics = read_metrics(trained.run_dir.metrics_file)
+    assert ["eval/reward_mean" in row for row in metrics] == [False, True, True]
+    assert metrics[1]["eval/reward_mean"] == told[1]["eval/reward_mean"]
+    assert metrics[1]["time/iteration_s"] > metrics[1]["time/evaluate_s"] > 0.0
+    # a share of vowels is neither right nor wrong
+    assert "eval/accuracy" not in metrics[1] and "eval/pass_at_k" not in metrics[1]
+    assert sum(note.startswith(("evaluation after", "evaluation before")) for note in trained.notes) == 3
+    assert any(note.startswith("evaluation of 5 prompts with 2 samples each") for note in trained.notes)
+
+
+def test_the_best_evaluated_weights_are_kept_and_the_newest_of_the_others(trained):
+    told = evaluations(trained)
+    best = [one for one in told if one["is_best"]]
+    folder = trained.run_dir.checkpoint_dir("best")
+    assert folder.is_dir() == bool(best)
+    if best:
+        verify_checkpoint(folder)
+        assert best[-1]["eval/reward_mean"] == max(one["eval/reward_mean"] for one in told)
+        manifest = json.loads((folder / "rlhfspec-manifest.json").read_text())
+        assert manifest["weight_version"] == best[-1]["weight_version"]
+    kept = sorted(path.name for path in folder.parent.iterdir() if path.name != "best")
+    assert kept == ["draft", "draft_0001", "draft_0002", "target", "target_0001", "target_0002"]
 
 
 def test_every_move_that_the_figures_count_is_on_disk_with_its_reasons(trained):
@@ -270,13 +344,13 @@ def test_checkpoints_are_plain_hugging_face_ones_of_what_was_published(trained, 
 
 def test_the_draft_follows_with_a_version_of_its_own_that_every_instance_runs(trained):
     rows = read_metrics(trained.run_dir.metrics_file)
-    assert [row["draft/weight_version"] for row in rows] == [1, 2]
+    assert [row["draft/weight_version"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["draft/refit_taken"] == 1 and row["draft/refit_steps"] >= 3
         assert row["draft/kl_after"] < row["draft/kl_before"]
         assert 0.0 < row["draft/learn_s"] < row["time/refit_s"]
-    assert trained.system.draft.manifest.weight_version == 2
-    assert drafter_versions(trained.system) == {"gen-0": 2, "gen-1": 2}
+    assert trained.system.draft.manifest.weight_version == ITERATIONS
+    assert drafter_versions(trained.system) == {"gen-0": ITERATIONS, "gen-1": ITERATIONS}
 
 
 def drafter_versions(system: System) -> dict[str, int]:
@@ -326,39 +400,35 @@ def test_a_replacement_runs_the_current_weights_and_takes_part_in_the_next_publi
     loads = ray.get(
         [handle.poll.remote(0, 0.0) for handle in system.generation.instances.values()], timeout=60
     )
-    assert {reply.load.weight_version for reply in loads} == {2}
+    assert {reply.load.weight_version for reply in loads} == {ITERATIONS}
 
 
 def test_a_replacement_gets_the_newest_draft(trained):
     # it has confirmed the checksum of what it was given, or it would not take part
-    assert drafter_versions(trained.system) == {"gen-0-r1": 2, "gen-1": 2}
+    assert drafter_versions(trained.system) == {"gen-0-r1": ITERATIONS, "gen-1": ITERATIONS}
 
 
 def test_the_run_folder_proves_itself(trained):
     """By `rlhfspec verify`: what moved between instances, was drafted and broadcast comes out again."""
     verification = verify_run(trained.run_dir.path, share=1.0, num_engines=1)
     assert verification.holds, verification.differences
-    # of the versions between only the last is kept
-    assert verification.num_regenerated == verification.num_rewards == SAMPLES
+    # those of the first versions are the files that the config names, and of the others the newest are kept
+    assert verification.num_regenerated == verification.num_rewards == (ITERATIONS - 1) * SAMPLES
     assert sum(verification.unverified.values()) == SAMPLES
 
 
-class SchedulerKiller(Reporter):
+class SchedulerKiller(Notes):
     """Kills the scheduler once, when the loop has some of the samples and not all."""
 
     def __init__(self, system: System) -> None:
         super().__init__()
         self.system = system
         self.killed_at: int | None = None
-        self.notes: list[str] = []
 
     def progress(self, phase: str, done: int, total: int) -> None:
         if self.killed_at is None and 0 < done < total:
             self.killed_at = done
             ray.kill(self.system.scheduler.handle)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def test_a_scheduler_killed_mid_iteration_is_replaced_and_changes_no_sample(trained, config):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import pytest
 import torch
 
-from rlhfspec.core.records import SamplingParams
+from rlhfspec.core.records import Completion, SamplingParams
 from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.decoding.noise import NoiseSource
 from rlhfspec.engine.engine import Engine
@@ -59,19 +60,34 @@ def recorded(engine: Engine, recorder: Recorder, *, max_bytes: int = 1 << 20) ->
     return steps
 
 
+@pytest.fixture(scope="module")
+def plain(make_engine: Make, make_requests: MakeRequests) -> Callable[[str], Sequence[Completion]]:
+    """Plain decoding of the same requests, made once."""
+
+    @cache
+    def of(sampling: str) -> Sequence[Completion]:
+        engine = make_engine("off", backend=backend(), batch=7)
+        return engine.generate(make_requests(PROMPT_LENGTHS, SAMPLINGS[sampling]))
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("plan", "sampling"),
     [("off", "hot"), ("chain4", "greedy"), ("tree8", "hot"), ("tree8", "filtered"), ("tree16", "hot")],
 )
 def test_replayed_steps_change_no_bit(
-    make_engine: Make, make_requests: MakeRequests, plan: str, sampling: str
+    make_engine: Make,
+    make_requests: MakeRequests,
+    plain: Callable[[str], Sequence[Completion]],
+    plan: str,
+    sampling: str,
 ) -> None:
     make = partial(make_engine, backend=backend(), batch=7)
     requests = make_requests(PROMPT_LENGTHS, SAMPLINGS[sampling])
     engine, recorder = make(plan), TraceRecorder()
     steps = recorded(engine, recorder)
-    done = engine.generate(requests)
-    assert_equal(done, make("off").generate(requests))
+    assert_equal(engine.generate(requests), plain(sampling))
     assert recorder.replays > 2 * len(steps.shapes) > 0
     assert {shape.num_samples for shape in steps.shapes} <= {1, 2, 4, 7}
     assert plan == "off" or engine.stats.num_accepted_tokens > 0
@@ -80,9 +96,9 @@ def test_replayed_steps_change_no_bit(
 def test_samples_that_sample_unlike_share_a_recorded_step(
     make_engine: Make, make_requests: MakeRequests
 ) -> None:
-    make = partial(make_engine, backend=backend(), batch=7)
-    each = [list(SAMPLINGS.values())[index % 3] for index in range(len(PROMPT_LENGTHS))]
-    requests = make_requests(PROMPT_LENGTHS, each)
+    make = partial(make_engine, backend=backend(), batch=4)
+    lengths = PROMPT_LENGTHS[:4]
+    requests = make_requests(lengths, [list(SAMPLINGS.values())[index % 3] for index in range(len(lengths))])
     engine = make("tree8")
     recorded(engine, TraceRecorder())
     assert_equal(engine.generate(requests), make("off").generate(requests))
@@ -92,13 +108,17 @@ def test_samples_that_sample_unlike_share_a_recorded_step(
     ("plan", "sampling"), [("off", "filtered"), ("chain4", "hot"), ("tree8", "filtered")]
 )
 def test_a_recorded_step_does_nothing_that_a_capture_forbids(
-    make_engine: Make, make_requests: MakeRequests, plan: str, sampling: str
+    make_engine: Make,
+    make_requests: MakeRequests,
+    plain: Callable[[str], Sequence[Completion]],
+    plan: str,
+    sampling: str,
 ) -> None:
     make = partial(make_engine, backend=backend(), batch=7)
     requests = make_requests(PROMPT_LENGTHS, SAMPLINGS[sampling])
     engine, recorder = make(plan), WarmRecorder()
     recorded(engine, recorder)
-    assert_equal(engine.generate(requests), make("off").generate(requests))
+    assert_equal(engine.generate(requests), plain(sampling))
     assert recorder.num_runs > 8 and recorder.num_calls > 20 * recorder.num_runs
 
 
@@ -106,8 +126,8 @@ def test_the_last_tokens_before_a_caches_end_run_unrecorded(
     make_engine: Make, make_requests: MakeRequests
 ) -> None:
     """A wide draft has more columns than nodes: its recording would write behind the cache."""
-    make = partial(make_engine, backend=backend(), batch=3, max_total_tokens=70)
-    requests = make_requests((30, 12, 40), SamplingParams(max_new_tokens=30))
+    make = partial(make_engine, backend=backend(), batch=2, max_total_tokens=70)
+    requests = make_requests((12, 40), SamplingParams(max_new_tokens=30))
     engine = make("tree16")
     steps = recorded(engine, TraceRecorder())
     assert_equal(engine.generate(requests), make("off").generate(requests))

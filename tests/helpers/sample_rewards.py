@@ -10,6 +10,11 @@ def vowel_share(prompt: str, response: str, reference: str) -> dict[str, float]:
     return {"value": share, "length": float(len(response))}
 
 
+def opened(prompt: str, response: str, reference: str, prefill: str) -> float:
+    """See what the prompt has opened of the answer."""
+    return float(prefill + response == "<think> good </think> fine")
+
+
 def broken(prompt: str, response: str, reference: str) -> float:
     """Return something that is no reward."""
     return float("nan")

@@ -1,19 +1,22 @@
-"""A private Ray lets in who can read its token, and nobody else: neither to its jobs nor to the cluster."""
+"""A private Ray lets in who can read its token, and nobody else, and is ended whole by Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlhfspec.cluster.placement.private_ray import environment, make_token, note_address, token_of
@@ -22,18 +25,27 @@ from rlhfspec.cluster.placement.ray_session import _LOCAL_ENVIRONMENT
 ROOT = Path(__file__).resolve().parents[3]
 
 WAITING = """
-import json, os
+import json, os, time
 from rlhfspec.core.settings.cluster import ClusterConfig
 from rlhfspec.cluster.placement.ray_session import ray_session
 import ray
-with ray_session(ClusterConfig(), "test") as session:
-    @ray.remote(num_cpus=0.1)
-    def one():
-        return 1
-    assert ray.get(one.remote()) == 1
-    gcs = ray.get_runtime_context().gcs_address
-    print(json.dumps({"url": session.dashboard_url, "token": str(session.token_file), "gcs": gcs}), flush=True)
-    input()
+try:
+    with ray_session(ClusterConfig(), "test") as session:
+        @ray.remote(num_cpus=0.1)
+        def where():
+            import rlhfspec.core
+            return rlhfspec.core.__file__
+        assert session.is_local and session.namespace.startswith("rlhfspec-test-")
+        print(json.dumps({
+            "url": session.dashboard_url,
+            "token": str(session.token_file),
+            "gcs": ray.get_runtime_context().gcs_address,
+            "folder": ray._private.worker._global_node.get_temp_dir_path(),
+            "worker": ray.get(where.remote()),
+        }), flush=True)
+        time.sleep(600)
+except KeyboardInterrupt:
+    pass
 print(os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH"))
 """
 
@@ -67,24 +79,24 @@ ASKING = """
 import sys
 import grpc
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-address, token = sys.argv[1:]
-shown = [("authorization", f"Bearer {token}")] if token else []
-with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-    head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-    try:
-        head.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=60, metadata=shown)
-        print("OK")
-    except grpc.RpcError as error:
-        print(error.code().name)
+address, *tokens = sys.argv[1:]
+for token in tokens:
+    shown = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            head.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=60, metadata=shown)
+            print("OK")
+        except grpc.RpcError as error:
+            print(error.code().name)
 """
 
 
-def nodes(address: str, token: str | None) -> str:
-    """What the cluster's head says to who asks for its nodes, as every driver does first."""
-    asked = subprocess.run(
-        [sys.executable, "-c", ASKING, address, token or ""], capture_output=True, text=True, timeout=300
-    )
-    return asked.stdout.strip() or asked.stderr
+def nodes(address: str, *tokens: str) -> list[str]:
+    """What the cluster's head says to who asks for its nodes with each, as every driver does first."""
+    argv = [sys.executable, "-c", ASKING, address, *tokens]
+    asked = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    return asked.stdout.split() or [asked.stderr]
 
 
 def answer(url: str, token: str | None, entrypoint: str | None = None) -> tuple[int, str]:
@@ -105,10 +117,11 @@ def private_ray(temp: str, **more: str) -> Iterator[tuple[subprocess.Popen, dict
     kept = {name: value for name, value in os.environ.items() if name not in names}
     child = subprocess.Popen(
         [sys.executable, "-c", WAITING],
-        env=kept | {"PYTHONPATH": str(ROOT), "TMPDIR": temp, "HOME": temp} | more,
-        stdin=subprocess.PIPE,
+        env=kept | {"PYTHONPATH": str(ROOT), "TMPDIR": temp} | more,
         stdout=subprocess.PIPE,
         text=True,
+        # tests that run in a shell's background inherit that Ctrl-C is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert child.stdout is not None
@@ -118,14 +131,48 @@ def private_ray(temp: str, **more: str) -> Iterator[tuple[subprocess.Popen, dict
         child.communicate()
 
 
+def processes_of(folder: str) -> list[str]:
+    """Command lines of processes that name the session's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if folder in line:
+                found.append(line)
+    return found
+
+
+def listeners(pid: int) -> set[str]:
+    """Addresses that a process and all below it listen on."""
+    root = psutil.Process(pid)
+    found = set()
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(psutil.Error):
+            sockets = process.net_connections(kind="tcp")
+            found |= {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+    return {address.removeprefix("::ffff:") for address in found}
+
+
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_job_api_and_the_cluster_refuse_who_has_no_token():
+def test_who_has_no_token_is_refused_and_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(
+    tmp_path: Path,
+):
     with (
         tempfile.TemporaryDirectory(prefix="t-", dir="/tmp", ignore_cleanup_errors=True) as temp,
         # what the caller has of another cluster is not taken, and comes back
-        private_ray(temp, RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="a" * 64) as (child, said),
+        private_ray(temp, HOME=str(tmp_path), RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="a" * 64) as (
+            child,
+            said,
+        ),
     ):
+        assert said["worker"] == str(ROOT / "core" / "__init__.py")
+        assert processes_of(said["folder"])
+        # metrics ask for no token: nobody from outside may reach it
+        assert listeners(child.pid) == {"127.0.0.1"}
         file, url = Path(said["token"]), said["url"]
         token = file.read_text()
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(token) == 64
@@ -137,12 +184,11 @@ def test_the_job_api_and_the_cluster_refuse_who_has_no_token():
         assert answer(url, token)[0] == 200
         assert not marker.exists()
         # a stranger's driver is turned away, another command of this user's is not
-        for shown in (None, "b" * 64, "a" * 64):
-            assert nodes(said["gcs"], shown) == "UNAUTHENTICATED"
-        assert nodes(said["gcs"], token) == "OK"
+        answers = nodes(said["gcs"], "", "b" * 64, "a" * 64, token)
+        assert answers == ["UNAUTHENTICATED", "UNAUTHENTICATED", "UNAUTHENTICATED", "OK"]
         # with or without what the run's processes have in their environment
         env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": temp, "RAY_AUTH_MODE": "disabled"}
-        for command, more in (("status", {}), ("status", _LOCAL_ENVIRONMENT), ("diagnose", {})):
+        for command, more in (("status", _LOCAL_ENVIRONMENT), ("diagnose", {})):
             own = subprocess.run(
                 [sys.executable, "-m", "rlhfspec.cluster.cli", command, "--address", said["gcs"]],
                 env=env | more,
@@ -151,10 +197,15 @@ def test_the_job_api_and_the_cluster_refuse_who_has_no_token():
                 timeout=300,
             )
             assert own.returncode == 2 and "the cluster has no run that tells of itself" in own.stderr
-        output, _ = child.communicate("\n", timeout=120)
+        child.send_signal(signal.SIGINT)
+        output, _ = child.communicate(timeout=120)
         assert output == f"disabled {'a' * 64} None\n" and child.returncode == 0
-        assert not file.exists() and not file.parent.exists()
-        assert not (Path(temp) / ".ray").exists()
+        deadline = time.monotonic() + 60
+        while processes_of(said["folder"]):
+            assert time.monotonic() < deadline, processes_of(said["folder"])
+            time.sleep(0.2)
+        assert not file.exists() and not file.parent.exists() and not Path(said["folder"]).parent.exists()
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_the_environment_of_the_caller_comes_back_and_ray_reads_it_again(tmp_path: Path):

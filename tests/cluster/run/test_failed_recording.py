@@ -34,6 +34,10 @@ def test_the_state_of_the_last_boundary_is_kept_where_the_record_of_a_phase_fail
     config = tree(tiny_pair, tmp_path)
     del config["rollout"]["max_staleness"], config["algorithm"]
     config["run"] |= {"iterations": 2, "state_every": 10, "checkpoint_every": 0}
+    config["speculation"], config["cluster"]["generation"] = (
+        {"drafter": "none", "policy": "off"},
+        {"num_actors": 1},
+    )
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     assert main(["train", "--config", str(file)]) == 1

@@ -128,12 +128,8 @@ def opened(messages: tuple[tuple[str, str], ...] = (("user", "hi"),)) -> Prompt:
     return Prompt(prompt_id=0, token_ids=np.array([4]), text="hi", messages=messages, prefill="<think>")
 
 
-def prefill_and_response(prompt: str, response: str, reference: str, prefill: str) -> float:
-    return float(prefill + response == "<think> good </think> fine")
-
-
 def test_functions_and_format_see_the_opened_part() -> None:
-    function = build_reward(RewardConfig(kind=f"{__name__}:prefill_and_response"))
+    function = build_reward(RewardConfig(kind="sample_rewards:opened"))
     assert function.score([opened()], [" good </think> fine"])[0].value == 1.0
     pattern = build_reward(RewardConfig(kind="format", pattern=r"<think>.*</think>.*"))
     rewards = pattern.score([opened()] * 3, [" good </think> fine", "<think> good </think> me", "fine"])
