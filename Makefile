@@ -1,4 +1,4 @@
-# make setup | demo | demo-real | quick | test | test-long | fmt | check | bench-peers | check-cuda-fake. The first
+# make setup | demo | demo-real | quick | test | durations | test-long | fmt | check | bench-peers | check-cuda-fake. The first
 # makes .venv; the others but the last, which has an environment of its own, call it.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +7,7 @@ SHELL := /bin/bash
 # Most of a test's time is waiting for Ray: two processes share two cores well.
 TEST_PROCESSES ?= 2
 
-.PHONY: setup demo demo-real quick test test-long fmt check bench-peers check-cuda-fake
+.PHONY: setup demo demo-real quick test durations test-long fmt check bench-peers check-cuda-fake
 .DEFAULT_GOAL := demo
 
 setup: $(STAMP) build/source/rlhfspec/__init__.py
@@ -42,16 +42,24 @@ demo-real: setup
 	$(BIN)/rlhfspec models get smollm2-135m-instruct
 	$(BIN)/rlhfspec train --config configs/smollm2_grpo.yaml
 
-# Everything that needs no Ray and takes below ten seconds.
+# A file's tests stay in one process; files are begun in the order that tests/helpers/seconds_of_tests.py gives them.
+PYTEST := $(BIN)/python -m pytest --durations=20
+SHARED := --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
+
+# Everything that needs no Ray; a test above two seconds fails.
 quick: setup
-	$(BIN)/python -m pytest -m "not ray and not slow" --numprocesses=$(TEST_PROCESSES) --dist=loadfile --durations=20
+	$(PYTEST) $(SHARED) -m "not ray and not slow" --limit-quick
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=20
+	$(PYTEST) $(SHARED)
+
+# All tests, and tests/durations.json anew, which orders them.
+durations: setup
+	$(PYTEST) $(SHARED) --keep-durations
 
 # Proofs that take minutes each: drivers killed and resumed, an autoscaler, a node that ends.
 test-long: setup
-	RLHFSPEC_LONG_PROOFS=1 $(BIN)/python -m pytest -m long --durations=20
+	RLHFSPEC_LONG_PROOFS=1 $(PYTEST) -m long
 
 fmt: setup
 	$(BIN)/ruff check --fix .

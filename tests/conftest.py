@@ -18,6 +18,16 @@ os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
 
 import pytest
 
+from tests.helpers import seconds_of_tests
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    seconds_of_tests.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seconds_of_tests.register(config)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _private_home(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -48,7 +58,8 @@ def _shapes_are_checked_where_they_are_made(request: pytest.FixtureRequest) -> I
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Proofs of minutes run where they are asked for."""
+    """Proofs of minutes run where they are asked for; the longest files come first."""
+    seconds_of_tests.longest_first(items)
     if not os.environ.get("RLHFSPEC_LONG_PROOFS"):
         for item in items:
             if item.get_closest_marker("long"):
@@ -98,7 +109,18 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
+def warm_python() -> Iterator[str]:
+    """What a Ray is started with instead of the interpreter for its workers to have torch and transformers."""
+    from tests.helpers.warm_workers import warm_workers
+
+    root = Path(__file__).resolve().parents[1]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
+    with tempfile.TemporaryDirectory(prefix="rlhfspec-warm-") as folder, warm_workers(Path(folder)) as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def local_ray(warm_python: str) -> Iterator[None]:
     """One local Ray for the whole test session, ended with it; four CPUs on paper."""
     import ray
 
@@ -106,17 +128,17 @@ def local_ray() -> Iterator[None]:
     from rlhfspec.cluster.placement.slow_start import PATIENCE, start_twice
 
     os.environ.update(PATIENCE)
-    root = Path(__file__).resolve().parents[1]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
-    folder = tempfile.mkdtemp(prefix="rlhfspec-test-")
-    start_twice(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=200 << 20,
-        folder=Path(folder),
-        log_to_driver=False,
-    )
+    folder = Path(tempfile.mkdtemp(prefix="rlhfspec-test-"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm_python)
+        start_twice(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            folder=folder,
+            log_to_driver=False,
+        )
     yield
     ray.shutdown()
-    remove_with_processes(Path(folder))
+    remove_with_processes(folder)

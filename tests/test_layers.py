@@ -122,6 +122,12 @@ def test_the_layer_rule_catches_planted_faults() -> None:
     assert not layer_faults("import json\nfrom rlhfspec.core.records import Prompt", "policies")
 
 
+def test_the_type_checker_sees_every_folder() -> None:
+    """It finds no fault where it finds no file: `make build/source/rlhfspec/__init__.py` links the folders."""
+    for folder in LAYERS:
+        assert (ROOT / "build" / "source" / "rlhfspec" / folder).resolve() == ROOT / folder
+
+
 def test_no_module_can_reach_itself() -> None:
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
     assert find_cycle(import_graph()) == []

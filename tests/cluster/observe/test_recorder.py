@@ -109,6 +109,10 @@ def test_moves_of_every_iteration_are_kept_and_the_timeline_of_the_last(
 
     # one dies and one is silent: the run goes on, and says who is missing
     ray.kill(instances["gen-0"])
+    with pytest.raises(ray.exceptions.RayActorError):
+        # not at once
+        while True:
+            ray.get(instances["gen-0"].take_step_log.remote(0.0), timeout=60)
     ray.get(instances["gen-1"].fall_silent.remote(), timeout=60)
     monkeypatch.setattr(recorder_module, "SPANS_TIMEOUT_S", 1.0)
     recorder.record(2, collected(), instances)
