@@ -1,6 +1,6 @@
 """The tables between two marks of each page and of the README, and the pictures; what stands around is written by hand.
 
-One row a figure and one column a machine; the README's five rows have command, commit and processor. A test fails where
+One row a figure and one column a machine; the README's six rows have command, commit and processor. A test fails where
 a page or the README differs from the result files.
 """
 
@@ -84,7 +84,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "benchmarks"
 TABLE_MARKS = ("<!-- tables: python -m benchmarks.pages -->", "<!-- end of tables -->")
 MARKS = ("<!-- figures: python -m benchmarks.pages -->", "<!-- end of figures -->")
-HEADLINE_MACHINE = "intel-xeon-2c"
+HEADLINE_MACHINE, GPU = "intel-xeon-2c", "h100"
 
 
 def load_results(name: str) -> dict[str, dict[str, Any]]:
@@ -159,18 +159,20 @@ def _published_rows(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def readme_rows() -> list[str]:
-    """Return the README's table of five rows."""
+    """Return the README's table of six rows."""
 
-    def row(what: str, name: str, text: str) -> str:
-        provenance = load_results(name)[HEADLINE_MACHINE]["provenance"]
-        processor = provenance["cpu_model"].replace("(R)", "").removesuffix(" Processor")
-        where = f"{provenance['commit']}, {processor}"
-        return f"| {what} | {text} | `rlhfspec bench {name}` | {where} |"
+    def row(what: str, name: str, text: str, machine: str = HEADLINE_MACHINE) -> str:
+        command = f"`rlhfspec bench {name}`" if machine == HEADLINE_MACHINE else "`docs/cuda.md`"
+        provenance = load_results(name)[machine]["provenance"]
+        processor = provenance.get("device") or provenance["cpu_model"]
+        where = f"{provenance['commit']}, {processor.replace('(R)', '').removesuffix(' Processor')}"
+        return f"| {what} | {text} | {command} | {where} |"
 
     exact, engine, drafting, migration = (
         load_results(name)[HEADLINE_MACHINE]["figures"]
         for name in ("exactness", "engine", "drafting", "migration")
     )
+    gpu = load_results("device_ops")[GPU]
     rows = [
         row(
             "Samples whose tokens or log-probabilities differ from plain decoding",
@@ -199,6 +201,14 @@ def readme_rows() -> list[str]:
             f"{migration['mismatches']:.0f} of {migration['samples']:.0f} in {migration['migrations']:,.0f} moves; "
             f"{migration['downtime_decode_steps_median']:.2f}",
         ),
+        row(
+            f"8B shape, {gpu['provenance']['date']}: decode step, bound, tree of 16, ms",
+            "device_ops",
+            "; ".join(
+                f"{gpu['figures'][f'step_ms_8b_{name}']:.1f}" for name in ("plain_b1", "bound", "tree16_b1")
+            ),
+            GPU,
+        ),
     ]
     return ["| what | figure | command | commit, processor |", "|---|---|---|---|", *rows]
 
@@ -220,8 +230,8 @@ def _number(value: float) -> str:
 def _machine_row(machine: str, provenance: Mapping[str, Any]) -> str:
     words = (
         machine,
-        provenance["cpu_model"],
-        provenance["num_cores"],
+        provenance.get("device") or provenance["cpu_model"],
+        provenance.get("num_cores", ""),
         provenance.get("num_threads", provenance.get("omp_num_threads") or ""),
         provenance["commit"],
         str(provenance["date"])[:10],

@@ -58,6 +58,7 @@ def machine_provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu_model": device_name(torch.device("cpu")),
         "num_cores": os.cpu_count(),
+        **({"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -65,7 +66,9 @@ def machine_provenance() -> dict[str, Any]:
 
 
 def machine_name(provenance: Mapping[str, Any]) -> str:
-    """Return the folder of `benchmarks/results/` for results with this provenance, such as `amd-epyc-2c`."""
+    """Return the folder of `benchmarks/results/` for results with this provenance, such as `amd-epyc-2c` or `h100`."""
+    if "device" in provenance:
+        return re.findall(r"[a-z]+\d+\w*", str(provenance["device"]).lower())[0]
     words = re.sub(r"\([^)]*\)|processor|cpu|@.*", " ", str(provenance["cpu_model"]).lower())
     return "-".join([*re.findall(r"[a-z0-9.]+", words), f"{provenance['num_cores']}c"])
 

@@ -48,12 +48,15 @@ def test_results_lie_in_the_folder_of_their_machine(name: str) -> None:
 def test_a_machine_is_named_by_processor_and_cores() -> None:
     assert machine_name({"cpu_model": "Intel(R) Xeon(R) Processor", "num_cores": 2}) == "intel-xeon-2c"
     assert machine_name({"cpu_model": "AMD EPYC 9B14 @ 2.6GHz", "num_cores": 8}) == "amd-epyc-9b14-8c"
+    assert (
+        machine_name({"device": "NVIDIA H100 80GB HBM3", "cpu_model": "AMD EPYC", "num_cores": 8}) == "h100"
+    )
 
 
 def test_the_readme_has_the_figures_of_the_result_files() -> None:
     readme = README.read_text()
     assert readme == tables.with_figures(readme), WRITE
-    assert len(tables.readme_rows()) == 2 + 5
+    assert len(tables.readme_rows()) == 2 + 6
 
 
 def test_a_changed_figure_changes_page_and_readme(monkeypatch: pytest.MonkeyPatch) -> None:
