@@ -120,7 +120,7 @@ class Free(Schedule):
 
     def has(self, batch: int) -> bool:
         """See `Schedule.has`."""
-        return self._choose(batch) is not None
+        return len(self._closed) >= self._admission.groups_per_batch and self._choose(batch) is not None
 
     def take(self, batch: int) -> list[Rollout]:
         """See `Schedule.take`."""

@@ -177,8 +177,7 @@ class _Phase(SimulatedPool):
         so_far = self.tokens_so_far()
         for sample in list(self._open):
             self._end_turn(sample, so_far.get(sample, 0), is_cut=sample not in self._ended)
-        self._train()
-        return replace(result, learner_end_s=self._learner_end_s())
+        return result
 
     def _begin_run(self) -> None:
         self._train()
