@@ -42,7 +42,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _attention_lies_as_on_cuda() -> Iterator[None]:
     with cuda_attention_layout():
         yield

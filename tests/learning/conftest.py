@@ -15,7 +15,7 @@ from rlhfspec.learning.trainer.batching import PackedSequences
 from tests.helpers.cuda_layouts import cuda_attention_layout
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _attention_lies_as_on_cuda() -> Iterator[None]:
     with cuda_attention_layout():
         yield
