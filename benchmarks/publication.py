@@ -35,7 +35,7 @@ from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.ray_session import ray_session
 from rlhfspec.cluster.system.trainer_pool import TrainerPool
 from rlhfspec.cluster.weights.group_publication import Broadcast
-from rlhfspec.cluster.weights.publish import PublishedWeights, from_trainer, publish
+from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights, publish
 from rlhfspec.core.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -81,7 +81,7 @@ def measure(folder: Path, *, rounds: int, broadcast: bool = False) -> Publicatio
             with _peak_memory() as peak:
                 began_s = time.perf_counter()
                 if group is None:
-                    weights = from_trainer(trainer, timeout_s=TIMEOUT_S)
+                    weights = Fetching(trainer, timeout_s=TIMEOUT_S).wait()
                     publish(weights, instances, timeout_s=TIMEOUT_S)
                 elif group.publish(weights, 0, instances) is None:
                     raise RlhfSpecError("the broadcast did not serve; the line before says why")

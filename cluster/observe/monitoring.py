@@ -25,7 +25,7 @@ RUN = '{run=~"$run"}'
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 "Grafana's grid is 24 wide."
-_NAMED = re.compile(r"\{([a-z_0-9/]+)\}")
+NAMED = re.compile(r"\{([a-z_0-9/]+)\}")
 _BY = "# Written by: rlhfspec monitoring --out DIR\n"
 
 
@@ -59,13 +59,8 @@ def promql(template: str, *, run: str, rate: str) -> str:
         run: the matcher in braces of every series of ours, such as `{run=~"$run"}`; may be empty.
         rate: window, such as `1m`.
     """
-    query = _NAMED.sub(lambda match: _series(match[1]) + ("" if match[1] in RAY_SERIES else run), template)
+    query = NAMED.sub(lambda match: _series(match[1]) + ("" if match[1] in RAY_SERIES else run), template)
     return query.replace("[rate]", f"[{rate}]")
-
-
-def names_of(template: str) -> Iterator[str]:
-    """The names in a template."""
-    return (match[1] for match in _NAMED.finditer(template))
 
 
 def _series(name: str) -> str:

@@ -178,16 +178,6 @@ class Fetching:
         )
 
 
-def from_trainer(
-    trainer: Handle, *, timeout_s: float, model: Literal["target", "draft"] = "target"
-) -> PublishedWeights:
-    """Take a model's current weights, chunk by chunk into the object store; the references outlive the trainer.
-
-    Raises WaitTimeout, and what the trainer raised.
-    """
-    return Fetching(trainer, timeout_s=timeout_s, model=model).wait()
-
-
 def publish(
     weights: PublishedWeights, instances: Mapping[str, Handle], *, timeout_s: float
 ) -> dict[str, InstanceLost]:

@@ -1,6 +1,6 @@
 """The scheduler's log of open samples and its table of instances, and who owns what.
 
-Every change of an owner happens here: binding, moves, losses. Epochs only grow.
+Binding and moves change an owner here, losses by `lost_instances.py`. Epochs only grow.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rlhfspec.policies.migration.move_messages import (
     Verdict,
 )
 from rlhfspec.policies.reallocation.pool_records import Move
-from rlhfspec.policies.scheduling.events import Abandon, MoveEnded, Order, SendVerdict, Submit
-from rlhfspec.policies.scheduling.members import InstanceState, Members
+from rlhfspec.policies.scheduling.events import MoveEnded, Order, SendVerdict, Submit
+from rlhfspec.policies.scheduling.members import Members
 from rlhfspec.policies.scheduling.open_samples import OpenSample
 from rlhfspec.policies.scheduling.ownership import (
     TAKEN_BACK_EPOCHS,
@@ -83,7 +83,7 @@ class Ledger:
             )
             orders += self.end_move(order.key, MoveOutcome.LOST, why)
             call_off = CallOff(move_id=order.move_id, reason=why)
-            orders += self._if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
+            orders += self.if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
         return orders
 
     def end_move(
@@ -145,29 +145,6 @@ class Ledger:
             given.setdefault(name, []).append(request)
         return [Submit(instance=name, requests=tuple(requests)) for name, requests in given.items()]
 
-    def lose(self, instance: str, reason: str) -> list[Order]:
-        """Give up an instance: what it owned is queued again, moves with it end."""
-        member = self.members.serving.get(instance)
-        if member is None:
-            return []
-        self.members.change(instance, InstanceState.GONE)
-        orders: list[Order] = []
-        for order in self.moves.touching(instance):
-            if order.source == instance:
-                orders += self.end_move(order.key, MoveOutcome.LOST, f"{instance}: {reason}")
-                epoch = self.samples[order.key].request.epoch + TAKEN_BACK_EPOCHS
-                orders += self._if_alive(
-                    order.destination, verdict_for(order.destination, order.move_id, order.key, epoch, False)
-                )
-            else:
-                # the source keeps the sample, or asks for it back: it may have finished meanwhile
-                call_off = CallOff(move_id=order.move_id, reason=f"{instance} is lost: {reason}")
-                orders += self._if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
-        lost, member.owned = member.owned, set()
-        for key in lost:
-            self.queue_again(key)
-        return [*orders, Abandon(instance=instance, reason=reason, num_requeued=len(lost))]
-
     def queue_again(self, key: SampleKey) -> None:
         """Let a sample start anew, under an epoch that no copy of it can have."""
         sample = self.samples[key]
@@ -195,7 +172,7 @@ class Ledger:
                 told = epoch if ruling is Ruling.DENIED else report.epoch
                 orders = [_verdict_on(instance, report, ruling, told)]
                 if ruling is Ruling.GRANTED:
-                    orders += self._if_alive(
+                    orders += self.if_alive(
                         report.source, verdict_for(report.source, report.move_id, key, report.epoch, False)
                     )
                     orders += self._end(report, MoveOutcome.MOVED)
@@ -211,7 +188,7 @@ class Ledger:
                     self.samples[key].taken_back = report.move_id
                 orders = [_verdict_on(instance, report, ruling, epoch)]
                 if ruling is Ruling.GRANTED:
-                    orders += self._if_alive(
+                    orders += self.if_alive(
                         report.destination, verdict_for(report.destination, report.move_id, key, epoch, False)
                     )
                     orders += self._end(report, MoveOutcome.TAKEN_BACK)
@@ -239,7 +216,8 @@ class Ledger:
             return []
         return list(self.end_move(report.key, outcome, report.reason, report.figures))
 
-    def _if_alive(self, instance: str, order: Order) -> list[Order]:
+    def if_alive(self, instance: str, order: Order) -> list[Order]:
+        """An order to an instance that serves; none for another."""
         return [order] if instance in self.members.serving else []
 
 

@@ -42,6 +42,7 @@ from rlhfspec.policies.scheduling.events import (
 )
 from rlhfspec.policies.scheduling.leaving import let_go, moves_away
 from rlhfspec.policies.scheduling.ledger import Binding, Ledger, verdict_for
+from rlhfspec.policies.scheduling.lost_instances import lose, lose_silent, why_stuck
 from rlhfspec.policies.scheduling.members import InstanceState, Member, Members
 from rlhfspec.policies.scheduling.open_samples import OpenSample, digest, is_whole
 from rlhfspec.policies.scheduling.ownership import TAKEN_BACK_EPOCHS, OpenMoves
@@ -142,12 +143,12 @@ class Scheduler:
                 # a poll that tells of progress alone frees no slot: of a thousand instances most say no more
                 self._is_settled &= not (orders or event.completions or event.moves)
             case InstanceGone():
-                orders = self._ledger.lose(event.instance, event.reason)
+                orders = lose(self._ledger, event.instance, event.reason)
             case InstanceLeaves():
                 self._leave(event.instance, event.reason)
                 orders = []
             case ClockTicked():
-                orders = self._give_up_silent()
+                orders = lose_silent(self._ledger, timeout_s=self._heartbeat_timeout_s)
             case CutAll():
                 self._is_cutting, orders = True, []
         if self._is_cutting:
@@ -331,11 +332,8 @@ class Scheduler:
             num_slots, member.load = member.num_slots, event.load or member.load
             self._is_settled &= num_slots == member.num_slots
             member.is_training = event.is_training
-            stuck_s = member.looked_at_step(event.boundary, self._ledger.now_s)
-            # by both clocks: what was stopped together with the scheduler is not to blame for it
-            if min(stuck_s, event.busy_s) > self._heartbeat_timeout_s:
-                reason = f"its decode step {event.boundary} has been running for {event.busy_s:.0f} s"
-                return self._ledger.lose(event.instance, reason)
+            if reason := why_stuck(self._ledger, event, timeout_s=self._heartbeat_timeout_s):
+                return lose(self._ledger, event.instance, reason)
             member.last_seen_s = self._ledger.now_s
             samples = self._ledger.samples
             for key, num_tokens in event.progress.items():
@@ -397,12 +395,4 @@ class Scheduler:
         orders += self._ledger.end_move(key, MoveOutcome.KEPT, "finished before it left")
         for stale_epoch, stale_instance, stale_digest in self._ledger.samples.pop(key).stale:
             orders += compare(delivered, key, stale_instance, stale_epoch, stale_digest)
-        return orders
-
-    def _give_up_silent(self) -> list[Order]:
-        orders: list[Order] = []
-        for name, member in sorted(self.members.serving.items()):
-            silent_s = self._ledger.now_s - member.last_seen_s
-            if silent_s > self._heartbeat_timeout_s:
-                orders += self._ledger.lose(name, f"silent for {silent_s:.0f} s")
         return orders

@@ -341,21 +341,6 @@ def simulate_cluster(
     )
 
 
-def simulate_rollout(cluster: DescribedCluster) -> SimulationResult:
-    """Play the first step's rollout alone, with the configured drafts. Raises ConfigError as `simulate_cluster`."""
-    samples = cluster.samples(0)
-    mean_tokens = float(samples.context_tokens.mean())
-    player = RolloutPlayer(
-        cluster,
-        None,
-        "off" if cluster.instance.draft is None else cluster.config.drafter.policy,
-        slots=cluster.slots(mean_tokens),
-        mean_tokens=mean_tokens,
-        earlier=cluster.samples(1).response_tokens,
-    )
-    return player.play(samples)
-
-
 def _training(cluster: DescribedCluster, *, tokens: float, mean_tokens: float) -> TrainingCost:
     config = cluster.config
     measured_s = config.learner.measured_s

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rlhfspec.cluster.cli import main
-from rlhfspec.cluster.observe.monitoring import alerts, names_of, panel_rows, promql
+from rlhfspec.cluster.observe.monitoring import NAMED, alerts, panel_rows, promql
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.metrics import LIVE
 
@@ -43,7 +43,7 @@ def test_queries_name_no_series_of_ours_but_by_the_registry() -> None:
 
 
 def test_every_live_metric_of_a_run_is_drawn_or_alerted_on() -> None:
-    named = {re.sub("_bucket$", "", name) for template in TEMPLATES for name in names_of(template)}
+    named = {re.sub("_bucket$", "", name) for template in TEMPLATES for name in NAMED.findall(template)}
     sums = {"iterations", "completions"}
     measured_by_the_engine = {"instance_goodput_tokens_per_second", "instance_acceptance_length_tokens"}
     assert LIVE.keys() - named == sums | measured_by_the_engine

@@ -10,7 +10,7 @@ import ray
 
 import rlhfspec.cluster.weights.publish
 from rlhfspec.actors.actor_messages import LoadedWeights
-from rlhfspec.cluster.weights.publish import PublishedWeights, from_trainer, publish
+from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights, publish
 from rlhfspec.core.errors import WaitTimeout, WeightsError
 from rlhfspec.core.weight_records import WeightManifest
 
@@ -112,7 +112,7 @@ def test_an_older_version_is_no_confirmation_though_its_checksum_is_equal(start,
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_the_trainers_chunks_are_as_many_as_its_manifest_says(start, num_chunks):
-    taken = from_trainer(start(Trainer, num_chunks), timeout_s=TIMEOUT_S)
+    taken = Fetching(start(Trainer, num_chunks), timeout_s=TIMEOUT_S).wait()
     assert taken.manifest.weight_version == 3
     fetched = ray.get(list(taken.chunk_refs), timeout=TIMEOUT_S)
     assert [chunk.tolist() for chunk in fetched] == [[i] * 4 for i in range(num_chunks)]
@@ -122,7 +122,7 @@ def test_chunks_that_do_not_come_end_the_wait(start):
     trainer = start(Trainer, 3, hangs=True)
     ray.get(trainer.__ray_ready__.remote(), timeout=TIMEOUT_S)
     with pytest.raises(WaitTimeout, match=r"the loop waited 5 s for trainer to answer 'pack .* \(chunk 1\)"):
-        from_trainer(trainer, timeout_s=5.0)
+        Fetching(trainer, timeout_s=5.0).wait()
 
 
 def test_instances_share_one_deadline(start, weights, monkeypatch):
