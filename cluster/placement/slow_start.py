@@ -17,8 +17,8 @@ from ray._private import parameter, ray_constants, services
 from rlhfspec.cluster.folder.leftovers import end_processes
 from rlhfspec.core.proc_files import PARENT, PROC, STATE, stat_fields
 
-SLOW_START = "timed out during startup"
-"What Ray says when its own processes did not come up in time."
+SLOW_START = ("timed out during startup", "error message from the dashboard")
+"What Ray says when its own processes, or its dashboard, did not come up in time."
 START_S = 180
 "What each of Ray's processes may take to come up: where several share few cores, its own half a minute is too short."
 PATIENCE = {
@@ -49,7 +49,7 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
         with _patience():
             return ray.init(_temp_dir=str(folder), **settings)
     except Exception as error:
-        if not isinstance(error, StartFailed) and SLOW_START not in str(error):
+        if not isinstance(error, StartFailed) and not any(words in str(error) for words in SLOW_START):
             raise
     ray.shutdown()
     end_processes(folder)

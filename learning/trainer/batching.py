@@ -66,7 +66,7 @@ class PackedSequences:
     target_places: Int[Tensor, " M"]
     "of the tokens to be predicted"
     on_gpu: Paths | None = None
-    _biases: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, init=False)
+    _biases: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False)
 
     @staticmethod
     def of(
@@ -142,13 +142,14 @@ class PackedSequences:
 
     def bias(self, branch: int, window: int | None, like: Tensor) -> Float[Tensor, "n path"]:
         """0 where a branch's own tokens see those of its path, -inf elsewhere; one tensor for all layers."""
-        found = self._biases.get((branch, window))
+        key = (branch, window, like.dtype, like.device)
+        found = self._biases.get(key)
         if found is None:
             own, path = self.branches[branch].num_tokens, self.branches[branch].path_tokens
             start = torch.full((1,), path - own, device=like.device)
             seen = chain_visibility(start, own, path, window=window)[0]
             found = like.new_zeros(seen.shape).masked_fill_(~seen, NEG_INF)
-            self._biases[branch, window] = found
+            self._biases[key] = found
         return found
 
 

@@ -58,10 +58,12 @@ def _attend(
     if packed.on_gpu is not None and softcap is None:
         dtype, paths = _products_of(query), packed.on_gpu
         if (attention := variable_length_attention(dtype, query.shape[3])) is not None:
-            queries, *seen = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
+            queries, *seen = (part[0].transpose(0, 1) for part in (query, key, value))
+            # in float32, so that the gradients of what several paths share are added up in it
+            seen = [part if paths.places is None else paths.along_paths(part.float()) for part in seen]
             out = attention(
-                queries,
-                *(paths.along_paths(part) for part in seen),
+                queries.to(dtype),
+                *(part.to(dtype) for part in seen),
                 starts=paths.own_starts,
                 longest=paths.longest_own,
                 seen_starts=paths.starts,

@@ -93,6 +93,8 @@ def response_statistics(
     there = once.to(model.device)
     kept: list[Tensor] = []
     chunks: list[Tensor] | None = None if logits is None else []
+    # a function's own forward runs without
+    has_backward = torch.is_grad_enabled()
 
     def keep_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         kept.append(args[0][0, there.before_targets])
@@ -100,13 +102,11 @@ def response_statistics(
 
     def value(module: nn.Module, _: Any, __: Any) -> Tensor:
         product = _products_in(kept[0], compute_dtype)
+        settings = vocab_size, product, temperature, entropy, has_backward
         # leaves by the model's output, which is where shards of weights are waited for in the backward pass
         kept.append(
             torch.stack(
-                _HeadStatistics.apply(
-                    kept[0], module.weight, there.targets, vocab_size, product, temperature, entropy, chunks
-                ),
-                dim=-1,
+                _HeadStatistics.apply(kept[0], module.weight, there.targets, settings, chunks), dim=-1
             )[None]
         )
         return kept[1]
@@ -246,12 +246,10 @@ class _HeadStatistics(torch.autograd.Function):
         states: Tensor,
         weight: Tensor,
         token_ids: Tensor,
-        vocab_size: int,
-        dtype: torch.dtype,
-        temperature: float,
-        entropy: bool,
+        settings: tuple[int, torch.dtype, float, bool, bool],
         seen: list[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
+        vocab_size, dtype, temperature, entropy, has_backward = settings
         left, right = states.to(dtype), weight[:vocab_size].to(dtype)
         kept, found = [], []
         for rows in _row_chunks(len(states), vocab_size, _PRODUCT_VALUES, states.device):
@@ -259,10 +257,10 @@ class _HeadStatistics(torch.autograd.Function):
             found.append(_values(logits, token_ids[rows], temperature, entropy))
             if seen is not None:
                 seen.append(logits)
-            if any(ctx.needs_input_grad[:2]) and rows.stop * vocab_size <= _KEPT_VALUES:
+            if has_backward and rows.stop * vocab_size <= _KEPT_VALUES:
                 kept.append(logits)
         ctx.save_for_backward(states, weight, token_ids, *kept)
-        ctx.settings = vocab_size, dtype, temperature
+        ctx.settings = settings[:3]
         ctx.set_materialize_grads(False)
         if not found:
             nothing = states.new_zeros(0, dtype=torch.promote_types(dtype, torch.float32))
@@ -291,7 +289,7 @@ class _HeadStatistics(torch.autograd.Function):
                 of_weight[:vocab_size].addmm_(grad.T, left[rows])
             else:
                 of_weight[:vocab_size] += grad.T @ left[rows]
-        return of_states, of_weight, None, None, None, None, None, None
+        return of_states, of_weight, None, None, None
 
 
 def _values(logits: Tensor, token_ids: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:

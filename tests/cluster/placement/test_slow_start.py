@@ -31,6 +31,7 @@ def _the_sessions_ray_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         StartFailed("raylet ended while it was coming up"),
         Exception("The current node timed out during startup. This could happen because"),
+        Exception("The last 20 lines of dashboard.log (it contains the error message from the dashboard): "),
     ],
 )
 def test_ray_that_did_not_come_up_in_time_is_started_once_more_and_nothing_of_the_first_try_runs(

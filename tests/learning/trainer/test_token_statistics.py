@@ -127,7 +127,7 @@ def test_no_logits_of_a_pack_are_there_at_once(monkeypatch):
 
     with Sizes():
         values = training_forward._HeadStatistics.apply(
-            states, weight, torch.arange(300), 1 << 17, torch.float32, 1.0, False, None
+            states, weight, torch.arange(300), (1 << 17, torch.float32, 1.0, False, True), None
         )
         values[0].sum().backward()
     assert training_forward._PRODUCT_VALUES == largest < 300 * (1 << 17)
