@@ -129,6 +129,8 @@ def local_ray(warm_python: str) -> Iterator[None]:
 
     os.environ.update(PATIENCE)
     folder = Path(tempfile.mkdtemp(prefix="rlhfspec-test-"))
+    # the class of an actor that a test used in its own process has asked Ray for a context, which starts one
+    ray.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", warm_python)
         start_twice(

@@ -253,7 +253,8 @@ def test_the_last_iteration_leaves_a_trace_of_what_each_instance_did(trained):
     assert list(processes) == ["gen-0", "gen-1"]
     steps = [e for e in events if e.get("cat") == "step"]
     assert {e["pid"] for e in steps} == set(processes.values())
-    assert max(e["args"]["samples"] for e in steps) == 4, "slots are full at first"
+    # of four slots; on a busy machine the first have ended before the last are there
+    assert 1 < max(e["args"]["samples"] for e in steps) <= 4
     rows = rows_of(trained.run_dir.rollouts_file(ITERATIONS - 1))
     assert sum(e["args"]["tokens"] for e in steps) == sum(len(row["response_token_ids"]) for row in rows)
     # not a step of the first iteration: a trace covers less than the generation of the last one took
