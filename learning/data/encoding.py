@@ -71,9 +71,8 @@ class PromptEncoder:
                 f"{row.origin}: data.system_prompt needs a conversation, got plain text; set data.chat to true, or "
                 "write it into data.prompt_template"
             )
-        text = row.filled
-        prefill = text_prefill(self._data.prompt_template) if self._data.task is None else ""
-        return Rendered(text, (), plain=text, prefill=prefill)
+        prefill = text_prefill(data.prompt_template) if data.task is None else ""
+        return Rendered(row.filled, (), plain=row.filled, prefill=prefill)
 
     def token_ids(self, prompts: Sequence[Rendered]) -> list[list[int]]:
         """Tokenise many at once, which fast tokenizers do in parallel."""
