@@ -1,5 +1,5 @@
-# make setup | demo | demo-real | quick | test | durations | test-long | fmt | check | bench-peers | check-cuda-fake. The first
-# makes .venv; the others but the last, which has an environment of its own, call it.
+# make setup | demo | demo-real | quick | test | durations | test-long | fmt | check | bench-peers | bench-readme |
+# check-cuda-fake. The first makes .venv; the others but the last, which has an environment of its own, call it.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -7,7 +7,7 @@ SHELL := /bin/bash
 # Most of a test's time is waiting for Ray: two processes share two cores well.
 TEST_PROCESSES ?= 2
 
-.PHONY: setup demo demo-real quick test durations test-long fmt check bench-peers check-cuda-fake
+.PHONY: setup demo demo-real quick test durations test-long fmt check bench-peers bench-readme check-cuda-fake
 .DEFAULT_GOAL := demo
 
 setup: $(STAMP) build/source/rlhfspec/__init__.py
@@ -74,6 +74,11 @@ check: setup
 # Engines that `rlhfspec bench engine` compares with, each in an environment of its own (gigabytes; minutes).
 bench-peers: setup
 	$(BIN)/python -m benchmarks.peers.build
+
+# Every figure and picture of the README anew, into benchmarks/results: under an hour on two quiet cores, of what is
+# committed. It goes on where it was broken off. SIZE=--quick tries the parts and files nothing.
+bench-readme: setup
+	$(BIN)/python -m benchmarks.pages.measure $(SIZE)
 
 # Decode step, update and publication on pretended CUDA tensors, without a GPU: by hand, not in CI.
 # Makes an environment with a CUDA build of torch (2.5 GB to get, 6 GB on the disk).

@@ -1,25 +1,17 @@
-"""`python -m benchmarks.pages`: writes the tables of every page, the README's rows, the pictures."""
+"""`python -m benchmarks.pages`: writes the tables of every page, the README's rows, the pictures, from the results."""
 
 from __future__ import annotations
 
-from benchmarks.pages.tables import (
-    HEADLINE_MACHINE,
-    PAGES,
-    ROOT,
-    draw_learning_curve,
-    draw_speedup,
-    load_results,
-    names,
-    page,
-    with_figures,
-)
+from benchmarks.pages.pictures import draw_learning_curve, draw_speedup
+from benchmarks.pages.readme import shown_result, with_figures
+from benchmarks.pages.tables import PAGES, ROOT, load_results, names, page
 
 
 def main() -> None:
     """Write them all."""
     for name in names():
         (PAGES / f"{name}.md").write_text(page(name))
-    draw_speedup(PAGES / "speedup.svg", load_results("engine")[HEADLINE_MACHINE])
+    draw_speedup(PAGES / "speedup.svg", shown_result("engine"))
     for result in load_results("learning_curve").values():
         draw_learning_curve(PAGES / "learning_curve.svg", result)
     readme = ROOT / "README.md"

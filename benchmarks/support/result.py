@@ -61,7 +61,7 @@ def machine_provenance() -> dict[str, Any]:
         **({"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": checked_out_commit(),
     }
 
 
@@ -80,11 +80,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def checked_out_commit() -> str | None:
+    """Return the commit of this checkout, with `-dirty` behind it where files differ; None without git."""
+    return git("describe", "--always", "--dirty", "--exclude=*")
+
+
+def git(*arguments: str, root: Path = ROOT) -> str | None:
+    """Return what git says of a checkout; None where it fails or is not there."""
     try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return answer.stdout.strip()
+    return done.stdout.strip()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.pages import tables
-from benchmarks.pages.tables import draw_learning_curve, draw_speedup
+from benchmarks.pages import readme, tables
+from benchmarks.pages.pictures import draw_learning_curve, draw_speedup
 from benchmarks.support.result import machine_name
 
 PAGES = tables.PAGES
@@ -17,10 +16,6 @@ CURVE = "learning_curve"
 README = tables.ROOT / "README.md"
 MOST_WORDS = 700
 WRITE = "run: python -m benchmarks.pages"
-
-
-def engine_result() -> dict[str, Any]:
-    return tables.load_results("engine")[tables.HEADLINE_MACHINE]
 
 
 def picture_texts(path: Path) -> list[str]:
@@ -54,24 +49,23 @@ def test_a_machine_is_named_by_processor_and_cores() -> None:
 
 
 def test_the_readme_has_the_figures_of_the_result_files() -> None:
-    readme = README.read_text()
-    assert readme == tables.with_figures(readme), WRITE
-    assert len(tables.readme_rows()) == 2 + 6
+    assert README.read_text() == readme.with_figures(README.read_text()), WRITE
 
 
 def test_a_changed_figure_changes_page_and_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = {name: tables.load_results(name) for name in tables.names()}
-    loaded["exactness"][tables.HEADLINE_MACHINE]["figures"]["mismatches"] = 3.0
-    monkeypatch.setattr(tables, "load_results", lambda name: loaded[name])
-    readme = README.read_text()
-    assert "3 of 945" in tables.with_figures(readme) != readme
-    assert "| `mismatches` | 3 |" in tables.page("exactness")
+    loaded["exactness"][readme.shown()["machines"]["exactness"]]["figures"]["mismatches"] = 3.0
+    for module in (tables, readme):
+        monkeypatch.setattr(module, "load_results", lambda name: loaded[name])
+    text = README.read_text()
+    assert "| 3 of " in readme.with_figures(text) != text
+    assert re.search(r"\| `mismatches` \|.* 3 \|", tables.page("exactness"))
 
 
 def test_the_picture_shows_the_figures_of_the_result_file(tmp_path: Path) -> None:
-    draw_speedup(tmp_path / "speedup.svg", engine_result())
+    draw_speedup(tmp_path / "speedup.svg", readme.shown_result("engine"))
     shown = picture_texts(tmp_path / "speedup.svg")
-    assert f"{engine_result()['figures']['spec_over_plain_b1']:.2f}x" in shown
+    assert f"{readme.shown_result('engine')['figures']['spec_over_plain_b1']:.2f}x" in shown
     assert picture_texts(PAGES / "speedup.svg") == shown, WRITE
 
 
@@ -87,7 +81,7 @@ def test_the_learning_curve_shows_every_point_that_was_measured(tmp_path: Path) 
 
 def test_equal_figures_give_an_equal_picture(tmp_path: Path) -> None:
     for name in ("first.svg", "second.svg"):
-        draw_speedup(tmp_path / name, engine_result())
+        draw_speedup(tmp_path / name, readme.shown_result("engine"))
     assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
 
 
