@@ -1,5 +1,5 @@
-# make setup | demo | demo-real | quick | test | durations | test-long | fmt | check | bench-peers | bench-readme |
-# check-cuda-fake. The first makes .venv; the others but the last, which has an environment of its own, call it.
+# make setup | demo | demo-real | quick | test | durations | test-long | fmt | check | docs | bench-peers |
+# bench-readme | check-cuda-fake. The first makes .venv; the others but the last, which has an environment of its own, call it.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -7,7 +7,7 @@ SHELL := /bin/bash
 # Most of a test's time is waiting for Ray: two processes share two cores well.
 TEST_PROCESSES ?= 2
 
-.PHONY: setup demo demo-real quick test durations test-long fmt check bench-peers bench-readme check-cuda-fake
+.PHONY: setup demo demo-real quick test durations test-long fmt check docs bench-peers bench-readme check-cuda-fake
 .DEFAULT_GOAL := demo
 
 setup: $(STAMP) build/source/rlhfspec/__init__.py
@@ -70,6 +70,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_layers.py
+
+# The documentation as a site in build/site; a broken link or a page without a place in mkdocs.yml fails.
+docs: setup
+	@[ -x $(BIN)/mkdocs ] || $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Engines that `rlhfspec bench engine` compares with, each in an environment of its own (gigabytes; minutes).
 bench-peers: setup

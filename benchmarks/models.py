@@ -1,8 +1,8 @@
 """Which model families run: each one's small model decodes, and is judged by its own plain forwards.
 
-Writes `models.md`, the page that `docs/models.md` is a copy of. Quick: a dozen families. Each is tried in a process of
-its own; a crash is a finding. Returns 1 when anything is wrong in silence, raises what is no error of ours, or touches
-memory it does not own.
+Writes `models.md`, which `docs/reference/models.md` is a copy of. Quick: a dozen families. Each is tried in a process
+of its own; a crash is a finding. Returns 1 when anything is wrong in silence, raises what is no error of ours, or
+touches memory it does not own.
 """
 
 from __future__ import annotations

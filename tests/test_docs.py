@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from benchmarks.pages.reference import COMMAND, pages
 from rlhfspec.core.settings.algorithm import ALGORITHMS, AlgorithmConfig
 from rlhfspec.core.settings.correction import CORRECTIONS, CorrectionConfig
 
@@ -17,7 +19,7 @@ PATH = re.compile(
     r"`((?:core|profiles|policies|engine|learning|actors|cluster|benchmarks|configs|docs)/[\w./-]*)"
 )
 SECTION = re.compile(r"\bdesign((?:,? (?:and )?\d+\.\d+)+)")
-MEMBER = re.compile(r"`([\w/]+\.py):(\w+)`")
+MEMBER = re.compile(rf"`((?:{'|'.join(SOURCES)})/[\w/]+\.py):(\w+)`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -39,7 +41,7 @@ def test_every_function_named_in_a_page_exists(page: Path) -> None:
 
 
 def test_every_design_section_named_exists() -> None:
-    design = (ROOT / "docs" / "design.md").read_text()
+    design = (ROOT / "docs" / "developers" / "design.md").read_text()
     headings = set(re.findall(r"^#+ (\d+\.\d+) ", design, re.MULTILINE))
     sources = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
     named = [
@@ -53,8 +55,8 @@ def test_every_design_section_named_exists() -> None:
 
 
 def rows_of_kinds(last_column: str) -> list[list[str]]:
-    """Rows of the table in docs/algorithms.md whose last column has this title."""
-    text = (ROOT / "docs" / "algorithms.md").read_text()
+    """Rows of the table in docs/reference/algorithms.md whose last column has this title."""
+    text = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
     table = re.search(rf"^\| kind \|.*\| {last_column} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert table is not None
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
@@ -97,3 +99,47 @@ def test_the_table_of_algorithms_is_that_of_the_code() -> None:
 )
 def test_a_decision_is_one_page(page: Path) -> None:
     assert len(page.read_text().split()) <= 600
+
+
+@pytest.mark.parametrize("name", sorted(pages()))
+def test_a_reference_page_is_what_the_code_says(name: str) -> None:
+    written = (ROOT / "docs" / "reference" / name).read_text()
+    assert written == pages()[name], f"out of date: {COMMAND}"
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link can name of a page: its headings, as GitHub and the site write them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        place, _, anchor = link.partition("#")
+        if "://" in place or place.startswith("mailto:"):
+            continue
+        there = (page.parent / place).resolve() if place else page
+        assert there.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(there), f"{page.name} links to {link}"
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = re.findall(r"[\w/-]+\.md", str(site["nav"]))
+    there = [str(page.relative_to(ROOT / "docs")) for page in sorted((ROOT / "docs").rglob("*.md"))]
+    assert sorted(listed) == [page for page in there if not page.startswith("log/")], "list it in mkdocs.yml"
+
+
+QUOTED = re.compile(r"^\| (`.+?`(?: \.\.\. `.+?`)*)", re.MULTILINE)
+
+
+def test_the_messages_that_are_explained_are_those_of_the_code() -> None:
+    sources = [path.read_text() for folder in SOURCES[:7] for path in (ROOT / folder).rglob("*.py")]
+    text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
+    quoted = QUOTED.findall((ROOT / "docs" / "how-to" / "errors.md").read_text())
+    assert len(quoted) > 20
+    assert [part for row in quoted for part in row.strip("`").split("` ... `") if part not in text] == []

@@ -206,7 +206,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # Ratchets: these figures may only fall. Whoever makes the tree smaller lowers them.
 # They rose once, by 400 lines, for sequences as trees (learning/trainer/batching.py).
 MAX_SOURCE_FILES = 490
-MAX_SOURCE_LINES = 75_401
+MAX_SOURCE_LINES = 75_375
 MAX_FUNCTION_LINES = 80
 LONGER_FUNCTIONS = {
     "engine/build.py build_engine": 86,
@@ -257,7 +257,7 @@ PRIVATE_WORDS = {
     "departure",
     "departures",
 }
-"That nobody of the field would look for; `docs/glossary.md` has those to use."
+"That nobody of the field would look for; `docs/developers/glossary.md` has those to use."
 
 
 def test_names_are_words_of_the_field() -> None:

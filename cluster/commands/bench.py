@@ -55,7 +55,7 @@ def bench(
       rlhfspec bench training --out bench            memory of LoRA, planned and measured; bfloat16 beside float32
       rlhfspec bench rlhf --out bench                one short run an algorithm; where a step spends its time
       rlhfspec bench episodes --out bench            several turns with a calculator, moved: the same bits as unmoved
-      rlhfspec bench models --out bench              which model families run: the page docs/models.md
+      rlhfspec bench models --out bench              which model families run: the page docs/reference/models.md
       rlhfspec bench drafters --out bench            look-up drafters on a real model: where text repeats, and where not
       rlhfspec bench learning_curve --out bench      a draft head over the tokens that it was made from
       rlhfspec bench pipeline --out bench            generation ahead of learning: step time, reward, equal bits

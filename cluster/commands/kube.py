@@ -47,7 +47,7 @@ def render(
       kubectl apply -f run.yaml
 
     Paths in the config are those of the pods; /runs is the volume that they share. A Secret rlhfspec-ray-token and the
-    volume must be there before: docs/kubernetes.md.
+    volume must be there before: docs/how-to/kubernetes.md.
     """
     from rlhfspec.cluster.kuberay import ray_manifests as manifests
     from rlhfspec.core.config_io import config_from_dict, read_tree

@@ -48,7 +48,7 @@ def cluster(
       rlhfspec simulate cluster --config cluster.yaml --sweep --picture sweep.svg --out sweep.json
 
     Every key, its default and its meaning: core/settings/simulated_cluster.py. What it assumes is printed with its
-    source; how far it is from published figures: docs/simulator.md.
+    source; how far it is from published figures: docs/how-to/simulate.md.
     """
     from rlhfspec.cluster.folder.rollouts import read_lengths
     from rlhfspec.cluster.observe.console import PipeConsole

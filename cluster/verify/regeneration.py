@@ -1,8 +1,7 @@
 """Generates recorded samples again from weights, prompt and key, at the speed of a prefill: the record is the draft.
 
-A response is a pure function of these three (docs/design.md, section 3.1), so neither batch nor draft nor instance
-matters, and what the engine emits owes nothing to the record: a drafted token is taken only where the target's rule
-gives it.
+A response is a pure function of these three (design 3.1), so neither batch nor draft nor instance matters, and what the
+engine emits owes nothing to the record: a drafted token is taken only where the target's rule gives it.
 """
 
 from __future__ import annotations

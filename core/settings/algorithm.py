@@ -1,7 +1,7 @@
 """What is learned from rollouts: advantages, losses, KL and entropy control.
 
 An algorithm is a row of `ALGORITHMS`: choices of parts that stand for themselves. Whatever a config says beside
-`kind` replaces that part of the row. docs/algorithms.md shows the table with its sources.
+`kind` replaces that part of the row. docs/reference/algorithms.md shows the table with its sources.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class AlgorithmConfig(Section):
         for former, (default, place) in _MOVED.items():
             if given.get(former, default) != default:
                 raise ValueError(
-                    f"{former} is {place} now; write it there, or take a correction.kind (docs/algorithms.md)"
+                    f"{former} is {place} now; write it there, or take a correction.kind (docs/reference/algorithms.md)"
                 )
         given = {key: value for key, value in given.items() if key not in _MOVED}
         kind = given.get("kind", "ppo")

@@ -1,7 +1,7 @@
 """What the loss does about samples of another policy than the one that learns: older weights, or other rounding.
 
 A kind is a row of `CORRECTIONS`: choices of parts that stand for themselves. Whatever a config says beside `kind`
-replaces that part of the row. docs/algorithms.md shows the table with its sources and other projects' names.
+replaces that part of the row. docs/reference/algorithms.md shows the table with its sources and other projects' names.
 """
 
 from __future__ import annotations

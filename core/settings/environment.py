@@ -10,7 +10,7 @@ from rlhfspec.core.settings.section import Name, Seconds, Section
 
 
 class EnvironmentConfig(Section):
-    """What answers between turns (docs/environments.md). `sampling.max_new_tokens` counts all turns and all answers."""
+    """What answers between turns. `sampling.max_new_tokens` counts all turns and all answers."""
 
     kind: Name | None = None
     "`calculator`, or a Python class as `package.module:Class` or `file.py:Class`; null: every response is one turn"

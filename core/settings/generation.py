@@ -203,7 +203,7 @@ def require_schedule(rollout: RolloutConfig, *, environment: str | None) -> None
 
 
 class ReallocationConfig(Section):
-    """How samples are bound to instances, and which unfinished ones move between them (docs/operations.md)."""
+    """How samples are bound to instances, and which unfinished ones move between them."""
 
     policy: Literal["finish_time", "paper_rule", "pull", "static"] = "finish_time"
     "pull: bind a sample when a slot frees, move nothing; static: bind all up front; finish_time, paper_rule: move"

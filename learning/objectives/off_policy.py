@@ -12,7 +12,7 @@ TIS); Liu et al. 2025, 'When speed kills stability: demystifying RL collapse fro
 (weights of sequences, masks of sequences and of geometric means: MIS); Ling team 2025, 'Every step evolves' (two-sided
 mask of tokens: IcePop); Hilton et al. 2022, 'Batch size-invariance for policy optimization', and Fu et al. 2025,
 'AReaL' (decoupled PPO: the clip about a proximal policy, weighed by proximal over behaviour). What other projects call
-them: docs/algorithms.md.
+them: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A reward model's scores by the engine's forward, on one CPU thread: what the library gives, in about half the time.
 
 A Llama with one output instead of a vocabulary is to the engine a Llama whose head has one row. What a text's score
-rounds to depends on that text alone, whatever is scored beside it (docs/design.md, 3.5).
+rounds to depends on that text alone, whatever is scored beside it (design 3.5).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from rlhfspec.engine.cache.kv_memory import PoolShape
 from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.engine import Engine
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 ALL = "RLHFSPEC_ALL_FAMILIES"
 LLAMA = Family(model_type="llama")
 
@@ -38,7 +38,7 @@ def require_page(findings: list[Finding]) -> None:
     written = rows_of(PAGE.read_text())
     found = {finding.name: row(finding) for finding in findings}
     assert found == {name: written.get(name) for name in found}, (
-        "docs/models.md is not what is found: rlhfspec bench models --out DIR, then copy DIR/models.md there"
+        "docs/reference/models.md is not what is found: rlhfspec bench models --out DIR, then copy DIR/models.md there"
     )
 
 
