@@ -1,8 +1,8 @@
 """Adaptive drafting: the goodput policy beside plain decoding, fixed plans, other policies, Hugging Face, the oracle.
 
 Parts (`benchmarks/adaptive/`): the oracle on recorded states; constant batches; whole long-tailed rollouts of 64
-samples with a good, a weak and a useless draft; a drafter that dies in the middle of a run; with --full the demo
-run with and without refits. Two pairs: `demo`, and `large`, whose target is twice as deep.
+samples with a good, a weak and a useless draft; a drafter that dies in the middle of a run. With --full a second pair,
+`large`, whose target is twice as deep, and the demo run with and without refits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.profiles.profile import Profile
 from rlhfspec.profiles.recording import DraftRecording
 
-BATCH_SIZES = {"quick": (8,), "default": (1, 4, 16, 64), "full": (1, 2, 4, 8, 16, 32, 64)}
-ROUNDS = {"quick": 1, "default": 4, "full": 6}
-LARGE_BATCH_SIZES = {"default": (4, 64), "full": BATCH_SIZES["full"]}
+BATCH_SIZES = {"quick": (8,), "default": (1, 8, 64), "full": (1, 2, 4, 8, 16, 32, 64)}
+ROUNDS = {"quick": 1, "default": 3, "full": 6}
 PROFILE_S = {"quick": 12.0, "default": 45.0, "full": 90.0}
 ORACLE_BATCHES = 240
 ORACLE_STEPS = 600
@@ -60,12 +59,12 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     bench = Bench("drafting_real" if real else "drafting", out=out, mode=mode, data=data)
     if real:
         return _real(bench)
-    names = ("demo",) if bench.is_quick else ("demo", "large")
+    names = ("demo", "large") if mode == "full" else ("demo",)
     for name in (*names, "gsm8k") if data is not None else names:
         workload = pair_workload(name, data=data if name == "gsm8k" else None)
         made = profile_of(workload, budget_s=PROFILE_S[mode])
         _good_draft(bench, workload, made.profile, made.drafts)
-        if (name == "demo" and not bench.is_quick) or (mode == "full" and name == "large"):
+        if name != "gsm8k":
             _other_drafts(bench, workload, made.profile)
         if name == "demo" and not bench.is_quick:
             dead = plant_dead_drafter(workload, made.profile)
@@ -112,7 +111,7 @@ def _good_draft(bench: Bench, workload: Workload, profile: Profile, drafts: list
     policies = PLAIN | fixed | GOODPUT | (OTHERS if mode == "full" else {})
     fractions, realised = {}, {}
     over_plain, over_fixed, shares = {}, {}, []
-    for batch_size in (LARGE_BATCH_SIZES if name == "large" else BATCH_SIZES)[mode]:
+    for batch_size in BATCH_SIZES[mode]:
         result = constant_batch(workload, policies, profile, batch_size, rounds)
         bench.rows += rate_rows(result.rates, part="batch", batch_size=batch_size, pair=name, draft="good")
         best = result.best(list(fixed))
@@ -141,8 +140,6 @@ def _good_draft(bench: Bench, workload: Workload, profile: Profile, drafts: list
     figures.values[f"over_plain_worst_batch_{name}"] = min(over_plain.values())
     figures.values[f"over_best_fixed_worst_batch_{name}"] = min(over_fixed.values())
 
-    if bench.is_quick:
-        return
     taken, stats = whole_rollout(workload, policies, profile, rounds, hugging_face=True)
     best = best_of(taken, list(fixed))
     figures.keep(f"rollout_over_plain_{name}", ratios(taken, "goodput", "plain"))
@@ -156,7 +153,7 @@ def _good_draft(bench: Bench, workload: Workload, profile: Profile, drafts: list
 def _other_drafts(bench: Bench, workload: Workload, profile: Profile) -> None:
     """Whole rollouts with a weak and with a useless draft."""
     name, mode, figures = workload.name, bench.mode, bench.figures
-    for draft in ("weak", "useless"):
+    for draft in ("useless",) if bench.is_quick else ("weak", "useless"):
         other, _ = with_other_draft(workload, profile, draft, budget_s=PROFILE_S[mode] / 4)
         policies = PLAIN | WEAK_FIXED | GOODPUT | (OTHERS if mode == "full" else {})
         taken, _ = whole_rollout(workload, policies, other, ROUNDS[mode], draft=draft)

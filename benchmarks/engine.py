@@ -21,6 +21,7 @@ from benchmarks.support.workload import default_cache_dir, demo_workload, real_w
 
 ROLLOUT_PROMPTS = 32
 ROUNDS = {"quick": 1, "default": 2, "full": 5}
+PLAIN_BATCH_SIZES = {"quick": (8,), "default": (8,), "full": (1, 8, 32)}
 REAL_NEW_TOKENS = {"quick": 32, "default": 96, "full": 128}
 REAL_BATCH_SIZES = {"quick": (8,), "default": (1, 8, 16), "full": (1, 4, 8, 16, 32)}
 REAL_ROUNDS = {"quick": 1, "default": 2, "full": 4}
@@ -43,15 +44,16 @@ def run(*, out: Path, mode: str, data: Path | None, profile: bool = False, real:
         rows = step_breakdown(bench.console)
         pq.write_table(pa.Table.from_pylist(rows), out / "breakdown.parquet")
         return 0
-    workload, sizes = demo_workload(ROLLOUT_PROMPTS), {"batch_sizes": (8,)} if bench.is_quick else {}
-    rollout(workload, figures, 8 * rounds)
+    workload, is_full = demo_workload(ROLLOUT_PROMPTS), mode == "full"
+    rollout(workload, figures, (4 if is_full else 1) * rounds)
     draft_share(workload, figures, rounds)
-    bench.rows += plain_decoding(cache_dir, figures, rounds, bench.console, **sizes)
-    bench.rows += speculation(workload, figures, rounds, bench.console, **sizes)
+    bench.rows += plain_decoding(cache_dir, figures, rounds, bench.console, PLAIN_BATCH_SIZES[mode])
+    sizes = {"batch_sizes": (8,)} if bench.is_quick else {}
+    bench.rows += speculation(workload, figures, rounds, bench.console, **sizes, hugging_face=is_full)
     bench.rows += step_shares(figures)
     prefill(figures, rounds)
     memory(cache_dir, figures)
-    if not bench.is_quick:
+    if is_full:
         paging(figures, rounds)
     bench.write(rounds=rounds, peers=available_peers(cache_dir / "peers"))
     return 0

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks.contestants.contestants import bench_head
 from benchmarks.moving.exact import run_real
 from benchmarks.support.actor_pool import generate_on_two_actors
+from benchmarks.support.draft_head import bench_head
 from benchmarks.support.harness import Bench
 from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
@@ -162,8 +162,7 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
 
 def _with_head(workload: Workload, num_prompts: int) -> tuple[Workload, HeadWeights]:
     """The workload's first prompts, and a head that all of them make in some seconds; it is kept."""
-    head, _ = bench_head(workload, "quick")
-    return replace(workload, prompts=workload.prompts[:num_prompts]), head
+    return replace(workload, prompts=workload.prompts[:num_prompts]), bench_head(workload)
 
 
 def _compare_all(

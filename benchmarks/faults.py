@@ -38,6 +38,7 @@ from benchmarks.faulty.outcome import (
 from benchmarks.support.harness import Bench
 from benchmarks.support.processes import run_command, setting_words, start_command
 from benchmarks.support.result import ROOT, machine_provenance
+from benchmarks.support.runs import DEMO, GRPO, newest_run, train, train_words
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.errors import RlhfSpecError
@@ -64,10 +65,10 @@ CHAOS = (
 )
 "A state and weights an iteration, limits of silence that a long freeze passes, restarts that do not run out."
 RESUMED_KINDS = {
-    "ppo": ("configs/demo.yaml", ()),
-    "grpo": ("configs/algorithms/grpo.yaml", ()),
-    "ppo_lora": ("configs/demo.yaml", ("trainer.lora.rank=8",)),
-    "grpo_lora": ("configs/algorithms/grpo.yaml", ("trainer.lora.rank=8",)),
+    "ppo": (DEMO, ()),
+    "grpo": (GRPO, ()),
+    "ppo_lora": (DEMO, ("trainer.lora.rank=8",)),
+    "grpo_lora": (GRPO, ("trainer.lora.rank=8",)),
 }
 "Whose driver is killed: algorithm, and settings beside its config."
 
@@ -116,11 +117,10 @@ def _seed_part(
     """
     num = ITERATIONS[mode]
     settings = [f"run.iterations={num}", f"run.seed={seed}", *CHAOS]
-    undisturbed, undisturbed_s = _trained(
-        out, f"undisturbed_{seed}", ROOT / "configs" / "demo.yaml", settings
-    )
+    undisturbed = train(DEMO, out, f"undisturbed_{seed}", settings)
+    undisturbed_s = undisturbed.seconds
     name, cards, faults = f"disturbed_{seed}", deal(seed, without=without), list[Fault]()
-    words = _words(out, name, ROOT / "configs" / "demo.yaml", settings)
+    words = train_words(DEMO, out, name, settings)
     disturbed_s = 0.0
     for number in range(MOST_ROUNDS):
         began_s = time.monotonic()
@@ -136,11 +136,11 @@ def _seed_part(
             break
         num += max(ITERATIONS[mode] // 2, 1)
         console.print(f"seed {seed}: {len(faults)} faults so far: the run goes on to iteration {num}")
-        words = _longer(_folder(out, name), num)
+        words = _longer(newest_run(out, name), num)
     if num > ITERATIONS[mode]:
         log = out / f"undisturbed_{seed}_longer.log"
-        undisturbed_s += run_command(_longer(undisturbed, num), folder=ROOT, log=log)
-    found = compare_runs(undisturbed, _folder(out, name))
+        undisturbed_s += run_command(_longer(undisturbed.folder, num), folder=ROOT, log=log)
+    found = compare_runs(undisturbed.folder, newest_run(out, name))
     console.print(f"seed {seed}: {found}", soft_wrap=True)
     return {
         "seed": seed,
@@ -194,7 +194,7 @@ def _verified(out: Path) -> dict[str, float]:
 
     By what the command says, its engine's start included; and the whole command, imports and checksums included.
     """
-    folder, log = _folder(out, "undisturbed_0"), out / "verify.log"
+    folder, log = newest_run(out, "undisturbed_0"), out / "verify.log"
     seconds = run_command(["verify", str(folder), "--share", "1.0"], folder=ROOT, log=log)
     generate_s = sum(row["time/generate_s"] for row in read_metrics(folder / "metrics.jsonl"))
     said = log.read_text()
@@ -205,21 +205,6 @@ def _verified(out: Path) -> dict[str, float]:
         "verify_over_generate": (float(again_s) + float(start_s)) / generate_s,
         "verify_command_over_generate": seconds / generate_s,
     }
-
-
-def _trained(out: Path, name: str, config: Path, settings: Sequence[str]) -> tuple[Path, float]:
-    seconds = run_command(_words(out, name, config, settings), folder=ROOT, log=out / f"{name}.log")
-    return _folder(out, name), seconds
-
-
-def _words(out: Path, name: str, config: Path, settings: Sequence[str]) -> list[str]:
-    fixed = [f"run.output_dir={out / 'runs'}", f"run.name={name}", "cluster.dashboard=false"]
-    return ["train", "--config", str(config), *setting_words((*fixed, *settings))]
-
-
-def _folder(out: Path, name: str) -> Path:
-    """Of the newest run of that name: one that was broken off may lie beside it."""
-    return max((out / "runs").glob(f"{name}-2*"))
 
 
 def _resumes(out: Path, mode: str, stamp: Mapping[str, Any], console: PipeConsole) -> list[Resumed]:
@@ -248,12 +233,12 @@ def _resume_part(
     settings = [f"run.iterations={RESUMED_ITERATIONS}", "run.state_every=1", *extra]
 
     def whole_part() -> dict[str, Any]:
-        folder, seconds = _trained(out, f"whole_{kind}", ROOT / config, settings)
-        return {"folder": str(folder), "seconds": seconds}
+        made = train(config, out, f"whole_{kind}", settings)
+        return {"folder": str(made.folder), "seconds": made.seconds}
 
     whole = kept(out / "parts" / f"whole_{kind}.json", stamp, whole_part)
     older = set((out / "runs").glob(f"{name}-2*"))
-    driver = start_command(_words(out, name, ROOT / config, settings), folder=ROOT, log=out / f"{name}.log")
+    driver = start_command(train_words(config, out, name, settings), folder=ROOT, log=out / f"{name}.log")
     try:
         folder = _after_first_state(out, name, driver, older)
         time.sleep(random.Random(name).uniform(0.0, 0.2 * whole["seconds"]))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from benchmarks.rlhf import CONFIGS, Metrics, train
 from benchmarks.support.harness import Bench
+from benchmarks.support.runs import DEMO, GRPO, Metrics, train
 from benchmarks.support.timing import Figures
 from rlhfspec.cluster.folder.rollouts import places_in, rollout_files
 from rlhfspec.cluster.observe.console import PipeConsole
@@ -88,12 +88,11 @@ def _proofs(out: Path, mode: str, figures: Figures, console: PipeConsole) -> Non
             CORRECTED,
             *(PLAIN if schedule == "free" else ()),
         ]
-        train(CONFIGS["ppo"], out, name, settings)
-        run = _folder(out, name)
+        run = train(DEMO, out, name, settings).folder
         if schedule == "recorded":
             # when a version comes is not promised by the other: only that it is recorded
-            train(CONFIGS["ppo"], out, name + "again", settings)
-            unequal += _noted(run) != _noted(_folder(out, name + "again"))
+            again = train(DEMO, out, name + "again", settings).folder
+            unequal += _noted(run) != _noted(again)
         proof = verify_run(run, share=1.0)
         differences += len(proof.differences)
         generated += proof.num_regenerated
@@ -133,7 +132,7 @@ def _steps(out: Path, mode: str, figures: Figures, console: PipeConsole) -> None
     balance = []
     for _ in range(STEP_ROUNDS[mode]):
         for name in (*ways, *reversed(ways)):
-            metrics = train(CONFIGS["grpo"], out, f"step{name}", [*common, *ways[name]])
+            metrics = train(GRPO, out, f"step{name}", [*common, *ways[name]]).metrics
             # the first fills the pipeline, the last has nothing to sample
             inner = metrics[1:-1]
             taken[name].append(statistics.median(row["time/iteration_s"] for row in inner))
@@ -167,7 +166,7 @@ def _rewards(out: Path, mode: str, figures: Figures, console: PipeConsole) -> No
     for seed in SEEDS[mode]:
         for name, settings in ways.items():
             common = [f"run.iterations={REWARD_ITERATIONS[mode]}", f"run.seed={seed}"]
-            ended[name].append(_last_reward(train(CONFIGS["ppo"], out, name, [*common, *settings])))
+            ended[name].append(_last_reward(train(DEMO, out, name, [*common, *settings]).metrics))
     for name, rewards in ended.items():
         figures.values[f"reward_{name}"] = statistics.fmean(rewards)
         if name != "staleness0":
@@ -178,11 +177,6 @@ def _rewards(out: Path, mode: str, figures: Figures, console: PipeConsole) -> No
 
 def _last_reward(metrics: Metrics) -> float:
     return statistics.fmean(row["reward/mean"] for row in metrics[-LAST:])
-
-
-def _folder(out: Path, name: str) -> Path:
-    """The newest run of a name."""
-    return max((out / "runs").glob(f"{name}-2*"))
 
 
 def _noted(run: Path) -> list[str]:

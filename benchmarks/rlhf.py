@@ -1,112 +1,104 @@
-"""What RLHF runs reach and where their time goes: one short run an algorithm, on the demo's letter chains.
+"""A whole step of RLHF: with speculation and moves beside plain and static, and with a reward model.
 
 Every run is `rlhfspec train` with a shipped config, in a process of its own; figures come from its `metrics.jsonl`.
+The demo is `configs/demo.yaml`, the real model `configs/smollm2_grpo.yaml`, both in the shape that they have there.
+With --full one short run an algorithm beside: what each shipped config reaches on the demo's letter chains.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import AutoModelForSequenceClassification
 
-from benchmarks import chain
-from benchmarks.oracles.trl_comparison import OURS, differences, frozen
 from benchmarks.support.harness import Bench
-from benchmarks.support.processes import run_command, setting_words
 from benchmarks.support.result import ROOT
-from benchmarks.support.workload import demo_workload
-from rlhfspec.cluster.observe.summary import summarise
-from rlhfspec.core.metrics import read_metrics
+from benchmarks.support.runs import DEMO, SMOLLM2, train
+from benchmarks.support.workload import demo_workload, real_workload
+from rlhfspec.cluster.observe.summary import amdahl_bound, summarise
 
-CONFIGS: Mapping[str, Path] = {"ppo": ROOT / "configs" / "demo.yaml"} | {
+CONFIGS: Mapping[str, Path] = {"ppo": DEMO} | {
     kind: ROOT / "configs" / "algorithms" / f"{kind}.yaml"
     for kind in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo")
 }
-ITERATIONS = {"quick": 2, "default": 15, "full": 30}
-QUICK = ("ppo", "grpo")
-STEP_ITERATIONS = {"quick": 1, "default": 4, "full": 8}
+ITERATIONS = 30
+"Of a run that is to learn."
+STEPS = {"quick": 1, "default": 3, "full": 8}
+"Measured in a run; the first step before them is left out: it waits for whatever is made once."
+ORDER = ("plain", "ours", "ours", "plain")
+"Forwards and backwards: a drift of the machine falls on both alike."
 REWARD_ACTORS = 2
 "With a reward model of the target's size: both cores are free when generation has ended."
 PLAIN_STATIC = ("speculation.policy=off", "speculation.drafter=none", "reallocation.policy=static")
 
-Metrics = Sequence[Mapping[str, float]]
+
+def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
+    """Write OUT/rlhf.json, with `real` OUT/rlhf_real.json; returns 1 where plain and ours learned other weights."""
+    bench = Bench("rlhf_real" if real else "rlhf", out=out, mode=mode)
+    if real and real_workload(1, data=None, max_new_tokens=1, console=bench.console) is None:
+        return 0
+    _steps(bench, SMOLLM2 if real else DEMO)
+    bench.write(steps=STEPS[mode])
+    if not real and not bench.is_quick:
+        bench.figures.values["scoring_wait_share"] = _scoring(bench.out, mode)
+        bench.write(steps=STEPS[mode])
+        if mode == "full":
+            _algorithms(bench)
+            bench.write(steps=STEPS[mode], iterations=ITERATIONS)
+    return 1 if bench.figures.values["differing_weights"] else 0
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
-    """Run the benchmark, and `bench chain` where OUT has no result of it; returns 0."""
-    bench = Bench("rlhf", out=out, mode=mode)
-    out, figures = bench.out, bench.figures.values
-    for kind, config in CONFIGS.items():
-        if mode == "quick" and kind not in QUICK:
-            continue
-        metrics = train(config, out, kind, [f"run.iterations={ITERATIONS[mode]}"])
-        summary = summarise(metrics)
-        assert summary is not None, "a run that ended well has iterations"
-        figures[f"reward_gain_{kind}"] = summary.reward_gain
-        bench.console.print(f"reward_gain_{kind}: {figures[f'reward_gain_{kind}']:.3f}")
-        if kind == "ppo":
-            figures["amdahl_bound"] = summary.amdahl_bound
-    figures |= _scoring(out, mode)
-    figures |= _steps(out, mode)
-    figures["gold_gain_reward_model"] = _gold_gain(out, mode)
-    numbers = frozen()
-    figures["trl_max_abs_difference"] = max(differences(case, numbers) for case in OURS)
-    bench.write(iterations=ITERATIONS[mode])
-    return 0
+def _steps(bench: Bench, config: Path) -> None:
+    """Seconds of a step and of its rollout, plain and without moves, over ours; and whether both learn the same."""
+    steps: dict[str, list[Mapping[str, float]]] = {name: [] for name in ORDER}
+    weights: list[list[str]] = []
+    for name in ORDER:
+        settings = [f"run.iterations={STEPS[bench.mode] + 1}", *(PLAIN_STATIC if name == "plain" else ())]
+        made = train(config, bench.out, name, settings)
+        steps[name] += made.metrics[1:]
+        weights.append(_versions(made.folder))
+        bench.console.print(f"{name}: {[round(row['time/iteration_s'], 2) for row in steps[name]]} s a step")
+    for figure, part in {"step": "iteration", "rollout": "generate"}.items():
+        plain, ours = ([row[f"time/{part}_s"] for row in steps[name]] for name in ("plain", "ours"))
+        # step by step of the same prompts, whose lengths differ between steps
+        bench.figures.keep(f"{figure}_over_plain_static", [a / b for a, b in zip(plain, ours, strict=True)])
+        bench.figures.values[f"{figure}_s_plain_static"] = statistics.fmean(plain)
+        bench.figures.values[f"{figure}_s"] = statistics.fmean(ours)
+    values = bench.figures.values
+    values["generate_share_plain_static"] = values["rollout_s_plain_static"] / values["step_s_plain_static"]
+    values["amdahl_bound"] = amdahl_bound(values["step_s"], values["rollout_s"])
+    values["differing_weights"] = float(sum(one != weights[0] for one in weights))
 
 
-def _gold_gain(out: Path, mode: str) -> float:
-    """The least of the chain's seeds: what PPO on a trained reward model adds to the gold score."""
-    result = out / "chain.json"
-    if not result.exists():
-        chain.run(out=out, mode=mode, data=None)
-    return json.loads(result.read_text())["figures"]["gold_gain_reward_model"]
+def _versions(run: Path) -> list[str]:
+    """Checksums of the target's versions."""
+    rows = [json.loads(line) for line in (run / "weights.jsonl").read_text().splitlines()]
+    return [row["parameter_checksum"] for row in rows if row["model"] == "target"]
 
 
-def train(config: Path, out: Path, name: str, settings: Sequence[str]) -> Metrics:
-    """The metrics of one run. Raises RlhfSpecError with the end of its output when it fails."""
-    runs = out / "runs"
-    before = set(runs.glob("*")) if runs.is_dir() else set()
-    words = [f"run.output_dir={runs}", f"run.name={name}", "cluster.dashboard=false", *settings]
-    run_command(
-        ["train", "--config", str(config), *setting_words(words)], folder=ROOT, log=out / f"{name}.log"
-    )
-    (folder,) = set(runs.glob("*")) - before
-    return read_metrics(folder / "metrics.jsonl")
-
-
-def _scoring(out: Path, mode: str) -> dict[str, float]:
+def _scoring(out: Path, mode: str) -> float:
     """Share of a step between the last sample's end and the update, with a reward model of the target's size."""
     folder = out / "reward_model"
     workload = demo_workload(1)
     model = AutoModelForSequenceClassification.from_pretrained(workload.paths.target, num_labels=1)
     model.save_pretrained(folder)
     workload.tokenizer.save_pretrained(folder)
-    metrics = train(
-        CONFIGS["ppo"],
-        out,
-        "scoring",
-        [
-            f"run.iterations={STEP_ITERATIONS[mode]}",
-            "reward.kind=model",
-            f"reward.model={folder}",
-            f"cluster.reward.num_actors={REWARD_ACTORS}",
-        ],
-    )
-    return {
-        "scoring_wait_share": sum(row["time/score_s"] for row in metrics)
-        / sum(row["time/iteration_s"] for row in metrics)
-    }
+    settings = [
+        f"run.iterations={STEPS[mode]}",
+        "reward.kind=model",
+        f"reward.model={folder}",
+        f"cluster.reward.num_actors={REWARD_ACTORS}",
+    ]
+    metrics = train(DEMO, out, "scoring", settings).metrics
+    return sum(row["time/score_s"] for row in metrics) / sum(row["time/iteration_s"] for row in metrics)
 
 
-def _steps(out: Path, mode: str) -> dict[str, float]:
-    """Seconds of a whole step with plain decoding and no moves, over ours; interleaved, the first step left out."""
-    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
-    length = [f"run.iterations={STEP_ITERATIONS[mode] + 1}"]
-    for name in ("plain", "ours", "ours", "plain"):
-        metrics = train(CONFIGS["ppo"], out, name, length + list(PLAIN_STATIC if name == "plain" else ()))
-        seconds[name] += [row["time/iteration_s"] for row in metrics[1:]]
-    mean = {name: sum(values) / len(values) for name, values in seconds.items()}
-    return {"step_over_plain_static": mean["plain"] / mean["ours"]}
+def _algorithms(bench: Bench) -> None:
+    for kind, config in CONFIGS.items():
+        summary = summarise(train(config, bench.out, kind, [f"run.iterations={ITERATIONS}"]).metrics)
+        assert summary is not None, "a run that ended well has iterations"
+        bench.figures.values[f"reward_gain_{kind}"] = summary.reward_gain
+        bench.console.print(f"reward_gain_{kind}: {summary.reward_gain:.3f}")

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from benchmarks.faulty.injection import serving_actors
 from benchmarks.support.harness import Bench
-from benchmarks.support.processes import descendants, setting_words, start_command
+from benchmarks.support.processes import descendants, start_command
 from benchmarks.support.result import ROOT
-from rlhfspec.cluster.folder.layout import of_run
+from benchmarks.support.runs import DEMO, newest_run, train_words
 from rlhfspec.cluster.placement.ray_session import TERMINATED
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.metrics import read_metrics
@@ -93,16 +93,14 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0, or 1 when something has grown or was left behind, in a line each."""
     bench = Bench("soak", out=out, mode=mode)
     console, out = bench.console, bench.out
-    settings = [
-        f"run.output_dir={out / 'runs'}",
-        "run.name=soak",
+    settings = (
         "run.iterations=3000",
         "run.checkpoint_every=5",
-    ]
-    settings += ["run.keep_checkpoints=2"]
-    words = ["train", "--config", str(ROOT / "configs" / "demo.yaml"), *setting_words(settings)]
+        "run.keep_checkpoints=2",
+        "cluster.dashboard=true",
+    )
     before = shared_bytes()
-    driver = start_command(words, folder=ROOT, log=out / "soak.log")
+    driver = start_command(train_words(DEMO, out, "soak", settings), folder=ROOT, log=out / "soak.log")
     seen: set[int] = set()
     try:
         samples, size_mib = _watch(driver, 60.0 * MINUTES[mode], out, seen)
@@ -114,8 +112,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     ends_s = time.monotonic() + END_S
     while (left := _alive(seen)) and time.monotonic() < ends_s:
         time.sleep(1.0)
-    # an earlier run may have left its own there
-    folder = out / "runs" / of_run(os.listdir(out / "runs"), "soak")[0]
+    folder = newest_run(out, "soak")
     metrics = read_metrics(folder / "metrics.jsonl")
     figures = {
         "minutes": MINUTES[mode],

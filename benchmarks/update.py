@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.support.harness import Bench
 from benchmarks.support.timing import Rate, interleaved, ratios
@@ -59,46 +58,26 @@ class Batch:
     rollouts: Sequence[Rollout]
 
 
-def learner_of(
-    workload: Workload,
-    trainer: TrainerConfig,
-    *,
-    algorithm: AlgorithmConfig | None = None,
-    model: PreTrainedModel | None = None,
-    scored_as: str = "",
-    temperature: float = 1.0,
-    **more: Any,
-) -> Learner:
-    """Return a fresh learner.
-
-    Args:
-        workload: whose target learns.
-        trainer: what it learns with; `scoring: engine` takes an engine of the target.
-        algorithm: ALGORITHM by default.
-        model: instead of the target in float32.
-        scored_as: number type of the engine that scores; the instances'.
-        temperature: of the samples.
-        more: of `Learner`: seed, number type.
-    """
+def learner_of(workload: Workload, scoring: str) -> Learner:
+    """Return a fresh learner of the workload's target; `engine` scores by an engine of it, `model` by itself."""
     scorer = None
-    if trainer.scoring == "engine":
+    if scoring == "engine":
         scorer = EngineScorer(
-            workload.target(scored_as or "float32"),
+            workload.target("float32"),
             engine=ENGINE,
             max_total_tokens=workload.max_total_tokens,
             vocab_size=workload.vocab_size,
-            temperature=temperature,
+            temperature=1.0,
         )
     return Learner(
-        workload.target("float32") if model is None else model,
-        algorithm=algorithm or ALGORITHM,
-        trainer=trainer,
-        temperature=temperature,
+        workload.target("float32"),
+        algorithm=ALGORITHM,
+        trainer=TrainerConfig.model_validate(TRAINER.model_dump() | {"scoring": scoring}),
+        temperature=1.0,
         pad_token_id=workload.pad_token_id,
         vocab_size=workload.vocab_size,
         scorer=scorer,
-        seed=more.pop("seed", 0),
-        **more,
+        seed=0,
     )
 
 
@@ -120,8 +99,8 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     reports: list[dict[str, float]] = []
     contestants = {
         "bare": bare_loop(batch),
-        "model": updates(learner_of(workload, _scored_by("model")), batch),
-        "engine": updates(learner_of(workload, _scored_by("engine")), batch, reports),
+        "model": updates(learner_of(workload, "model"), batch),
+        "engine": updates(learner_of(workload, "engine"), batch, reports),
     }
     taken = interleaved(contestants, rounds)
     figures.keep(f"update_over_bare_{suffix}", ratios(taken, "bare", "model"))
@@ -132,10 +111,6 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
         figures.values[f"{name}_tokens_per_s_{suffix}"] = statistics.median(rates)
     bench.write(rounds=rounds, num_samples=len(batch.rollouts), num_tokens=_num_tokens(batch))
     return 0
-
-
-def _scored_by(scoring: str) -> TrainerConfig:
-    return TrainerConfig.model_validate(TRAINER.model_dump() | {"scoring": scoring})
 
 
 def sample(workload: Workload) -> Batch:

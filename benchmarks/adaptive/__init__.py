@@ -1,1 +1,1 @@
-"""What `bench profile` and `bench drafting` share: pairs, recorded states, the oracle, runs."""
+"""Parts of `bench drafting`: pairs, recorded states, the oracle, runs."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from benchmarks.contestants.contestants import bench_head
 from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool, RolloutOutcome, bench_ray
+from benchmarks.support.draft_head import bench_head
 from benchmarks.support.harness import Bench
 from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.workload import Workload, real_workload
@@ -190,7 +190,7 @@ def _move(
         engine=EngineConfig(max_running_samples=SLOTS, probe=False),
         speculation=speculation,
         migration=ReallocationConfig(transfer_share=1.0),
-        head=bench_head(workload, "quick")[0] if speculation.drafter == "head" else None,
+        head=bench_head(workload) if speculation.drafter == "head" else None,
     ) as pool:
         for first in range(0, len(requests), AT_ONCE):
             some = requests[first : first + AT_ONCE]

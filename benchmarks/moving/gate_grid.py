@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Protocol
 
 import numpy as np
@@ -77,25 +78,25 @@ class Cell:
         return "migrate" if self.migrate_s <= self.recompute_s else "recompute"
 
 
-def measure_grid(*, repeats: int, contexts: Sequence[int] = CONTEXTS) -> list[Cell]:
+def measure_grid(*, repeats: int) -> list[Cell]:
     """Measure every cell and let the gate choose."""
     cells: list[Cell] = []
     for bandwidth in BANDWIDTHS:
         mover = _Mover(bandwidth)
         try:
-            cells += _measure(mover, bandwidth, contexts, repeats)
+            cells += _measure(mover, bandwidth, repeats)
         finally:
             mover.close()
     return cells
 
 
-def _measure(mover: _Mover, bandwidth: float, contexts: Sequence[int], repeats: int) -> list[Cell]:
+def _measure(mover: _Mover, bandwidth: float, repeats: int) -> list[Cell]:
     gate = Gate(kv_bytes_per_token=mover.kv_bytes_per_token)
     mover.move(64, MoveMode.MIGRATE, cold=True)
     for number, context in enumerate(CALIBRATION_CONTEXTS):
         mover.teach(gate, context, cold=number % 2 == 1)
     cells: list[Cell] = []
-    for context in contexts:
+    for context in CONTEXTS:
         seconds = both_ways(mover.move, context, repeats)
         cells += [
             Cell(
@@ -146,7 +147,9 @@ class _Mover:
             self._workload,
             engine=EngineConfig(max_running_samples=2, probe=False, max_prefill_tokens=512),
             speculation=SpeculationConfig(policy="off"),
-            migration=ReallocationConfig(timeout_s=20.0, transfer_share=1.0, max_bytes_per_s=bandwidth),
+            migration=ReallocationConfig(
+                timeout_s=20.0, transfer_share=1.0, max_bytes_per_s=bandwidth if isfinite(bandwidth) else None
+            ),
         )
         self._scheduler = self._pool.new_scheduler()
         self._num_samples = 0

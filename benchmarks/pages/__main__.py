@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.pages.pictures import draw_learning_curve, draw_speedup
+from benchmarks.pages.pictures import draw_speedup
 from benchmarks.pages.readme import shown_result, with_figures
-from benchmarks.pages.tables import PAGES, ROOT, load_results, names, page
+from benchmarks.pages.tables import PAGES, ROOT, names, page
 
 
 def main() -> None:
@@ -12,8 +12,6 @@ def main() -> None:
     for name in names():
         (PAGES / f"{name}.md").write_text(page(name))
     draw_speedup(PAGES / "speedup.svg", shown_result("engine"))
-    for result in load_results("learning_curve").values():
-        draw_learning_curve(PAGES / "learning_curve.svg", result)
     readme = ROOT / "README.md"
     readme.write_text(with_figures(readme.read_text()))
 

@@ -67,6 +67,18 @@ ROWS = (
         text="{rollout_over_best_fixed_demo:.2f}; {useless_over_plain_demo:.2f}",
     ),
     Row(
+        what="Whole step of the demo over plain and static",
+        result="rlhf",
+        arguments=("rlhf",),
+        text="{step_over_plain_static:.2f}",
+    ),
+    Row(
+        what="Whole step of SmolLM2-135M over plain and static",
+        result="rlhf_real",
+        arguments=("rlhf", "--real"),
+        text="{step_over_plain_static:.2f}",
+    ),
+    Row(
         what="Plain decoding at batch 8 over Hugging Face, vLLM's CPU build, OpenVINO GenAI",
         result="engine",
         arguments=("engine",),
@@ -101,15 +113,21 @@ def shown_commit(name: str, machine: str) -> str:
     return load_results(name)[machine]["provenance"]["commit"]
 
 
+def shown_rows() -> list[Row]:
+    """Rows that have been measured."""
+    return [row for row in ROWS if row.result in shown()["machines"]]
+
+
 def shown_commits() -> list[str]:
     """Commits of the rows, in their order."""
-    return list(dict.fromkeys(shown_commit(row.result, shown()["machines"][row.result]) for row in ROWS))
+    machines = shown()["machines"]
+    return list(dict.fromkeys(shown_commit(row.result, machines[row.result]) for row in shown_rows()))
 
 
-def with_figures(readme: str) -> str:
-    """Return the README with its rows written anew. Raises ValueError when a mark is missing."""
+def with_figures(readme: str, rows: Sequence[Row] | None = None) -> str:
+    """Return the README with its rows, or some, written anew. Raises ValueError when a mark is missing."""
     lines = ["| what | figure | command | commit, processor |", "|---|---|---|---|"]
-    lines += [_line(row, shown_result(row.result)) for row in ROWS]
+    lines += [_line(row, shown_result(row.result)) for row in (shown_rows() if rows is None else rows)]
     return between(MARKS, readme, [*lines, *_older()])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "benchmarks"
+NOT_MEASURED = "Not measured yet."
 TABLE_MARKS = ("<!-- tables: python -m benchmarks.pages -->", "<!-- end of tables -->")
 
 
@@ -38,6 +39,8 @@ def between(marks: tuple[str, str], text: str, lines: Sequence[str]) -> str:
 
 def _tables(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A row a figure and a column a machine; figures of papers; the machines."""
+    if not results:
+        return [NOT_MEASURED]
     beside = {row["name"] for result in results.values() for row in result["provenance"].get("published", ())}
     figures = dict.fromkeys(figure for result in results.values() for figure in result["figures"])
     head = ["figure", *results]

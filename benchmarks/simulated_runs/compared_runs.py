@@ -19,9 +19,8 @@ from rich.table import Table
 
 from benchmarks.moving.downtime import wide_pair
 from benchmarks.pipeline import CORRECTED, ONE_CORE_EACH
-from benchmarks.rlhf import CONFIGS, train
 from benchmarks.simulated_runs.machine import Background, CoreWatch, MachineProfile, measure_machine
-from benchmarks.support.result import ROOT
+from benchmarks.support.runs import DEMO, GRPO, SMOLLM2, train
 from benchmarks.support.workload import REAL_MODEL, default_cache_dir, demo_workload
 from rlhfspec.actors.generation.decode_loop import GATHER_S
 from rlhfspec.cluster.folder.rollouts import rollout_files
@@ -296,16 +295,16 @@ def own_runs(out: Path, mode: str, console: Console) -> Iterator[dict[str, float
     """Measure, run, simulate; figures so far after each case. What is not here is skipped, and said so."""
     work = out / "simulated_runs"
     work.mkdir(parents=True, exist_ok=True)
-    pairs, cases = {"demo": Pair(config=CONFIGS["ppo"])}, [_one_core_each(mode)]
+    pairs, cases = {"demo": Pair(config=DEMO)}, [_one_core_each(mode)]
     if mode != "quick":
-        pairs["wide"] = Pair(config=CONFIGS["ppo"], settings=_wide_settings())
+        pairs["wide"] = Pair(config=DEMO, settings=_wide_settings())
         cases += [_demo(), _wide()]
         if not (default_cache_dir() / "models" / REAL_MODEL / "config.json").is_file():
             console.print(
                 f"skipped: {REAL_MODEL} is not in the cache; `rlhfspec models get {REAL_MODEL}` fetches it"
             )
         else:
-            pairs["smollm2"] = Pair(config=ROOT / "configs" / "smollm2_grpo.yaml")
+            pairs["smollm2"] = Pair(config=SMOLLM2)
             cases.append(_smollm2())
     figures: dict[str, float] = {}
     compared: dict[str, list[Compared]] = {}
@@ -358,16 +357,12 @@ def _compared(case: Case, machine: MachineProfile, work: Path, mode: str) -> lis
         settings = [*case.settings, f"run.iterations={iterations}", *more]
         name = f"{case.name}_staleness{staleness}"
         with CoreWatch(_is_instance, _is_trainer, is_on=lambda name=name: _is_under_way(work, name)) as watch:
-            train(case.config, work, name, settings)
-        runs.append(read_run(_newest(work, name), background=watch.background))
+            made = train(case.config, work, name, settings)
+        runs.append(read_run(made.folder, background=watch.background))
     update = calibrated(runs[0], shared(runs[0], machine, CORES))
     return [
         compare(f"{case.name}_staleness{run.staleness}", run, machine, update, cores=CORES) for run in runs
     ]
-
-
-def _newest(work: Path, name: str) -> Path:
-    return max((work / "runs").glob(f"{name}-2*"))
 
 
 def _is_instance(line: str) -> bool:
@@ -386,7 +381,7 @@ def _is_under_way(work: Path, name: str) -> bool:
 def _one_core_each(mode: str) -> Case:
     return Case(
         name="one_core_each",
-        config=CONFIGS["grpo"],
+        config=GRPO,
         pair="demo",
         settings=[*ONE_CORE_EACH, f"rollout.prompts_per_iteration={12 if mode == 'quick' else 24}"],
         iterations=7,
@@ -396,7 +391,7 @@ def _one_core_each(mode: str) -> Case:
 def _demo() -> Case:
     return Case(
         name="demo",
-        config=CONFIGS["ppo"],
+        config=DEMO,
         pair="demo",
         # of 64 a rollout takes a quarter of a second, a dozen decode steps
         settings=("rollout.prompts_per_iteration=128",),
@@ -412,7 +407,7 @@ def _wide_settings() -> Sequence[str]:
 def _wide() -> Case:
     return Case(
         name="wide",
-        config=CONFIGS["ppo"],
+        config=DEMO,
         pair="wide",
         settings=[*_wide_settings(), "rollout.prompts_per_iteration=24"],
         iterations=6,
@@ -422,7 +417,7 @@ def _wide() -> Case:
 def _smollm2() -> Case:
     return Case(
         name="smollm2",
-        config=ROOT / "configs" / "smollm2_grpo.yaml",
+        config=SMOLLM2,
         pair="smollm2",
         settings=("speculation.policy=off", "speculation.drafter=none", "rollout.samples_per_prompt=4"),
         iterations=5,

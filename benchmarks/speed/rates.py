@@ -40,7 +40,6 @@ from benchmarks.support.workload import (
 from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.core.records import SampleRequest
 
-PEER_BATCH_SIZES = (1, 8, 32)
 BFLOAT16_BATCH_SIZE = 8
 
 
@@ -49,7 +48,7 @@ def plain_decoding(
     figures: Figures,
     rounds: int,
     console: Console,
-    batch_sizes: Sequence[int] = PEER_BATCH_SIZES,
+    batch_sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
     """Keep `plain_over_hf_b*`, `plain_over_PEER_b*` and `bf16_over_hf_fp32_b8`; return rates as rows."""
     rows = []
@@ -102,7 +101,7 @@ def real_decoding(
 def rollout(workload: Workload, figures: Figures, rounds: int) -> None:
     """Keep `plain_over_hf_rollout` and `invariant_cost_b8`."""
     contestants = {"ours": _our_rate(workload), "hf": _their_rate(workload)}
-    taken = interleaved(contestants, max(rounds // 4, 1))
+    taken = interleaved(contestants, max(rounds // 2, 1))
     figures.keep("plain_over_hf_rollout", ratios(taken, "ours", "hf"))
     taken = interleaved(
         {name: _our_rate(workload, COST_BATCH_SIZE, numerics=name) for name in ("fast", "invariant")}, rounds
@@ -156,14 +155,17 @@ def speculation(
     rounds: int,
     console: Console,
     batch_sizes: Sequence[int] = BATCH_SIZES,
+    *,
+    hugging_face: bool,
 ) -> list[dict[str, Any]]:
-    """Keep `spec_over_hf_b*`, `spec_over_plain_b*` and `break_even_batch`; return all ratios as rows."""
+    """Keep `spec_over_plain_b*`, `break_even_batch` and maybe `spec_over_hf_b*`; return all ratios as rows."""
     rows = []
     for draft in ("good", "weak", "useless"):
         best: dict[int, float] = {}
         for batch_size in batch_sizes if draft == "good" else _shared(batch_sizes, OTHER_DRAFT_BATCH_SIZES):
             plans = list(PLANS) if draft == "good" else list(OTHER_DRAFT_PLANS)
-            taken = interleaved(_contestants(workload, draft, plans, batch_size), rounds)
+            contestants = _contestants(workload, draft, plans, batch_size, hugging_face=hugging_face)
+            taken = interleaved(contestants, rounds)
             suffix = "" if draft == "good" else f"_{draft}"
             over_plain = {name: ratios(taken, name, "plain") for name in plans}
             chosen = max(over_plain, key=lambda name: sorted(over_plain[name])[rounds // 2])
@@ -193,7 +195,9 @@ def make_draft(workload: Workload, draft: str) -> PreTrainedModel:
     return model
 
 
-def _contestants(workload: Workload, draft: str, plans: Sequence[str], batch_size: int) -> dict[str, Rate]:
+def _contestants(
+    workload: Workload, draft: str, plans: Sequence[str], batch_size: int, *, hugging_face: bool
+) -> dict[str, Rate]:
     requests = workload.requests()[: max(8, min(2 * batch_size, len(workload.prompts)))]
 
     def rate(speculation: SpeculationConfig) -> Rate:
@@ -201,7 +205,7 @@ def _contestants(workload: Workload, draft: str, plans: Sequence[str], batch_siz
         return engine_rate(workload.engine(speculation, model, max_running_samples=batch_size), requests)
 
     rates = {"plain": rate(PLAIN)} | {name: rate(PLANS[name]) for name in plans}
-    if draft == "good" and batch_size in HUGGING_FACE_BATCH_SIZES:
+    if hugging_face and draft == "good" and batch_size in HUGGING_FACE_BATCH_SIZES:
         rates["hf"] = hugging_face_rate(
             workload.target("float32"),
             requests,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class Bench:
         torch.set_num_threads(1)
         self.name, self.out, self.mode, self.data = name, out.absolute(), mode, data
         self.out.mkdir(parents=True, exist_ok=True)
+        self._began_s = time.monotonic()
         self.console, self.figures, self.rows = PipeConsole(), Figures(), list[dict[str, Any]]()
 
     @property
@@ -40,7 +42,12 @@ class Bench:
         """Write what is known by now; one that is broken off keeps what it has. Raises RlhfSpecError."""
         if self.rows:
             pq.write_table(pa.Table.from_pylist(self.rows), self.out / f"{self.name}.parquet")
-        known = {"mode": self.mode, "num_threads": 1, "data": self.data.name if self.data else None}
+        known = {
+            "mode": self.mode,
+            "num_threads": 1,
+            "data": self.data.name if self.data else None,
+            "seconds": round(time.monotonic() - self._began_s),
+        }
         path = write_result(
             self.out, self.name, self.figures.values, self.figures.intervals, known | provenance
         )

@@ -17,7 +17,7 @@ from rlhfspec.cluster.commands.declare import Arg
 from rlhfspec.cluster.placement.origin import ROOT
 from rlhfspec.core.errors import ConfigError, DataError
 
-WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "onpolicy", "training", "chain")
+WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "chain", "rlhf")
 
 
 def benchmark_names(folder: Path = ROOT / "benchmarks") -> list[str]:
@@ -51,13 +51,9 @@ def bench(
       rlhfspec bench exactness --out bench --real    the same on SmolLM2-135M-Instruct, instances, moves
       rlhfspec bench publication --out bench         weights of a real size to two instances; a second start
       rlhfspec bench update --out bench              the learner beside a bare loop over the same tokens
-      rlhfspec bench onpolicy --out bench            the trainer's log-probabilities beside the sampler's, bit by bit
-      rlhfspec bench training --out bench            memory of LoRA, planned and measured; bfloat16 beside float32
-      rlhfspec bench rlhf --out bench                one short run an algorithm; where a step spends its time
+      rlhfspec bench rlhf --out bench                a whole step beside a plain and static one
       rlhfspec bench episodes --out bench            several turns with a calculator, moved: the same bits as unmoved
       rlhfspec bench models --out bench              which model families run: the page docs/reference/models.md
-      rlhfspec bench drafters --out bench            look-up drafters on a real model: where text repeats, and where not
-      rlhfspec bench learning_curve --out bench      a draft head over the tokens that it was made from
       rlhfspec bench pipeline --out bench            generation ahead of learning: step time, reward, equal bits
       rlhfspec bench faults --out bench              killed, frozen and cut off actors, a full store; killed drivers
       rlhfspec bench soak --out bench --full         an hour of training: memory, processes, files

@@ -28,7 +28,7 @@ TREES = (4, 8, 16)
 "Nodes of the fixed trees whose mean acceptance length is told beside the chain's."
 FEW_POSITIONS = 200
 WORTH_LENGTH = 1.1
-"Tokens a decode step. A level of a head costs 6 to 9% of a plain step (`docs/benchmarks/drafters.md`)."
+"Tokens a decode step. A level of a head costs 6 to 9% of a plain step."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ _ACTIVATIONS_PER_LAYER = 24
 "Values a transformer block keeps for the backward pass, or has at once, per token, in units of the hidden size."
 _HOST_HOLES_PER_LAYER = 20
 """In the same units: what the C library's allocator keeps between the tensors of a CPU's forwards, whether activations
-are kept or computed anew (measured: SmolLM2-135M, all weights and LoRA, `bench training --real`)."""
+are kept or computed anew (measured: SmolLM2-135M, all weights and LoRA)."""
 _PACKING_BUCKETS = 2
 "Of a version that is published: one being packed, one on its way."
 _REFIT_COPIES = 2 + _ADAM_COPIES

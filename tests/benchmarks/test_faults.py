@@ -24,6 +24,7 @@ from benchmarks.faulty.injection import (
     freeze_s,
 )
 from benchmarks.faulty.outcome import Comparison, Disturbed, Resumed, fault_figures, kept, problems
+from benchmarks.support import runs
 from benchmarks.support.result import machine_provenance
 
 SAME = Comparison(
@@ -158,9 +159,10 @@ def test_a_run_that_ends_before_its_last_fault_goes_on_and_so_does_the_other(
         ran.append(tuple(words))
         return [BORNE] * min(most, 3)
 
-    monkeypatch.setattr(faults, "run_command", command)
+    for module in (faults, runs):
+        monkeypatch.setattr(module, "run_command", command)
+        monkeypatch.setattr(module, "newest_run", lambda out, name: out / name)
     monkeypatch.setattr(faults, "_under_faults", under_faults)
-    monkeypatch.setattr(faults, "_folder", lambda out, name: out / name)
     monkeypatch.setattr(faults, "compare_runs", lambda one, other: SAME)
     part = faults._seed_part(tmp_path, 0, "quick", frozenset(), Console(quiet=True))
     assert len(part["faults"]) == FAULTS["quick"] == 4 and part["undisturbed_s"] == 20.0

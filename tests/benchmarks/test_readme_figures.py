@@ -25,7 +25,7 @@ def test_shown_figures_are_of_the_engine_of_today_or_say_of_which() -> None:
 
 def test_nothing_is_said_of_commits_that_are_not_shown() -> None:
     assert shown()["before"].keys() <= {*shown_commits()}
-    assert shown()["machines"].keys() == {row.result for row in ROWS}
+    assert shown()["machines"].keys() <= {row.result for row in ROWS}
 
 
 def git(folder: Path, *arguments: str) -> str:

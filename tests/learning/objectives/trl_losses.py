@@ -3,7 +3,7 @@
 Run in an environment with TRL (1.16 was used), which need not be this project's:
 
     python -m venv trl && trl/bin/pip install trl==1.16.0 -c constraints.txt
-    trl/bin/python benchmarks/oracles/trl_losses.py tests/learning/objectives/trl_losses.json
+    trl/bin/python tests/learning/objectives/trl_losses.py tests/learning/objectives/trl_losses.json
 
 `GRPOTrainer._compute_loss` and `RLOOTrainer._compute_loss` are called as they are, on a trainer that was never built:
 its forward gives log-probabilities that were drawn here.
