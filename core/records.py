@@ -328,6 +328,10 @@ class UpdateReport:
     "tokens in each bin of new over old log-probability (`learning.objectives.policy`), over all optimizer steps"
     sample_advantages: tuple[float, ...] | None = None
     "mean advantage of each sample's tokens, in the order of the sample index"
+    part_seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    "by part of the update, without gaps"
+    cost: dict[str, float] = field(default_factory=dict, compare=False)
+    "tokens and packs computed, tokens shared, speed: metrics of the area `update`"
 
 
 def record_to_dict(record: Any) -> dict[str, Any]:

@@ -99,6 +99,8 @@ def iteration_figures(
         "rollout/num_preemptions": float(stats.num_preemptions),
     }
     figures |= {f"time/{name}_s": value for name, value in seconds.items()}
+    figures |= {f"update/{part}_s": value for part, value in update.part_seconds.items()}
+    figures |= {f"update/{name}": value for name, value in update.cost.items()}
     # a figure with an area of its own keeps it
     return figures | {
         name if "/" in name else f"learner/{name}": value for name, value in update.figures.items()

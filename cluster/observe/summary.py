@@ -129,6 +129,8 @@ class Summary:
     "seconds by part of the iteration; `other` is what no part claims"
     update_hidden_s: float = 0.0
     "of updates, behind the sampling of later batches"
+    update_line: str | None = None
+    "see `update_line`"
     signal: Sequence[tuple[str, str]] = ()
     "rows about iterations that could teach nothing (`cluster.observe.summary`)"
 
@@ -179,6 +181,8 @@ class Summary:
             for name, seconds in self.part_s.items()
             if seconds or name != "evaluate"
         ]
+        if self.update_line is not None:
+            rows.append(("the update's parts", self.update_line))
         twice = amdahl_bound(self.total_s, self.part_s["generate"] - self.update_hidden_s, times=2.0)
         rows.append(
             (
@@ -193,6 +197,50 @@ class Summary:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows) + "\n"
+
+
+UPDATE_PARTS = (
+    "collate",
+    "first_forwards",
+    "advantages",
+    "forward",
+    "backward",
+    "optimizer",
+    "checks",
+    "observers",
+    "outside",
+)
+"Parts of an update that are timed as `update/<part>_s`."
+_SMALL_PACK_TOKENS = 256
+
+
+def update_line(metrics: Sequence[Figures]) -> str | None:
+    """Where the updates' seconds went, and what to change where one cause stands out; None: nothing was timed."""
+    total = {part: _total(metrics, f"update/{part}_s") for part in UPDATE_PARTS}
+    whole_s = sum(total.values())
+    if whole_s <= 0.0:
+        return None
+    share = {part: seconds / whole_s for part, seconds in total.items()}
+    shown = sorted((part for part in UPDATE_PARTS if share[part] >= 0.05), key=lambda part: -share[part])
+    line = ", ".join(f"{part.replace('_', ' ')} {share[part]:.0%}" for part in shown)
+    pack_tokens = _total(metrics, "update/num_tokens") / max(_total(metrics, "update/num_packs"), 1.0)
+    causes = (
+        (share["outside"] > 0.25, "it waits: rollouts on their way, other processes on its cores"),
+        (share["observers"] > 0.25, "a draft model learns in it: see drafter_training"),
+        (share["first_forwards"] > 0.3, "a forward more than it learns from: see algorithm.kl_coef"),
+        (share["advantages"] > 0.25, "the critic: see trainer.value_epochs"),
+        (share["optimizer"] > 0.25, "many steps for few tokens: raise trainer.minibatch_size"),
+        (
+            share["backward"] > 2.6 * share["forward"],
+            "activations are computed twice: see trainer.gradient_checkpointing",
+        ),
+        (
+            pack_tokens < _SMALL_PACK_TOKENS,
+            f"packs of {pack_tokens:.0f} tokens: raise trainer.minibatch_size or trainer.max_tokens_per_forward",
+        ),
+    )
+    cause = next((what for holds, what in causes if holds), None)
+    return line if cause is None else f"{line}; {cause}"
 
 
 def amdahl_bound(total_s: float, generate_s: float, *, times: float = math.inf) -> float:
@@ -238,6 +286,7 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         total_s=total_s,
         part_s=part_s,
         update_hidden_s=_total(metrics, "time/update_hidden_s"),
+        update_line=update_line(metrics),
         signal=signal_rows(metrics),
     )
 

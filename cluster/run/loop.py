@@ -171,10 +171,10 @@ def step(run: Run, iteration: int) -> dict[str, float]:
     # in turns the phase is recorded before its update begins: what fails there finds the trainers at a boundary
     phases.append(_phase(run, iteration, beside=update if schedule.max_staleness else None))
 
-    waited_from_s = time.perf_counter()
     moves = run.recorder.record(
         iteration, phases[-1], system.generation.instances, system.generation.final_reports()
     )
+    waited_from_s = time.perf_counter()
     report.progress("update", 0, 1)
     learned = update.wait()
     late, num_late_skipped = run.stream.receive(schedule)
@@ -198,6 +198,8 @@ def step(run: Run, iteration: int) -> dict[str, float]:
         "iteration": ended_s - began_s,
     }
     figures = iteration_figures(update.sampled, phases[-1].stats, learned, seconds) | parts
+    whole_s = max(seconds["update"], update.seconds)
+    figures["update/outside_s"] = max(0.0, whole_s - sum(learned.part_seconds.values()))
     if schedule.max_staleness:
         figures = _ahead(figures, phases) | {
             "time/update_hidden_s": update.seconds - min(seconds["update"], update.seconds),

@@ -30,6 +30,7 @@ from rlhfspec.learning.objectives.targets import Targets
 from rlhfspec.learning.trainer.batching import Pack, PackedSequences
 from rlhfspec.learning.trainer.engine_scoring import with_values
 from rlhfspec.learning.trainer.experience import Experience
+from rlhfspec.learning.trainer.laps import Laps
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.policy_forward import PolicyForward
 
@@ -175,6 +176,13 @@ class MinibatchFigures:
         self._closed: list[dict[str, float]] = []
         self._ratios: list[tuple[float, float] | None] = []
         self._log_ratio_counts: Tensor | None = None
+        self.work = (0, 0, 0)
+        "this trainer's packs with a gradient, their tokens, and those of the rows that they stand for"
+
+    def count(self, packed: PackedSequences) -> None:
+        """Add a pack."""
+        packs, tokens, of_rows = self.work
+        self.work = packs + 1, tokens + len(packed.ids), of_rows + sum(len(one) for one in packed.places)
 
     def add(self, name: str, per_token: Float[Tensor, " M"], weight: Float[Tensor, " M"]) -> None:
         """Add a part of the current minibatch; weights of the whole minibatch sum to 1.
@@ -257,8 +265,8 @@ class MinibatchFigures:
 
 
 def added_up(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Counts of all trainers, bin by bin."""
-    return tuple(sum(of_bin) for of_bin in zip(*counts, strict=True))
+    """Counts of all trainers, one by one."""
+    return tuple(sum(of_one) for of_one in zip(*counts, strict=True))
 
 
 class SeenLogits(NamedTuple):
@@ -305,6 +313,7 @@ class PolicyObjective:
     "before the update"
     figures: MinibatchFigures
     "are added to"
+    laps: Laps
     observers: Sequence[LogitsObserver] = ()
     max_new_tokens: int | None = None
     "of a response; loss_aggregation constant_length needs it"
@@ -363,11 +372,16 @@ class PolicyBatch:
             return None if per_token is None else flat(per_token)
 
         packed = experience.packed(rows)
+        if not pack.is_filler:
+            of.figures.count(packed)
+        of.laps.lap("collate")
         has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
         seen: list[Tensor] | None = [] if of.observers and not pack.is_filler else None
         logprobs, entropy, _ = of.forward.statistics(model, packed, entropy=has_entropy, logits=seen)
         for logits in seen or ():
+            of.laps.lap("forward")
             self._show(pack, packed, logits)
+            of.laps.lap("observers")
         if self.engine is not None:
             logprobs = with_values(logprobs, flat(self.engine))
         weight, share = flat(self.weight), flat(self.share)

@@ -9,7 +9,7 @@ ordered by index, minibatches are drawn from (seed, weight version), and nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +31,10 @@ from rlhfspec.learning.objectives.policy import (
     PolicyObjective,
     added_up,
 )
-from rlhfspec.learning.objectives.targets import update_targets
+from rlhfspec.learning.objectives.targets import Targets, update_targets
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer, EngineValues
-from rlhfspec.learning.trainer.experience import collate
+from rlhfspec.learning.trainer.experience import Experience, collate
+from rlhfspec.learning.trainer.laps import peak_flops, step_flops
 from rlhfspec.learning.trainer.learner_state import LearnerState
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.policy_forward import FirstForwards, Part, PolicyForward
@@ -126,7 +127,9 @@ class Learner(Trainer):
         Raises ConfigError when stale samples are to be corrected without it. Raises NotFiniteError, naming what, when
         anything is not finite: no step is taken with it, and weights that a step made so are not given a version.
         """
+        self.laps.begin()
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
+        self.laps.lap("collate")
         mismatch = lag_figures(
             experience, self.weight_version, self.algorithm.correction, recompute_old=recompute_old
         )
@@ -135,6 +138,7 @@ class Learner(Trainer):
             proximal = first.logprobs["own" if self._scorer is None else "engine"]
             experience, found = recomputed(experience, proximal)
             mismatch |= found
+        self.laps.lap("first_forwards")
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.weight_version) % 2**63)
         targets = update_targets(
             experience,
@@ -150,6 +154,7 @@ class Learner(Trainer):
             engine = EngineValues(self._scorer, experience, self.weights, first.logprobs["engine"])
             targets = replace(targets, engine=engine)
             targets.figures["mismatch/bit_equal_share"] = engine.bit_equal_share
+        self.laps.lap("advantages")
         figures = MinibatchFigures()
         objective = PolicyObjective(
             experience=experience,
@@ -160,6 +165,7 @@ class Learner(Trainer):
             weight_version=self.weight_version,
             figures=figures,
             observers=self.observers,
+            laps=self.laps,
             max_new_tokens=self._horizon.max_new_tokens,
         )
         for observer in self.observers:
@@ -167,6 +173,26 @@ class Learner(Trainer):
         steps_before = self.num_steps
         for rows in self._minibatches(experience.group_ids, generator):
             self._take_minibatch(objective, rows)
+        return self._close(experience, targets, figures, mismatch, num_steps=self.num_steps - steps_before)
+
+    def load(self, folder: Path) -> LearnerState:
+        """See `Trainer`; the same algorithm is expected."""
+        state = super().load(folder)
+        self._coefficients = state.coefficients
+        if self._scorer is not None:
+            self._scorer.holds = None
+        return state
+
+    def _close(
+        self,
+        experience: Experience,
+        targets: Targets,
+        figures: MinibatchFigures,
+        mismatch: Mapping[str, float],
+        *,
+        num_steps: int,
+    ) -> UpdateReport:
+        """End an update whose steps are taken: a version of finite weights, and what it did. Collective."""
         odd = not_finite(self.trainers.held(self.model))
         self.trainers.agree(
             f"the update of the target model to weight version {self.weight_version + 1} failed: "
@@ -177,6 +203,11 @@ class Learner(Trainer):
         for observer in self.observers:
             targets.figures.update(observer.end(self.trainers))
         self.weight_version += 1
+        log_ratio_counts, work = zip(
+            *self.trainers.gather((figures.log_ratio_counts(), figures.work)), strict=True
+        )
+        self.laps.lap("checks")
+        part_seconds = self.laps.end()
         coefficients = {"kl_coef": self._coefficients.kl, "entropy_coef": self._coefficients.entropy}
         self._coefficients.after_update(
             targets.figures.get("reference_kl"), len(experience.lengths), self.algorithm
@@ -185,7 +216,7 @@ class Learner(Trainer):
             weight_version=self.weight_version,
             num_samples=len(experience.lengths),
             num_tokens=experience.num_tokens,
-            num_optimizer_steps=self.num_steps - steps_before,
+            num_optimizer_steps=num_steps,
             figures={
                 **mismatch,
                 **targets.figures,
@@ -193,17 +224,30 @@ class Learner(Trainer):
                 **figures.means(),
                 "lr": self.optimizer.param_groups[0]["lr"],
             },
-            log_ratio_counts=added_up(self.trainers.gather(figures.log_ratio_counts())),
+            log_ratio_counts=added_up(log_ratio_counts),
             sample_advantages=targets.sample_advantages(experience.mask),
+            part_seconds=part_seconds,
+            cost=self._cost(part_seconds, added_up(work)),
         )
 
-    def load(self, folder: Path) -> LearnerState:
-        """See `Trainer`; the same algorithm is expected."""
-        state = super().load(folder)
-        self._coefficients = state.coefficients
-        if self._scorer is not None:
-            self._scorer.holds = None
-        return state
+    def _cost(self, seconds: Mapping[str, float], work: Sequence[int]) -> dict[str, float]:
+        """What all trainers computed, packs, tokens and those of the rows that they stand for, and how fast.
+
+        MFU (model FLOPs utilisation): of the forward's and backward's seconds; source: Chowdhery et al. 2022, 'PaLM'.
+        """
+        num_packs, num_tokens, num_of_rows = work
+        cost = {
+            "num_packs": float(num_packs),
+            "num_tokens": float(num_tokens),
+            "num_shared_tokens": float(num_of_rows - num_tokens),
+        }
+        learned_s = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
+        if learned_s > 0.0:
+            cost["tokens_per_s"] = num_of_rows / learned_s
+            peak = peak_flops(self.model.device)
+            if peak is not None:
+                cost["mfu"] = step_flops(self.model, num_tokens) / self.trainers.size / learned_s / peak
+        return cost
 
     def _first_parts(self, recompute_old: bool) -> list[Part]:
         """What is to be computed before the first step."""
@@ -222,6 +266,7 @@ class Learner(Trainer):
     def _take_minibatch(self, objective: PolicyObjective, rows: list[int]) -> None:
         """Take one optimizer step, unless its gradient is 0, and close the minibatch's figures."""
         batch = objective.batch(rows, num_steps=self.num_steps)
+        self.laps.lap("collate")
         norm = self.learn(batch, f"at weight version {self.weight_version}")
         closed = objective.figures.close_minibatch(
             self.trainers.gather(objective.figures.open_part()),
@@ -229,8 +274,10 @@ class Learner(Trainer):
             max_grad_norm=self.trainer.max_grad_norm,
         )
         self._coefficients.after_step(closed.get("entropy"), self.algorithm)
+        self.laps.lap("checks")
         for observer in self.observers:
             observer.step()
+        self.laps.lap("observers")
         if objective.targets.engine is not None and norm > 0.0:
             objective.targets.engine.changed()
 

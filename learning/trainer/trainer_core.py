@@ -23,6 +23,7 @@ from rlhfspec.core.errors import ConfigError, NotFiniteError, RlhfSpecError
 from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
 from rlhfspec.learning.trainer.adapter import Adapter
 from rlhfspec.learning.trainer.batching import Pack
+from rlhfspec.learning.trainer.laps import Laps
 from rlhfspec.learning.trainer.learner_state import LearnerState
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.training_forward import hold_linears_in, require_master_weights
@@ -91,6 +92,7 @@ class Trainer:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
             hold_linears_in(self.reference, compute_dtype)
         self.trainers.shard(model, self.reference)
+        self.laps = Laps(model.device)
         self.optimizer = adam(self._learned(), settings)
 
     def learn(self, batch: Batch, when: str) -> float:
@@ -102,10 +104,15 @@ class Trainer:
         for pack in batch.packs:
             loss = batch.loss(self.model, pack)
             losses.append(loss.detach())
+            self.laps.lap("forward")
             loss.backward()
+            self.laps.lap("backward")
         self.trainers.agree(batch.problem(losses))
+        self.laps.lap("checks")
         self.trainers.sum_gradients(self._learned())
-        return self.take_step(when)
+        norm = self.take_step(when)
+        self.laps.lap("optimizer")
+        return norm
 
     def take_step(self, when: str) -> float:
         """Clip the gradients that are there and step by them; their norm before. Collective.

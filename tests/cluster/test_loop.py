@@ -23,7 +23,7 @@ from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.recorder import Recorder
-from rlhfspec.cluster.observe.summary import STEP_PARTS
+from rlhfspec.cluster.observe.summary import STEP_PARTS, UPDATE_PARTS
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
@@ -246,6 +246,13 @@ def test_the_parts_of_a_publication_add_up(trained: Trained) -> None:
     # what is left is the loop's own, notes and the weights log; a busy machine may stop it once, not every time
     close = [part == pytest.approx(w, rel=0.05, abs=0.05) for part, w in zip(parts, wholes, strict=True)]
     assert any(close), (parts, wholes)
+
+
+def test_the_parts_of_an_update_add_up(trained: Trained) -> None:
+    for row in read_metrics(trained.run_dir.metrics_file):
+        parts = [row[f"update/{part}_s"] for part in UPDATE_PARTS if f"update/{part}_s" in row]
+        assert min(parts) >= 0.0 and len(parts) == len(UPDATE_PARTS)
+        assert sum(parts) == pytest.approx(row["time/update_s"], rel=0.05)
 
 
 def test_the_last_iteration_leaves_a_trace_of_what_each_instance_did(trained):

@@ -49,6 +49,7 @@ def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):
         forward=learner._forward,
         weight_version=0,
         figures=figures,
+        laps=learner.laps,
         observers=[store],
     )
     packs = [Pack(rows=[0, 2]), Pack(rows=[1, 3])]

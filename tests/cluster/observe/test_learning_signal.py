@@ -8,7 +8,7 @@ from made_rollouts import rollout
 from tiny_llama import tiny_llama
 
 from rlhfspec.cluster.observe.iteration_metrics import distribution_figures, iteration_figures
-from rlhfspec.cluster.observe.summary import signal_line, summarise, with_signal
+from rlhfspec.cluster.observe.summary import UPDATE_PARTS, signal_line, summarise, update_line, with_signal
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.metrics import require_declared
@@ -112,3 +112,27 @@ def test_a_rate_of_zero_and_a_mask_of_everything_are_named() -> None:
     masked = figures | {"mismatch/masked_share": 1.0, "learner/grad_norm": 0.0}
     assert "algorithm.correction masks every token" in str(signal_line(0, masked))
     assert np.isclose(figures["learner/lr"], 1e-5)
+
+
+def test_the_parts_of_an_update_are_told_and_what_slows_it() -> None:
+    figures = figures_of(batch(MIXED), kind="ppo", kl_coef=0.1)
+    timed = {name for name in figures if name.startswith("update/") and name.endswith("_s")} - {
+        "update/tokens_per_s"
+    }
+    assert timed == {f"update/{part}_s" for part in UPDATE_PARTS if part != "outside"}
+    require_declared(figures)
+    parts = {f"update/{part}_s": 0.0 for part in UPDATE_PARTS} | {
+        "update/num_packs": 2.0,
+        "update/num_tokens": 4e3,
+    }
+    even = parts | {"update/forward_s": 3.0, "update/backward_s": 6.0, "update/checks_s": 1.0}
+    assert update_line([even, even]) == "backward 60%, forward 30%, checks 10%"
+    for part, word in {
+        "outside": "waits",
+        "advantages": "value_epochs",
+        "optimizer": "minibatch_size",
+    }.items():
+        assert word in str(update_line([even | {f"update/{part}_s": 5.0}])), part
+    assert "gradient_checkpointing" in str(update_line([even | {"update/backward_s": 9.0}]))
+    assert "packs of 20 tokens" in str(update_line([even | {"update/num_tokens": 40.0}]))
+    assert update_line([{"time/update_s": 1.0}]) is None

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ModelError
+from rlhfspec.core.records import UpdateReport
 from rlhfspec.core.settings.algorithm import ALGORITHMS
 from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.learning.trainer.batching import PackedSequences, num_unique, shared_packs
@@ -117,8 +118,8 @@ def doubled(learner: Learner) -> Learner:
     return learner
 
 
-def gradients(learner: Learner, rollouts, monkeypatch) -> tuple[list[torch.Tensor], dict[str, float], int]:
-    """Of all minibatches, the figures, and how many tokens went into forwards."""
+def gradients(learner: Learner, rollouts, monkeypatch) -> tuple[list[torch.Tensor], UpdateReport, int]:
+    """Of all minibatches, the report, and how many tokens went into forwards."""
     found: list[torch.Tensor] = []
     num_tokens = 0
 
@@ -133,9 +134,9 @@ def gradients(learner: Learner, rollouts, monkeypatch) -> tuple[list[torch.Tenso
 
     monkeypatch.setattr(learner, "take_step", keep)
     handle = learner.model.register_forward_pre_hook(count, with_kwargs=True)
-    figures = learner.update(rollouts).figures
+    report = learner.update(rollouts)
     handle.remove()
-    return found, figures, num_tokens
+    return found, report, num_tokens
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
@@ -162,13 +163,13 @@ def test_gradients_of_every_algorithm_are_those_of_single_sequences(kind, lora, 
     alone._forward = replace(alone._forward, max_tokens=1)
     alone._first = replace(alone._first, forward=alone._forward)
     rollouts = grouped(make_rollouts, tiny_llama(initializer_range=0.3).eval(), temperature=0.7)
-    found, figures, num_tokens = gradients(together, rollouts, monkeypatch)
-    expected, other_figures, num_expected = gradients(alone, rollouts, monkeypatch)
+    found, report, num_tokens = gradients(together, rollouts, monkeypatch)
+    expected, other, num_expected = gradients(alone, rollouts, monkeypatch)
     assert num_tokens < 0.7 * num_expected
     assert len(found) == len(expected) > 0 and any(one.any() for one in found)
     for got, one in zip(found, expected, strict=True):
         torch.testing.assert_close(got, one, rtol=0, atol=1e-10)
-    assert figures == pytest.approx(other_figures, abs=1e-6)
+    assert report.figures == pytest.approx(other.figures, abs=1e-6)
 
 
 def test_of_episodes_of_three_turns_the_unique_tokens_are_computed(make_rollouts, monkeypatch):
@@ -188,8 +189,10 @@ def test_of_episodes_of_three_turns_the_unique_tokens_are_computed(make_rollouts
         seed=5,
         pad_token_id=0,
     )
-    _, _, num_tokens = gradients(learner, rollouts, monkeypatch)
+    _, report, num_tokens = gradients(learner, rollouts, monkeypatch)
     assert num_tokens == len(prefixes(history)) == 6 + 5 * (2 + 4 + 8)
+    assert (report.cost["num_packs"], report.cost["num_tokens"]) == (1, num_tokens)
+    assert report.cost["num_shared_tokens"] == sum(map(len, history)) - num_tokens
 
 
 def unique_in(packs, items) -> list[int]:
