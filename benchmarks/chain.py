@@ -31,12 +31,10 @@ from benchmarks.support.preference_task import (
     gold_score,
 )
 from benchmarks.support.processes import run_command
-from benchmarks.support.workload import REAL_MODEL, default_cache_dir, job
-from rlhfspec.core.errors import ModelError
+from benchmarks.support.workload import REAL_MODEL, job, real_model
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
 from rlhfspec.learning.models.demo_pair import sample_responses
-from rlhfspec.learning.models.get import get_model
 from rlhfspec.learning.models.tokenization import token_id
 from rlhfspec.learning.tasks.one_sentence import draw_prompts
 
@@ -299,17 +297,16 @@ def last_evaluation(run: Path) -> dict[str, float]:
 SEEDS = {"quick": 1, "default": 3, "full": 5}
 
 
-def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
-    """Write OUT/chain.json, with `real` OUT/chain_real.json, and keep the runs in OUT/chain; returns 0."""
-    bench = Bench("chain_real" if real else "chain", out=out, mode=mode)
+def run(bench: Bench) -> int:
+    """Write OUT/chain.json, of the real model OUT/chain_real.json, and keep the runs in OUT/chain; returns 0."""
     console, figures, work = bench.console, bench.figures, bench.out / bench.name
     shutil.rmtree(work, ignore_errors=True)
-    if real:
+    if bench.is_real:
         return _real(work, bench)
     golds = []
-    for seed in range(SEEDS[mode]):
+    for seed in range(SEEDS[bench.mode]):
         with job(f"the chain with seed {seed}"):
-            chain = write_chain(work / f"seed_{seed}", seed=seed, quick=mode == "quick")
+            chain = write_chain(work / f"seed_{seed}", seed=seed, quick=bench.is_quick)
             seconds = run_stages(chain)
             before, _ = gold_of(chain.sft_model, seed=seed)
             after, _ = gold_of(chain.ppo_run() / "checkpoints" / "target", seed=seed)
@@ -339,11 +336,8 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
 
 
 def _real(work: Path, bench: Bench) -> int:
-    try:
-        with job(f"getting {REAL_MODEL}") as tick:
-            model = get_model(REAL_MODEL, default_cache_dir(), progress=tick).path
-    except ModelError as error:
-        bench.console.print(f"skipped: {error}", markup=False)
+    model = real_model(bench.console)
+    if model is None:
         return 0
     with job(f"the chain on {REAL_MODEL}"):
         chain = write_real_chain(work, model=str(model), seed=0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from itertools import chain
-from pathlib import Path
 
 from rich.table import Table
 
@@ -22,15 +21,14 @@ from rlhfspec.policies.simulate.described_cluster import describe
 LARGE = {"instances": 1024, "samples": 100_000}
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
+def run(bench: Bench) -> int:
     """Run the benchmark; always returns 0. `data` is not used; `quick` leaves the projections for 235B out.
 
     Of the runs of this machine `quick` has those with a core each for instance and trainer.
     """
-    bench = Bench("cluster_simulation", out=out, mode=mode)
     console, figures = bench.console, bench.figures.values
     papers = {"tlt": [*tlt_rows()], "rlhfspec": [*rlhfspec_rows()], "nemo_8b": [*nemo_8b_rows()]}
-    if mode != "quick":
+    if not bench.is_quick:
         papers["nemo_235b"] = [*nemo_235b_rows()]
     for paper, rows in papers.items():
         figures |= paper_figures(paper, rows)
@@ -41,7 +39,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         bench.figures.intervals[row.name] = (row.low, row.high)
     console.print(_table(rows))
     # runs that break off leave what is known by then
-    for own in chain([{}], own_runs(bench.out, mode, console)):
+    for own in chain([{}], own_runs(bench.out, bench.mode, console)):
         figures |= own
         bench.write(published=[row.tree() for row in rows])
     return 0

@@ -8,7 +8,6 @@ samples with a good, a weak and a useless draft; a drafter that dies in the midd
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 from benchmarks.adaptive.policies import (
     FIXED,
@@ -17,7 +16,6 @@ from benchmarks.adaptive.policies import (
     OTHERS,
     PLAIN,
     WEAK_FIXED,
-    acceptance_by_iteration,
     best_of,
     constant_batch,
     pair_workload,
@@ -28,6 +26,7 @@ from benchmarks.adaptive.policies import (
 )
 from benchmarks.adaptive.recorded import World, oracle_goodput, policy_goodput
 from benchmarks.support.harness import Bench
+from benchmarks.support.runs import DEMO, train
 from benchmarks.support.timing import rate_rows, ratios
 from benchmarks.support.workload import DRAFT_LAYERS, Workload, real_workload
 from rlhfspec.core.config import SpeculationConfig
@@ -54,10 +53,10 @@ REAL_POLICIES = {
 }
 
 
-def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
-    """Run the benchmark, with `real` on the real model; returns 0."""
-    bench = Bench("drafting_real" if real else "drafting", out=out, mode=mode, data=data)
-    if real:
+def run(bench: Bench) -> int:
+    """Run the benchmark, or on the real model; returns 0."""
+    mode, data = bench.mode, bench.data
+    if bench.is_real:
         return _real(bench)
     names = ("demo", "large") if mode == "full" else ("demo",)
     for name in (*names, "gsm8k") if data is not None else names:
@@ -166,14 +165,16 @@ def _other_drafts(bench: Bench, workload: Workload, profile: Profile) -> None:
 def _refits(bench: Bench) -> None:
     """The demo run with refits and with a frozen draft."""
     values = bench.figures.values
+    shape = ("speculation.policy=fixed", "speculation.num_nodes=6", f"run.iterations={REFIT_ITERATIONS}")
     for refit, suffix in ((True, ""), (False, "_frozen")):
-        rates, share, checksum = acceptance_by_iteration(bench.out, refit=refit, iterations=REFIT_ITERATIONS)
+        settings = (*shape, f"drafter_training.refit={str(refit).lower()}")
+        metrics = train(DEMO, bench.out, f"refit{suffix}", settings).metrics
+        rates = [row["rollout/acceptance_rate"] for row in metrics]
         values[f"acceptance_last_over_first{suffix}_demo"] = rates[-1] / rates[0]
         if refit:
-            values["refit_largest_time_share_demo"] = share
-        bench.console.print(
-            f"refit {refit}: acceptance {rates[0]:.3f} to {rates[-1]:.3f}, checksum {checksum}"
-        )
+            shares = [row.get("time/refit_s", 0.0) / row["time/iteration_s"] for row in metrics]
+            values["refit_largest_time_share_demo"] = max(shares)
+        bench.console.print(f"refit {refit}: acceptance {rates[0]:.3f} to {rates[-1]:.3f}")
 
 
 def _keep_rollout(bench: Bench, pair: str, draft: str, taken: dict[str, list[float]], best: str) -> None:

@@ -8,8 +8,6 @@ ratio is taken side by side.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -27,14 +25,14 @@ REAL_BATCH_SIZES = {"quick": (8,), "default": (1, 8, 16), "full": (1, 4, 8, 16, 
 REAL_ROUNDS = {"quick": 1, "default": 2, "full": 4}
 
 
-def run(*, out: Path, mode: str, data: Path | None, profile: bool = False, real: bool = False) -> int:
-    """Run the benchmark; with `profile` only the breakdown of a decode step, with `real` the real model; returns 0."""
-    bench = Bench("engine_real" if real else "engine", out=out, mode=mode, data=data)
+def run(bench: Bench, *, profile: bool = False) -> int:
+    """Run the benchmark; with `profile` only the breakdown of a decode step; returns 0."""
+    mode = bench.mode
     cache_dir, figures, rounds = default_cache_dir(), bench.figures, ROUNDS[mode]
-    if real:
+    if bench.is_real:
         sizes = REAL_BATCH_SIZES[mode]
         workload = real_workload(
-            max(sizes), data=data, max_new_tokens=REAL_NEW_TOKENS[mode], console=bench.console
+            max(sizes), data=bench.data, max_new_tokens=REAL_NEW_TOKENS[mode], console=bench.console
         )
         if workload is not None:
             bench.rows += real_decoding(workload, figures, REAL_ROUNDS[mode], bench.console, sizes)
@@ -42,9 +40,9 @@ def run(*, out: Path, mode: str, data: Path | None, profile: bool = False, real:
         return 0
     if profile:
         rows = step_breakdown(bench.console)
-        pq.write_table(pa.Table.from_pylist(rows), out / "breakdown.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), bench.out / "breakdown.parquet")
         return 0
-    workload, is_full = demo_workload(ROLLOUT_PROMPTS), mode == "full"
+    workload, is_full = demo_workload(ROLLOUT_PROMPTS), bench.is_full
     rollout(workload, figures, (4 if is_full else 1) * rounds)
     draft_share(workload, figures, rounds)
     bench.rows += plain_decoding(cache_dir, figures, rounds, bench.console, PLAIN_BATCH_SIZES[mode])

@@ -220,9 +220,9 @@ NEW_TOKENS = 320
 ENGINE = EngineConfig(device="cpu", max_running_samples=64, probe=False)
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
+def run(bench: Bench) -> int:
     """Run the benchmark; returns 0, or 1 when a bit changed or an episode was lost."""
-    bench = Bench("episodes", out=out, mode=mode)
+    mode = bench.mode
     with tempfile.TemporaryDirectory() as folder, bench_ray("bench-episodes"):
         workload = calculator_workload(Path(folder), EPISODES[mode], max_new_tokens=NEW_TOKENS)
         config, requests = calculator_config(workload), workload.requests()

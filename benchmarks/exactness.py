@@ -13,7 +13,6 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,13 +134,12 @@ class Tally:
     logprob_max_abs_error: float = 0.0
 
 
-def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
-    """Run the benchmark, with `real` on the real model; returns 1 when anything differed."""
-    bench = Bench("exactness_real" if real else "exactness", out=out, mode=mode, data=data)
-    console = bench.console
-    if real:
+def run(bench: Bench) -> int:
+    """Run the benchmark, or on the real model; returns 1 when anything differed."""
+    console, data = bench.console, bench.data
+    if bench.is_real:
         return run_real(bench)
-    num_prompts = {"quick": 6, "default": 24, "full": 128}[mode]
+    num_prompts = {"quick": 6, "default": 24, "full": 128}[bench.mode]
     subjects = [_with_head(demo_workload(max(num_prompts, HEAD_PROMPTS)), num_prompts)]
     if data is not None:
         few = num_prompts // 2

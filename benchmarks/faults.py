@@ -73,15 +73,14 @@ RESUMED_KINDS = {
 "Whose driver is killed: algorithm, and settings beside its config."
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
+def run(bench: Bench) -> int:
     """Run the benchmark; returns 0, or 1 when there were fewer faults than wanted, or one was not borne.
 
     1 as well where `rlhfspec verify` took longer than the run's generation, or found a difference.
 
     Borne is a fault after which every actor is at work again, and nothing of the run is lost, doubled or changed.
     """
-    bench = Bench("faults", out=out, mode=mode)
-    console, out = bench.console, bench.out
+    console, out, mode = bench.console, bench.out, bench.mode
     (out / "parts").mkdir(parents=True, exist_ok=True)
     stamp = {"mode": mode, "commit": machine_provenance()["commit"]}
     without, reason = frozenset[str](), network.why_not()

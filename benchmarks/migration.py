@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from benchmarks.support.actor_pool import bench_ray
 from benchmarks.support.harness import Bench
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import demo_workload, gsm8k_workload
-from rlhfspec.cluster.observe.console import PipeConsole
 
 MIGRATIONS = {"quick": 60, "default": 1000, "full": 4000}
 OVER_OBJECT_STORE = {"quick": 0, "default": 100, "full": 1000}
@@ -28,44 +26,43 @@ ROLLOUTS = {"quick": 1, "default": 20, "full": 40}
 GATE_REPEATS = 5
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
+def run(bench: Bench) -> int:
     """Run the benchmark; returns 0, or 1 when a bit changed or a sample was lost."""
-    bench = Bench("migration", out=out, mode=mode, data=data)
     with bench_ray("bench-migration"):
-        runs = _exact(mode, data, bench.figures, bench.console)
-        _costs(mode, bench.figures, bench.console)
-        if mode == "full":
+        runs = _exact(bench)
+        _costs(bench)
+        if bench.is_full:
             bench.write()
-            bench.rows += [asdict(cell) for cell in _gate(bench.figures, bench.console)]
+            bench.rows += [asdict(cell) for cell in _gate(bench)]
     bench.console.print(f"written {bench.write()}")
     return 1 if any(run.differing_samples or run.missing_samples or run.alarms for run in runs) else 0
 
 
-def _exact(mode: str, data: Path | None, figures: Figures, console: PipeConsole) -> list[MoveTally]:
-    workload = demo_workload(40)
+def _exact(bench: Bench) -> list[MoveTally]:
+    mode, data, workload = bench.mode, bench.data, demo_workload(40)
     runs = [forced_moves(workload, at_least=MIGRATIONS[mode], transport="auto")]
     if OVER_OBJECT_STORE[mode]:
         runs.append(forced_moves(workload, at_least=OVER_OBJECT_STORE[mode], transport="object_store"))
     if data is not None:
         runs.append(forced_moves(gsm8k_workload(data, 40), at_least=MIGRATIONS[mode] // 10, transport="auto"))
     for forced in runs:
-        console.print(f"forced moves: {forced}")
+        bench.console.print(f"forced moves: {forced}")
     named = {"mismatches": "differing_samples", "missing": "missing_samples"}
     for name in ("migrations", "recomputations", "kept", "samples", "mismatches", "alarms", "missing"):
-        figures.values[name] = float(sum(getattr(forced, named.get(name, name)) for forced in runs))
-    figures.values["most_moves_of_a_sample"] = float(max(forced.most_moves_of_a_sample for forced in runs))
+        bench.figures.values[name] = float(sum(getattr(forced, named.get(name, name)) for forced in runs))
+    most = max(forced.most_moves_of_a_sample for forced in runs)
+    bench.figures.values["most_moves_of_a_sample"] = float(most)
     return runs
 
 
-def _costs(mode: str, figures: Figures, console: PipeConsole) -> None:
+def _costs(bench: Bench) -> None:
+    figures = bench.figures
     for suffix, plain in (("", False), ("_plain", True)):
-        if plain and mode == "quick":
+        if plain and bench.is_quick:
             continue
-        moved = move_while_decoding(
-            rollouts=ROLLOUTS[mode] if not plain else ROLLOUTS[mode] // 2, plain=plain
-        )
+        moved = move_while_decoding(rollouts=ROLLOUTS[bench.mode] // (2 if plain else 1), plain=plain)
         _keep_costs(moved, suffix, figures)
-        console.print(
+        bench.console.print(
             {name: value for name, value in figures.values.items() if name.endswith(suffix or "")}
             if suffix
             else figures.values
@@ -89,10 +86,10 @@ def _keep_costs(moved: Moved, suffix: str, figures: Figures) -> None:
     figures.values["mismatches"] += moved.mismatches
 
 
-def _gate(figures: Figures, console: PipeConsole) -> list[Cell]:
-    cells = measure_grid(repeats=GATE_REPEATS)
+def _gate(bench: Bench) -> list[Cell]:
+    figures, cells = bench.figures, measure_grid(repeats=GATE_REPEATS)
     for cell in cells:
-        console.print(cell)
+        bench.console.print(cell)
     for name in ("migrate", "recompute"):
         figures.values[f"{name}_is_best_share"] = _share([cell.best == name for cell in cells])
         always = [_with_choice(cell, name).is_right for cell in cells]

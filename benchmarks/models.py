@@ -11,7 +11,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import transformers
 
@@ -107,10 +106,9 @@ def _why(finding: Finding) -> str:
     return reason.replace("|", "/")
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
+def run(bench: Bench) -> int:
     """Run the trial; returns 1 when a family is wrong, raises or corrupts memory."""
-    bench, started = Bench("models", out=out, mode=mode), time.perf_counter()
-    console = bench.console
+    console, started = bench.console, time.perf_counter()
 
     def told(finding: Finding) -> None:
         console.print(
@@ -120,7 +118,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
             soft_wrap=True,
         )
 
-    findings = try_families(quick_families() if mode == "quick" else all_families(), told=told)
+    findings = try_families(quick_families() if bench.is_quick else all_families(), told=told)
     count = Counter(finding.outcome for finding in findings)
     figures = {outcome.replace(" ", "_"): float(count[outcome]) for outcome in {*GOOD, *count}}
     figures |= {
@@ -130,7 +128,9 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         "accepted_draft_tokens": float(sum(finding.accepted for finding in findings)),
         "seconds": time.perf_counter() - started,
     }
-    (out / "models.md").write_text(page(findings, version=transformers.__version__, tolerance=TOLERANCE))
+    (bench.out / "models.md").write_text(
+        page(findings, version=transformers.__version__, tolerance=TOLERANCE)
+    )
     bench.figures.values |= figures
     bench.write()
     bad = [finding for finding in findings if finding.outcome not in GOOD]

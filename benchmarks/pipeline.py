@@ -15,9 +15,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.support.harness import Bench
 from benchmarks.support.runs import DEMO, GRPO, Metrics, train
-from benchmarks.support.timing import Figures
 from rlhfspec.cluster.folder.rollouts import places_in, rollout_files
-from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.verify.verify_run import verify_run
 
 ONE_CORE_EACH = (
@@ -62,24 +60,23 @@ LAST = 3
 CORRECTED = "algorithm.correction.kind=tis"
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
+def run(bench: Bench) -> int:
     """Write OUT/pipeline.json; returns 0, or 1 where a sample differs or is staler than its run allows."""
-    bench = Bench("pipeline", out=out, mode=mode)
     for part in (_steps, _proofs, _rewards):
-        part(bench.out, mode, bench.figures, bench.console)
+        part(bench)
         bench.write()
     values = bench.figures.values
     stale = any(values[f"max_observed_staleness_{k}"] > k for k in (1, 2))
     return 1 if values["replay_mismatches"] or values["unequal_runs"] or stale else 0
 
 
-def _proofs(out: Path, mode: str, figures: Figures, console: PipeConsole) -> None:
+def _proofs(bench: Bench) -> None:
     """Two runs of a seed at staleness 1 and 2, either way to load weights: equal, provable, never too stale."""
     differences = generated = switched = unequal = 0
     for staleness, load, schedule in PROVED:
         name = f"proof{staleness}{load}{schedule}"
         settings = [
-            f"run.iterations={PROVED_ITERATIONS[mode]}",
+            f"run.iterations={PROVED_ITERATIONS[bench.mode]}",
             "run.checkpoint_every=1",
             f"sampling.max_new_tokens={MAX_NEW_TOKENS[schedule]}",
             f"rollout.max_staleness={staleness}",
@@ -88,10 +85,10 @@ def _proofs(out: Path, mode: str, figures: Figures, console: PipeConsole) -> Non
             CORRECTED,
             *(PLAIN if schedule == "free" else ()),
         ]
-        run = train(DEMO, out, name, settings).folder
+        run = train(DEMO, bench.out, name, settings).folder
         if schedule == "recorded":
             # when a version comes is not promised by the other: only that it is recorded
-            again = train(DEMO, out, name + "again", settings).folder
+            again = train(DEMO, bench.out, name + "again", settings).folder
             unequal += _noted(run) != _noted(again)
         proof = verify_run(run, share=1.0)
         differences += len(proof.differences)
@@ -99,11 +96,13 @@ def _proofs(out: Path, mode: str, figures: Figures, console: PipeConsole) -> Non
         lags = _lags(run)
         switched += sum(len(versions) > 1 for versions in lags)
         figure = f"max_observed_staleness_{staleness}"
-        figures.values[figure] = max(figures.values.get(figure, 0.0), *(float(max(one)) for one in lags))
-        console.print(
+        bench.figures.values[figure] = max(
+            bench.figures.values.get(figure, 0.0), *(float(max(one)) for one in lags)
+        )
+        bench.console.print(
             f"staleness {staleness}, {load}, {schedule}: {proof.num_regenerated} samples, {proof.differences}"
         )
-    figures.values |= {
+    bench.figures.values |= {
         "replay_mismatches": float(differences),
         "replayed_samples": float(generated),
         "samples_of_several_versions": float(switched),
@@ -111,7 +110,7 @@ def _proofs(out: Path, mode: str, figures: Figures, console: PipeConsole) -> Non
     }
 
 
-def _steps(out: Path, mode: str, figures: Figures, console: PipeConsole) -> None:
+def _steps(bench: Bench) -> None:
     """Seconds of an iteration of the synchronous run over those of a run one version ahead, in turn."""
     ways: Mapping[str, Sequence[str]] = {
         "sync": (),
@@ -122,17 +121,17 @@ def _steps(out: Path, mode: str, figures: Figures, console: PipeConsole) -> None
     }
     common = [
         *ONE_CORE_EACH,
-        f"run.iterations={STEP_ITERATIONS[mode]}",
-        f"rollout.prompts_per_iteration={STEP_PROMPTS[mode]}",
+        f"run.iterations={STEP_ITERATIONS[bench.mode]}",
+        f"rollout.prompts_per_iteration={STEP_PROMPTS[bench.mode]}",
     ]
     taken: dict[str, list[float]] = {name: [] for name in ways}
     parts: dict[str, dict[str, list[float]]] = {
         part: {name: [] for name in ways} for part in ("generate", "update")
     }
     balance = []
-    for _ in range(STEP_ROUNDS[mode]):
+    for _ in range(STEP_ROUNDS[bench.mode]):
         for name in (*ways, *reversed(ways)):
-            metrics = train(GRPO, out, f"step{name}", [*common, *ways[name]]).metrics
+            metrics = train(GRPO, bench.out, f"step{name}", [*common, *ways[name]]).metrics
             # the first fills the pipeline, the last has nothing to sample
             inner = metrics[1:-1]
             taken[name].append(statistics.median(row["time/iteration_s"] for row in inner))
@@ -142,17 +141,17 @@ def _steps(out: Path, mode: str, figures: Figures, console: PipeConsole) -> None
             ]
             if name == "sync":
                 balance += [row["time/generate_s"] / row["time/update_s"] for row in inner]
-    figures.values["generate_over_update"] = statistics.median(balance)
+    bench.figures.values["generate_over_update"] = statistics.median(balance)
     for name, figure in OVER_SYNC.items():
-        figures.keep(figure, [a / b for a, b in zip(taken["sync"], taken[name], strict=True)])
+        bench.figures.keep(figure, [a / b for a, b in zip(taken["sync"], taken[name], strict=True)])
     # cores of their own share caches and memory
     for part, seconds in parts.items():
         beside, alone = (statistics.median(seconds[name]) for name in ("ahead1", "sync"))
-        figures.values[f"{part}_s_beside_over_alone"] = beside / alone
-    console.print(f"seconds of an iteration: {taken}", markup=False)
+        bench.figures.values[f"{part}_s_beside_over_alone"] = beside / alone
+    bench.console.print(f"seconds of an iteration: {taken}", markup=False)
 
 
-def _rewards(out: Path, mode: str, figures: Figures, console: PipeConsole) -> None:
+def _rewards(bench: Bench) -> None:
     """The reward that runs end with, against the synchronous run of the same seed."""
     ways: Mapping[str, Sequence[str]] = {
         "staleness0": (),
@@ -163,16 +162,16 @@ def _rewards(out: Path, mode: str, figures: Figures, console: PipeConsole) -> No
         "staleness2_uncorrected": ("rollout.max_staleness=2", "algorithm.correction.kind=none"),
     }
     ended: dict[str, list[float]] = {name: [] for name in ways}
-    for seed in SEEDS[mode]:
+    for seed in SEEDS[bench.mode]:
         for name, settings in ways.items():
-            common = [f"run.iterations={REWARD_ITERATIONS[mode]}", f"run.seed={seed}"]
-            ended[name].append(_last_reward(train(DEMO, out, name, [*common, *settings]).metrics))
+            common = [f"run.iterations={REWARD_ITERATIONS[bench.mode]}", f"run.seed={seed}"]
+            ended[name].append(_last_reward(train(DEMO, bench.out, name, [*common, *settings]).metrics))
     for name, rewards in ended.items():
-        figures.values[f"reward_{name}"] = statistics.fmean(rewards)
+        bench.figures.values[f"reward_{name}"] = statistics.fmean(rewards)
         if name != "staleness0":
             gaps = [sync - own for sync, own in zip(ended["staleness0"], rewards, strict=True)]
-            figures.values[f"reward_gap_{name}"] = statistics.fmean(gaps)
-    console.print(f"rewards at the end: {ended}", markup=False)
+            bench.figures.values[f"reward_gap_{name}"] = statistics.fmean(gaps)
+    bench.console.print(f"rewards at the end: {ended}", markup=False)
 
 
 def _last_reward(metrics: Metrics) -> float:

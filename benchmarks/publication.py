@@ -26,7 +26,7 @@ from benchmarks.support.harness import Bench
 from benchmarks.support.processes import descendants
 from benchmarks.support.starting import seconds
 from benchmarks.support.timing import Figures
-from benchmarks.support.workload import REAL_MODEL, default_cache_dir, job
+from benchmarks.support.workload import real_model
 from rlhfspec.actors.actor_messages import GenerationSpec, TrainerSpec
 from rlhfspec.actors.generation.generation_actor import GenerationActor
 from rlhfspec.actors.workers.trainer_actor import TrainerActor
@@ -43,11 +43,10 @@ from rlhfspec.core.config import (
     SpeculationConfig,
     TrainerConfig,
 )
-from rlhfspec.core.errors import ModelError, RlhfSpecError
+from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.settings.cluster import PublicationConfig
 from rlhfspec.engine.weights.chunks import pack_weights
 from rlhfspec.engine.weights.loading import load_causal_lm
-from rlhfspec.learning.models.get import get_model
 
 TIMEOUT_S = 300.0
 WARM_COPIES = 5
@@ -189,17 +188,13 @@ PROCESSES = 8
 "Models that trainer, two instances with their copies, the store and this process hold at most."
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
-    """Run the benchmark; always returns 0. `data` is not used."""
-    bench = Bench("publication", out=out, mode=mode)
+def run(bench: Bench) -> int:
+    """Run the benchmark; always returns 0."""
     console, figures = bench.console, bench.figures
-    try:
-        with job(f"getting {REAL_MODEL}") as tick:
-            target = get_model(REAL_MODEL, default_cache_dir(), progress=tick).path
-    except ModelError as error:
-        console.print(f"skipped: {error}", markup=False)
+    target = real_model(console)
+    if target is None:
         return 0
-    rounds = ROUNDS[mode]
+    rounds = ROUNDS[bench.mode]
     published = _measure(target, rounds, num_bytes=600_000_000)
     figures.keep("publish_s_real", published.seconds)
     figures.keep("publish_over_memcpy_real", published.over_memcpy)
@@ -209,9 +204,9 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     figures.keep("broadcast_over_memcpy_real", broadcast.over_memcpy)
     figures.values["broadcast_extra_models_real"] = max(broadcast.extra_models)
     console.print(figures.values)
-    if mode != "quick":
+    if not bench.is_quick:
         _starts(target, figures)
-    if mode == "full":
+    if bench.is_full:
         _linearity(rounds, figures, console)
     console.print(f"written {bench.write()}")
     return 0

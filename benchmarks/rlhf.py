@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from benchmarks.support.harness import Bench
 from benchmarks.support.result import ROOT
 from benchmarks.support.runs import DEMO, SMOLLM2, train
-from benchmarks.support.workload import demo_workload, real_workload
+from benchmarks.support.workload import demo_workload, real_model
 from rlhfspec.cluster.observe.summary import amdahl_bound, summarise
 
 CONFIGS: Mapping[str, Path] = {"ppo": DEMO} | {
@@ -35,17 +35,17 @@ REWARD_ACTORS = 2
 PLAIN_STATIC = ("speculation.policy=off", "speculation.drafter=none", "reallocation.policy=static")
 
 
-def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
-    """Write OUT/rlhf.json, with `real` OUT/rlhf_real.json; returns 1 where plain and ours learned other weights."""
-    bench = Bench("rlhf_real" if real else "rlhf", out=out, mode=mode)
-    if real and real_workload(1, data=None, max_new_tokens=1, console=bench.console) is None:
+def run(bench: Bench) -> int:
+    """Write OUT/rlhf.json or OUT/rlhf_real.json; returns 1 where plain and ours learned other weights."""
+    mode = bench.mode
+    if bench.is_real and real_model(bench.console) is None:
         return 0
-    _steps(bench, SMOLLM2 if real else DEMO)
+    _steps(bench, SMOLLM2 if bench.is_real else DEMO)
     bench.write(steps=STEPS[mode])
-    if not real and not bench.is_quick:
+    if not bench.is_real and not bench.is_quick:
         bench.figures.values["scoring_wait_share"] = _scoring(bench.out, mode)
         bench.write(steps=STEPS[mode])
-        if mode == "full":
+        if bench.is_full:
             _algorithms(bench)
             bench.write(steps=STEPS[mode], iterations=ITERATIONS)
     return 1 if bench.figures.values["differing_weights"] else 0

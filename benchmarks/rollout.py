@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,10 +155,10 @@ class Played:
         return [(1.0 - ours_s / static_s) / share for static_s, ours_s, share in rounds]
 
 
-def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
-    """Run the benchmark, with `real` on the real model; returns 0."""
-    bench = Bench("rollout_real" if real else "rollout", out=out, mode=mode, data=data)
-    if real:
+def run(bench: Bench) -> int:
+    """Run the benchmark, or on the real model; returns 0."""
+    mode, data = bench.mode, bench.data
+    if bench.is_real:
         return _real(bench)
     console, figures, rows = bench.console, bench.figures, bench.rows
     workload = _long(pair_workload("large", SAMPLES, data))

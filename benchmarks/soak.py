@@ -89,10 +89,9 @@ _IDLE_PROCESS = "ray::IDLE"
 "Ray keeps some at hand, and ends them as it likes."
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
+def run(bench: Bench) -> int:
     """Run the benchmark; returns 0, or 1 when something has grown or was left behind, in a line each."""
-    bench = Bench("soak", out=out, mode=mode)
-    console, out = bench.console, bench.out
+    console, out, mode = bench.console, bench.out, bench.mode
     settings = (
         "run.iterations=3000",
         "run.checkpoint_every=5",

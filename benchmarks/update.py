@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,9 +80,9 @@ def learner_of(workload: Workload, scoring: str) -> Learner:
     )
 
 
-def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
-    """Write OUT/update.json, with `real` OUT/update_real.json; returns 0."""
-    bench = Bench("update_real" if real else "update", out=out, mode=mode, data=data)
+def run(bench: Bench) -> int:
+    """Write OUT/update.json, of the real model OUT/update_real.json; returns 0."""
+    mode, data, real = bench.mode, bench.data, bench.is_real
     figures, size = bench.figures, (NUM_SAMPLES_REAL if real else NUM_SAMPLES)[mode]
     rounds = (ROUNDS_REAL if real else ROUNDS)[mode]
     if real:

@@ -16,27 +16,37 @@ from rlhfspec.cluster.observe.console import PipeConsole
 
 
 class Bench:
-    """What a benchmark's `run` is given, and what it keeps."""
+    """What a benchmark's `run(bench) -> exit code` is given, and what it keeps."""
 
-    def __init__(self, name: str, *, out: Path, mode: str, data: Path | None = None) -> None:
+    def __init__(
+        self, name: str, *, out: Path, mode: str = "default", data: Path | None = None, is_real: bool = False
+    ) -> None:
         """Begin, on one thread.
 
         Args:
-            name: of the result: OUT/NAME.json, and OUT/NAME.parquet where there are rows.
+            name: of the benchmark. Its result is OUT/NAME.json, and OUT/NAME.parquet where there are rows; of the
+                real model OUT/NAME_real.json.
             out: a folder; it is made where it is missing.
             mode: `quick`, `default` or `full`.
             data: real prompts, for benchmarks that use any.
+            is_real: SmolLM2-135M-Instruct instead of a made model, for benchmarks that can.
         """
         torch.set_num_threads(1)
-        self.name, self.out, self.mode, self.data = name, out.absolute(), mode, data
+        self.name = f"{name}_real" if is_real else name
+        self.out, self.mode, self.data, self.is_real = out.absolute(), mode, data, is_real
         self.out.mkdir(parents=True, exist_ok=True)
         self._began_s = time.monotonic()
         self.console, self.figures, self.rows = PipeConsole(), Figures(), list[dict[str, Any]]()
 
     @property
     def is_quick(self) -> bool:
-        """Whether it is to take a minute at most."""
+        """Whether it is to take a few minutes at most."""
         return self.mode == "quick"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it may take hours."""
+        return self.mode == "full"
 
     def write(self, **provenance: Any) -> Path:
         """Write what is known by now; one that is broken off keeps what it has. Raises RlhfSpecError."""

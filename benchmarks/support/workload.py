@@ -190,11 +190,8 @@ def real_workload(
     num_prompts: int, *, data: Path | None, max_new_tokens: int, console: Console
 ) -> Workload | None:
     """Return the model with its prompts; None, having said why, when the model cannot be had."""
-    try:
-        with job(f"getting {REAL_MODEL}") as tick:
-            target = get_model(REAL_MODEL, default_cache_dir(), progress=tick).path
-    except ModelError as error:
-        console.print(f"skipped: {error}", markup=False)
+    target = real_model(console)
+    if target is None:
         return None
     tokenizer = load_tokenizer(str(target))
     if data is None:
@@ -210,6 +207,16 @@ def real_workload(
         prompts=dataset.prompts[:num_prompts],
         sampling=sampling_params(SamplingConfig(max_new_tokens=max_new_tokens), tokenizer),
     )
+
+
+def real_model(console: Console) -> Path | None:
+    """Return the model's folder; None, having said why, when it cannot be had."""
+    try:
+        with job(f"getting {REAL_MODEL}") as tick:
+            return get_model(REAL_MODEL, default_cache_dir(), progress=tick).path
+    except ModelError as error:
+        console.print(f"skipped: {error}", markup=False)
+        return None
 
 
 def _first_layers(target: Path) -> Path:

@@ -1,7 +1,7 @@
 """`rlhfspec bench` and `rlhfspec gpu-selftest`: figures of this machine, kept as files.
 
-A benchmark is a module `benchmarks.NAME` with `run(*, out, mode, data) -> int`; it writes
-`OUT/NAME.json` through `benchmarks.support.result.write_result`.
+A benchmark is a module `benchmarks.NAME` with `run(bench) -> int`; a `benchmarks.support.harness.Bench` writes its
+`OUT/NAME.json`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def bench(
     name: Annotated[str, Arg("NAME", f"one of: {', '.join(benchmark_names()) or 'none yet'}")],
     *,
     out: Annotated[Path, Arg("DIR", "where the results go", parse=folder)],
-    quick: Annotated[bool, Arg(help="under a minute, wide intervals", group="size")] = False,
+    quick: Annotated[bool, Arg(help="a few minutes, wide intervals", group="size")] = False,
     full: Annotated[bool, Arg(help="longer than the default ten minutes", group="size")] = False,
     data: Annotated[Path, Arg("PATH", "real prompts (GSM8K JSONL) where it uses any")] | None = None,
     profile: Annotated[
@@ -75,10 +75,9 @@ def bench(
         )
     if real and profile:
         raise ConfigError("--profile shows the decode step of a made model; leave out --real or --profile")
-    out.mkdir(parents=True, exist_ok=True)
     mode = "quick" if quick else "full" if full else "default"
-    more = {key: True for key, wanted in (("profile", profile), ("real", real)) if wanted}
-    return _of_the_checkout(name).run(out=out, mode=mode, data=data, **more)
+    made = _of_the_checkout("support.harness").Bench(name, out=out, mode=mode, data=data, is_real=real)
+    return _of_the_checkout(name).run(made, **({"profile": True} if profile else {}))
 
 
 def gpu_selftest(

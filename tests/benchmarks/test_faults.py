@@ -25,6 +25,7 @@ from benchmarks.faulty.injection import (
 )
 from benchmarks.faulty.outcome import Comparison, Disturbed, Resumed, fault_figures, kept, problems
 from benchmarks.support import runs
+from benchmarks.support.harness import Bench
 from benchmarks.support.result import machine_provenance
 
 SAME = Comparison(
@@ -140,7 +141,7 @@ def test_the_benchmark_goes_on_from_its_parts_and_fails_with_too_few_faults(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_faults: int, code: int
 ) -> None:
     keep_parts(tmp_path, num_faults)
-    assert run(out=tmp_path, mode="quick", data=None) == code
+    assert run(Bench("faults", out=tmp_path, mode="quick")) == code
     assert ("not met: seed 0: 3 faults, expected 4" in capsys.readouterr().out) == bool(code)
     figures = json.loads((tmp_path / "faults.json").read_text())["figures"]
     assert figures["faults"] == figures["kill_trainer"] == num_faults and figures["resumes_equal"] == 1.0
