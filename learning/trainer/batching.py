@@ -221,44 +221,73 @@ def share_rows(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
+PATHS_PER_TOKEN = 8
+"""Tokens on the paths of a pack, at most, for each token that a forward may have: attention copies the keys and values
+of a path for its branch, and keeps them for the backward pass."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bundle:
     items: list[int]
     num_tokens: int
+    "of its tree"
+    on_paths: int
+    "of all its sequences"
+
+    @property
+    def size(self) -> int:
+        """What it takes of a forward's tokens."""
+        return max(self.num_tokens, -(-self.on_paths // PATHS_PER_TOKEN))
 
 
 def _bundles(items: Sequence[Sequence[np.ndarray]], max_tokens: int) -> list[_Bundle]:
-    """Items whose first sequences begin alike, as many together as fit into `max_tokens`."""
+    """Items whose first sequences begin alike, as many together as fit into `max_tokens`; who share most come first.
+
+    Source: Abouelhoda, Kurtz and Ohlebusch 2004, 'Replacing suffix trees with enhanced suffix arrays', algorithm 4.4
+    (the tree of equal beginnings of a sorted list, bottom up, by a stack).
+    """
     order, shared = neighbours([item[0] for item in items])
-    sizes = [num_unique(items[index]) for index in order]
+    unfinished: list[tuple[int, list[_Bundle]]] = [(0, [])]
+    for index, with_next in zip(order, [*shared[1:], 0], strict=bool(order)):
+        item = items[index]
+        found = [_Bundle(items=[index], num_tokens=num_unique(item), on_paths=sum(len(one) for one in item))]
+        while unfinished[-1][0] > with_next:
+            least, before = unfinished.pop()
+            found = _joined([*before, *found], least, max_tokens)
+        if unfinished[-1][0] < with_next:
+            unfinished.append((with_next, found))
+        else:
+            unfinished[-1][1].extend(found)
+    return sorted(unfinished[0][1], key=lambda bundle: min(bundle.items))
 
-    def split(first: int, stop: int) -> list[_Bundle]:
-        least = min(shared[first + 1 : stop], default=0)
-        num_tokens = sum(sizes[first:stop]) - sum(shared[first + 1 : stop])
-        if stop - first == 1 or (least and num_tokens <= max_tokens):
-            return [_Bundle(items=order[first:stop], num_tokens=num_tokens)]
-        cuts = [first, *(i for i in range(first + 1, stop) if shared[i] == least), stop]
-        found: list[_Bundle] = []
-        for bundle in (bundle for cut in pairwise(cuts) for bundle in split(*cut)):
-            together = found[-1].num_tokens + bundle.num_tokens - least if found and least else max_tokens + 1
-            if together <= max_tokens:
-                bundle = _Bundle(items=found.pop().items + bundle.items, num_tokens=together)
-            found.append(bundle)
-        return found
 
-    return sorted(split(0, len(order)), key=lambda bundle: min(bundle.items)) if items else []
+def _joined(bundles: Sequence[_Bundle], shared: int, max_tokens: int) -> list[_Bundle]:
+    """Neighbours that share so many tokens, as many together as fit."""
+    found: list[_Bundle] = []
+    for bundle in bundles:
+        if found:
+            together = _Bundle(
+                items=found[-1].items + bundle.items,
+                num_tokens=found[-1].num_tokens + bundle.num_tokens - shared,
+                on_paths=found[-1].on_paths + bundle.on_paths,
+            )
+            if together.size <= max_tokens:
+                found[-1] = together
+                continue
+        found.append(bundle)
+    return found
 
 
 def shared_packs(items: Sequence[Sequence[np.ndarray]], max_tokens: int, trainers: OneTrainer) -> list[Pack]:
     """This trainer's share of some items (the same ones for all trainers), as many packs as any trainer has.
 
     An item is sequences that are computed together. Those that begin alike come together, and a pack is filled by the
-    tokens of its tree. Forwards are collective where weights are shards: who has fewer computes the shortest item for
-    nothing.
+    tokens of its tree, or of its paths where those take more memory. Forwards are collective where weights are shards:
+    who has fewer computes the shortest item for nothing.
     """
     total = num_unique([item[0] for item in items]) if trainers.size > 1 else 0
     bundles = _bundles(items, min(max_tokens, -(-total // trainers.size)) if total else max_tokens)
-    sizes = [bundle.num_tokens for bundle in bundles]
+    sizes = [bundle.size for bundle in bundles]
     packs = [
         [[share[i] for i in pack] for pack in pack_tokens([sizes[i] for i in share], max_tokens)]
         for share in share_rows(sizes, trainers.size)

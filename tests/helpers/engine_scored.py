@@ -43,8 +43,16 @@ def target(dtype: str = "float32") -> PreTrainedModel:
     return freeze(AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]))
 
 
-def sampled(model, *, sampling: SamplingParams, batch: int, version: int = 0, seed: int = 0) -> list[Rollout]:
-    """Groups of two prompts; the draft model is the target, disturbed."""
+def sampled(
+    model,
+    *,
+    sampling: SamplingParams,
+    batch: int,
+    version: int = 0,
+    seed: int = 0,
+    samples_per_prompt: int = 2,
+) -> list[Rollout]:
+    """Groups of four prompts; the draft model is the target, disturbed."""
     draft = copy.deepcopy(model)
     torch.manual_seed(5)
     for weight in draft.parameters():
@@ -62,11 +70,13 @@ def sampled(model, *, sampling: SamplingParams, batch: int, version: int = 0, se
     requests = [
         SampleRequest(
             key=SampleKey(run_seed=1, sample_index=index),
-            prompt=Prompt(prompt_id=index // 2, token_ids=prompts[index // 2]),
+            prompt=Prompt(
+                prompt_id=index // samples_per_prompt, token_ids=prompts[index // samples_per_prompt]
+            ),
             sampling=sampling,
-            group_id=index // 2,
+            group_id=index // samples_per_prompt,
         )
-        for index in range(8)
+        for index in range(4 * samples_per_prompt)
     ]
     return [
         Rollout(

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny_llama import tiny_llama
 from torch import nn
+from trees import doubled, gradients, prefixes, random_tree
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ModelError
-from rlhfspec.core.records import UpdateReport
 from rlhfspec.core.settings.algorithm import ALGORITHMS
 from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.learning.trainer.batching import PackedSequences, num_unique, shared_packs
@@ -24,23 +24,6 @@ from rlhfspec.learning.trainer.trainer_core import Horizon
 from rlhfspec.learning.trainer.training_forward import response_logits
 
 NUM_TREES = 500
-
-
-def random_tree(seed: int) -> list[np.ndarray]:
-    """One to seven sequences; each goes on from some place of an earlier one, or from nothing."""
-    rng = np.random.default_rng(seed)
-    found: list[np.ndarray] = []
-    for _ in range(int(rng.integers(1, 8))):
-        begin = (
-            found[rng.integers(len(found))] if found and rng.random() < 0.8 else np.zeros(0, dtype=np.int64)
-        )
-        kept = begin[: int(rng.integers(len(begin) + 1))]
-        found.append(np.append(kept, rng.integers(2, 5, size=int(rng.integers(0 if len(kept) else 1, 9)))))
-    return found
-
-
-def prefixes(sequences) -> set[tuple[int, ...]]:
-    return {tuple(one[: stop + 1].tolist()) for one in sequences for stop in range(len(one))}
 
 
 def test_every_token_of_a_tree_is_there_once_and_its_path_is_its_sequence():
@@ -104,39 +87,6 @@ def grouped(make_rollouts, model, **settings):
     return make_rollouts(
         model, len(pairs), group_size=4, pairs=pairs, reward=lambda ids: float(ids.sum() % 5), **settings
     )
-
-
-def doubled(learner: Learner) -> Learner:
-    """All in float64, norms too: a rounding to float32 on the way would be all that is compared."""
-    for model in filter(None, (learner.model, learner.reference)):
-        for path, module in list(model.named_modules()):
-            if "norm" in path and not list(module.children()):
-                norm = nn.RMSNorm(len(module.weight), eps=1e-6)
-                norm.weight = module.weight
-                model.set_submodule(path, norm)
-        model.double()
-    return learner
-
-
-def gradients(learner: Learner, rollouts, monkeypatch) -> tuple[list[torch.Tensor], UpdateReport, int]:
-    """Of all minibatches, the report, and how many tokens went into forwards."""
-    found: list[torch.Tensor] = []
-    num_tokens = 0
-
-    def keep(when: str) -> float:
-        found.extend(parameter.grad.clone() for parameter in learner._learned())
-        learner.optimizer.zero_grad()
-        return 1.0
-
-    def count(module, args, inputs) -> None:
-        nonlocal num_tokens
-        num_tokens += inputs["input_ids"].numel()
-
-    monkeypatch.setattr(learner, "take_step", keep)
-    handle = learner.model.register_forward_pre_hook(count, with_kwargs=True)
-    report = learner.update(rollouts)
-    handle.remove()
-    return found, report, num_tokens
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
