@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from benchmarks.moving.exact import SPECULATION
 from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool, ask, bench_ray
 from benchmarks.support.harness import Bench
+from benchmarks.support.reference import count_mismatches
 from benchmarks.support.workload import BENCH_SEED, Workload
 from rlhfspec.actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
 from rlhfspec.cluster.run.episodes import Episodes
@@ -240,6 +241,7 @@ def run(bench: Bench) -> int:
     figures = bench.figures.values = {
         "episodes": float(len(expected)),
         "mismatches": float(count_mismatches(played.completions, expected)),
+        "missing": float(len(expected.keys() - played.completions.keys())),
         "moves": float(sum(move.outcome == MoveOutcome.MOVED for move in played.moves)),
         "alarms": float(len(played.alarms)),
         "tokens": float(sum(one.num_tokens for one in expected.values())),
@@ -249,16 +251,4 @@ def run(bench: Bench) -> int:
         "seconds": played.seconds,
     } | {name.replace("environment/", ""): value for name, value in played.figures.items()}
     bench.console.print(f"written {bench.write()}")
-    return 1 if figures["mismatches"] or figures["alarms"] else 0
-
-
-def count_mismatches(found: Mapping[SampleKey, Completion], expected: Mapping[SampleKey, Completion]) -> int:
-    """Episodes that are missing or differ in any bit."""
-    return sum(key not in found or not equal(found[key], one) for key, one in expected.items())
-
-
-def equal(one: Completion, other: Completion) -> bool:
-    """Whether two completions say the same, bit for bit."""
-    names = ("token_ids", "policy_logprobs", "sampling_logprobs", "is_sampled")
-    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
-    return same and one.finish_reason == other.finish_reason
+    return 1 if figures["mismatches"] or figures["missing"] or figures["alarms"] else 0

@@ -23,7 +23,7 @@ from benchmarks.moving.exact import run_real
 from benchmarks.support.actor_pool import generate_on_two_actors
 from benchmarks.support.draft_head import bench_head
 from benchmarks.support.harness import Bench
-from benchmarks.support.reference import compare_with_reference
+from benchmarks.support.reference import compare_with_reference, count_mismatches
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.cluster.placement.ray_session import ray_session
@@ -307,7 +307,7 @@ def _row(
     stats: GenerationStats,
     tally: Tally,
 ) -> dict:
-    mismatches = sum(not _same_bits(completion, done[key]) for key, completion in plain.items())
+    mismatches = count_mismatches(plain, done)
     tokens = sum(completion.num_tokens for completion in done.values())
     tally.samples += len(done)
     tally.tokens += tokens
@@ -327,15 +327,6 @@ def _row(
         "tokens_per_step": tokens / max(stats.num_sample_steps, 1),
         "mismatches": mismatches,
     }
-
-
-def _same_bits(a: Completion, b: Completion) -> bool:
-    return (
-        a.token_ids.tobytes() == b.token_ids.tobytes()
-        and a.policy_logprobs.tobytes() == b.policy_logprobs.tobytes()
-        and a.sampling_logprobs.tobytes() == b.sampling_logprobs.tobytes()
-        and a.finish_reason == b.finish_reason
-    )
 
 
 def _check_reference(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import rlhfspec.engine.cache.kv_pool
 from benchmarks.families.configs import VOCAB_SIZE, Family, build_model, perturbed
-from benchmarks.support.reference import compare_with_reference
+from benchmarks.support.reference import compare_with_reference, same_bits
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import NumericsError, RlhfSpecError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
@@ -225,7 +225,7 @@ class _Trial:
         plain = found["plain"]
         for name, done in found.items():
             self._judge(f"{numerics}, {name}", done)
-            if numerics == "auto" and not all(_same_bits(plain[key], done[key]) for key in plain):
+            if numerics == "auto" and not all(same_bits(plain[key], done[key]) for key in plain):
                 raise _Wrong(f"{name} differs from plain decoding")
 
     def _engine(
@@ -310,14 +310,6 @@ def _requests() -> list[SampleRequest]:
             zip(PROMPT_TOKENS, NEW_TOKENS, SAMPLINGS, strict=True)
         )
     ]
-
-
-def _same_bits(a: Completion, b: Completion) -> bool:
-    return (
-        a.token_ids.tobytes() == b.token_ids.tobytes()
-        and a.policy_logprobs.tobytes() == b.policy_logprobs.tobytes()
-        and a.sampling_logprobs.tobytes() == b.sampling_logprobs.tobytes()
-    )
 
 
 LIMIT_S = 600.0

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from transformers import LlamaForCausalLM
 
-from benchmarks.moving.exact import count_mismatches
 from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool
+from benchmarks.support.reference import count_mismatches
 from benchmarks.support.workload import Workload, default_cache_dir, demo_workload
 from rlhfspec.actors.generation.trace_events import TraceEvent
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig

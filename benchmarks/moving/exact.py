@@ -12,13 +12,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-import numpy as np
-
 from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool, RolloutOutcome, bench_ray
 from benchmarks.support.draft_head import bench_head
 from benchmarks.support.harness import Bench
-from benchmarks.support.reference import compare_with_reference
+from benchmarks.support.reference import compare_with_reference, count_mismatches
 from benchmarks.support.workload import Workload, real_workload
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest
@@ -104,17 +102,6 @@ def forced_moves(workload: Workload, *, at_least: int, transport: str) -> MoveTa
             if tally.migrations >= at_least:
                 break
     return tally
-
-
-def count_mismatches(found: Mapping[SampleKey, Completion], expected: Mapping[SampleKey, Completion]) -> int:
-    """Samples whose tokens or log-probabilities differ in any bit."""
-    return sum(
-        not all(
-            np.array_equal(getattr(completion, name), getattr(expected[key], name))
-            for name in ("token_ids", "policy_logprobs", "sampling_logprobs")
-        )
-        for key, completion in found.items()
-    )
 
 
 def run_real(bench: Bench) -> int:

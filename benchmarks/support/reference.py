@@ -1,4 +1,6 @@
-"""The teacher-forced reference: one plain Hugging Face forward over prompt and response.
+"""What completions are compared with: another way to decode them, bit by bit, and the teacher-forced reference.
+
+The reference is one plain Hugging Face forward over prompt and response.
 
 At each position the rule (design 3.1) applied to the forward's logits must give the emitted token, and the
 log-probabilities must agree. Positions where rounding can decide are counted as near ties, with their evidence.
@@ -6,6 +8,7 @@ log-probabilities must agree. Positions where rounding can decide are counted as
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +16,23 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from rlhfspec.core.records import Completion, SampleRequest
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.engine.decoding.noise import gumbel_noise, key_words
 from rlhfspec.engine.decoding.sampling_rule import RowSampling, emitted_logprobs, perturb, scale
+
+BITS = ("token_ids", "policy_logprobs", "sampling_logprobs", "is_sampled")
+
+
+def same_bits(a: Completion, b: Completion) -> bool:
+    """Whether two completions say the same, bit for bit."""
+    same = all(getattr(a, name).tobytes() == getattr(b, name).tobytes() for name in BITS)
+    return same and a.finish_reason == b.finish_reason
+
+
+def count_mismatches(found: Mapping[SampleKey, Completion], expected: Mapping[SampleKey, Completion]) -> int:
+    """Samples found that are not the expected ones, bit for bit; the expected may be more."""
+    return sum(not same_bits(completion, expected[key]) for key, completion in found.items())
+
 
 TIE_GAP = 1e-4
 "A perturbed gap below this, divided by T, may fall either way in float32."

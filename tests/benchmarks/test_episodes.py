@@ -8,13 +8,13 @@ from benchmarks.episodes import (
     Played,
     calculator_config,
     calculator_workload,
-    equal,
     play_alone,
     play_over,
 )
 from benchmarks.moving.exact import SPECULATION
 from benchmarks.moving.forced import ForcedMoves
 from benchmarks.support.actor_pool import ActorPool
+from benchmarks.support.reference import same_bits
 from rlhfspec.core.config import ReallocationConfig, SpeculationConfig
 from rlhfspec.engine.build import build_engine
 
@@ -44,7 +44,9 @@ def test_episodes_over_two_instances_change_no_bit_by_moves_or_by_a_death(local_
         def check(played: Played) -> None:
             assert played.completions.keys() == expected.keys()
             wrong = [
-                key.sample_index for key, one in played.completions.items() if not equal(one, expected[key])
+                key.sample_index
+                for key, one in played.completions.items()
+                if not same_bits(one, expected[key])
             ]
             assert wrong == [] and played.alarms == []
 
