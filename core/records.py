@@ -171,6 +171,8 @@ class History:
     "that ended the turn before: it may still hold the caches"
     weight_spans: tuple[WeightSpan, ...] = ()
     "what its tokens come of, where that may not be the version that goes on"
+    draft_depths: np.ndarray | None = None
+    "as of a completion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +214,8 @@ class Completion:
     num_accepted_tokens: int
     sampled: np.ndarray | None = None
     "bool; False: given by an environment, nothing to learn from, its log-probabilities are 0. None: all sampled"
+    draft_depths: np.ndarray | None = None
+    "uint8: level of the draft tree that an accepted token stood at; 0: not drafted. None: not known"
 
     @property
     def num_tokens(self) -> int:
@@ -239,6 +243,7 @@ class Completion:
             num_accepted_tokens=self.num_accepted_tokens,
             instance=self.instance,
             weight_spans=self.weight_spans,
+            draft_depths=self.draft_depths,
         )
 
 
@@ -259,6 +264,7 @@ def as_asked(request: SampleRequest) -> Completion:
         num_decode_steps=before.num_decode_steps if before else 0,
         num_accepted_tokens=before.num_accepted_tokens if before else 0,
         sampled=before.sampled if before else None,
+        draft_depths=before.draft_depths if before else None,
     )
 
 

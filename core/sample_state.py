@@ -26,6 +26,8 @@ class SampleState:
     num_accepted_tokens: int = 0
     weight_spans: tuple[WeightSpan, ...] = ()
     "of the tokens so far, and of who goes on; empty before an engine has taken the sample up"
+    draft_depths: np.ndarray | None = None
+    "uint8 [T], as of a completion; None: not known, counted as not drafted"
 
     @staticmethod
     def fresh(request: SampleRequest, *, weight_version: int = 0) -> SampleState:
@@ -41,6 +43,7 @@ class SampleState:
                 num_decode_steps=before.num_decode_steps,
                 num_accepted_tokens=before.num_accepted_tokens,
                 weight_spans=before.weight_spans,
+                draft_depths=before.draft_depths,
             )
         return SampleState(
             request=request,

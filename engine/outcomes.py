@@ -34,6 +34,7 @@ def completion_of(state: SampleState, *, instance: str, is_cut: bool = False) ->
         sampled=None
         if request.history is None
         else np.concatenate([request.history.sampled, np.ones(state.num_new_tokens, dtype=bool)]),
+        draft_depths=state.draft_depths,
     )
 
 

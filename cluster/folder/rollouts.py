@@ -27,8 +27,8 @@ from rlhfspec.core.records import (
     WeightSpan,
 )
 
-SCHEMA_VERSION = "4"
-"1 had no advantages, 2 one weight version a sample, 3 whether caches of older weights were kept."
+SCHEMA_VERSION = "5"
+"1 had no advantages, 2 one weight version a sample, 3 whether caches of older weights were kept, 4 no draft depths."
 
 SCHEMA = pa.schema(
     [
@@ -56,6 +56,7 @@ SCHEMA = pa.schema(
         ("instance", pa.string()),
         ("num_decode_steps", pa.int32()),
         ("num_accepted_tokens", pa.int32()),
+        ("draft_depths", pa.list_(pa.uint8())),
     ],
     metadata={"schema_version": SCHEMA_VERSION},
 )
@@ -105,6 +106,7 @@ def _row(rollout: Rollout) -> dict[str, object]:
         "instance": completion.instance,
         "num_decode_steps": completion.num_decode_steps,
         "num_accepted_tokens": completion.num_accepted_tokens,
+        "draft_depths": completion.draft_depths,
     }
 
 
@@ -168,7 +170,9 @@ def read_recorded(places: Sequence[Place]) -> list[Recorded]:
     try:
         table = _table(file)
         arrays = {
-            name: _lists(table, name) for name in _ARRAYS if name in table.column_names or name not in _SPANS
+            name: _lists(table, name)
+            for name in _ARRAYS
+            if name in table.column_names or name not in _OPTIONAL
         }
         plain = [name for name in table.column_names if name not in arrays]
         rows = table.select(plain).to_pylist()
@@ -185,7 +189,7 @@ def _table(file: Path, columns: list[str] | None = None) -> pa.Table:
     with pq.ParquetFile(file) as opened:
         # files of older versions have no spans
         there = opened.schema_arrow.names
-        return opened.read(columns and [name for name in columns if name in there or name not in _SPANS])
+        return opened.read(columns and [name for name in columns if name in there or name not in _OPTIONAL])
 
 
 _ARRAYS = {
@@ -197,9 +201,10 @@ _ARRAYS = {
     "span_versions": (pa.int32(), np.int32),
     "span_positions": (pa.int32(), np.int32),
     "span_keeps_caches": (pa.bool_(), np.bool_),
+    "draft_depths": (pa.uint8(), np.uint8),
 }
-_SPANS = ("span_versions", "span_positions", "span_keeps_caches")
-"Files of versions before these have none; the last is in those of schema 3 alone."
+_OPTIONAL = ("span_versions", "span_positions", "span_keeps_caches", "draft_depths")
+"Files of versions before these have none; that of caches is in those of schema 3 alone."
 
 
 def _lists(table: pa.Table, name: str) -> list[np.ndarray | None]:
@@ -234,9 +239,9 @@ def _numbers(array: pa.Array, dtype: Any) -> np.ndarray:
 
 def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | None]) -> Recorded:
     lists = {name: array for name, array in arrays.items() if array is not None}
-    sampled = lists.get("response_sampled")
-    if sampled is not None and len(sampled) != len(lists["response_token_ids"]):
-        raise ValueError(f"row {place.row} has {len(sampled)} marks in response_sampled for its tokens")
+    for name in ("response_sampled", "draft_depths"):
+        if name in lists and len(lists[name]) != len(lists["response_token_ids"]):
+            raise ValueError(f"row {place.row} has {len(lists[name])} marks in {name} for its tokens")
     completion = Completion(
         key=place.key,
         prompt_id=row["prompt_id"],
@@ -250,7 +255,8 @@ def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | 
         instance=row["instance"],
         num_decode_steps=row["num_decode_steps"],
         num_accepted_tokens=row["num_accepted_tokens"],
-        sampled=sampled,
+        sampled=lists.get("response_sampled"),
+        draft_depths=lists.get("draft_depths"),
     )
     prompt = Prompt(
         prompt_id=row["prompt_id"],

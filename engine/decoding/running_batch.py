@@ -28,6 +28,8 @@ NO_WORDS = torch.empty(2, 0, 0, dtype=torch.int32)
 MAX_NOISE_AHEAD = 1 << 18
 "Values of noise computed at once beyond what the next step needs."
 MAX_STEPS_AHEAD = 16
+MAX_DEPTH_TOLD = 255
+"Deeper ones count as this."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class RunningBatch:
         self.tokens = np.zeros((num_slots, max_total_tokens), dtype=np.int64)
         self.policy_logprobs = np.zeros((num_slots, max_total_tokens), dtype=np.float32)
         self.sampling_logprobs = np.zeros((num_slots, max_total_tokens), dtype=np.float32)
+        self.draft_depths = np.zeros((num_slots, max_total_tokens), dtype=np.uint8)
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         "committed tokens, prompt and root included"
         self.context_tokens = 0
@@ -100,6 +103,7 @@ class RunningBatch:
         self.tokens[slot, response] = state.token_ids
         self.policy_logprobs[slot, response] = state.policy_logprobs
         self.sampling_logprobs[slot, response] = state.sampling_logprobs
+        self.draft_depths[slot, response] = 0 if state.draft_depths is None else state.draft_depths
         self.lengths[slot], self.prompt_lengths[slot] = length, len(prompt)
         self.context_tokens += length
         self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
@@ -117,6 +121,7 @@ class RunningBatch:
             token_ids=self.tokens[slot, response].copy(),
             policy_logprobs=self.policy_logprobs[slot, response].copy(),
             sampling_logprobs=self.sampling_logprobs[slot, response].copy(),
+            draft_depths=self.draft_depths[slot, response].copy(),
             num_decode_steps=self.counters[slot].num_decode_steps,
             num_accepted_tokens=self.counters[slot].num_accepted_tokens,
             weight_spans=self.counters[slot].weight_spans,
@@ -154,6 +159,7 @@ class RunningBatch:
             self.tokens,
             self.policy_logprobs,
             self.sampling_logprobs,
+            self.draft_depths,
             self.lengths,
             self.prompt_lengths,
             self.limits,
@@ -198,6 +204,8 @@ class RunningBatch:
         policy, sampling = policy_logprobs[row, taken], sampling_logprobs[row, taken]
         self.policy_logprobs[row, target] = policy
         self.sampling_logprobs[row, target] = sampling
+        depths = np.where(taken < num_accepted[row], taken + 1, 0)
+        self.draft_depths[row, target] = np.minimum(depths, MAX_DEPTH_TOLD)
         self.lengths[:live] += count
         self._inputs = None
         self.context_tokens += len(row)

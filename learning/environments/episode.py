@@ -107,12 +107,14 @@ class Episode:
         for role, content in messages:
             self._add(role, content)
         nothing = np.zeros(len(observation), dtype=np.float32)
+        depths = completion.draft_depths
         history = replace(
             completion.as_history(),
             token_ids=np.concatenate([completion.token_ids, observation]),
             sampled=np.concatenate([completion.is_sampled, np.zeros(len(observation), dtype=bool)]),
             policy_logprobs=np.concatenate([completion.policy_logprobs, nothing]),
             sampling_logprobs=np.concatenate([completion.sampling_logprobs, nothing]),
+            draft_depths=None if depths is None else np.pad(depths, (0, len(observation))),
         )
         return self._turn(self.num_turns, history)
 

@@ -113,6 +113,13 @@ def test_records_add_up(make_engine: Make, make_requests: MakeRequests, plan: st
     assert [r.decode_step for r in records] == list(range(len(records)))
     for name in ("num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_accepted_rank2_plus"):
         assert sum(getattr(record, name) for record in records) == getattr(stats, name)
+    for one in done:
+        depths = one.draft_depths
+        assert depths is not None and len(depths) == one.num_tokens
+        # a step ends with the target's own token, but where the response's end cuts it
+        assert (depths == 0).sum() == one.num_decode_steps - (depths[-1] > 0)
+        follows = np.concatenate([[0], depths[:-1]]) + 1
+        assert ((depths == 0) | (depths == follows)).all()
     assert max(r.num_samples for r in records) == 3
     assert records[0].context_tokens == sum(LENGTHS[:3])
     if plan == "off":

@@ -115,6 +115,8 @@ def test_a_moved_sample_goes_on_to_the_same_bits(make_engine, make_requests, exp
     assert computed == 0, "every cache came along"
     done = finish(source, to)
     assert {key: bits(completion) for key, completion in done.items()} == expected(sampling, dtype)
+    moved = done[requests[1].key]
+    assert (moved.draft_depths == 0).sum() == moved.num_decode_steps - (moved.draft_depths[-1] > 0)
 
 
 MISSING = {

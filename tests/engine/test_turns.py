@@ -86,6 +86,7 @@ def test_injected_tokens_are_the_environments_and_have_no_logprob(expected):
             completion.sampling_logprobs[given] == 0
         ).all()
         assert (completion.policy_logprobs[~given] < 0).all()
+        assert (completion.draft_depths[given] == 0).all()
 
 
 def test_an_episode_with_nothing_said_in_between_is_one_long_response(asked):

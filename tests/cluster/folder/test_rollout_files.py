@@ -1,11 +1,13 @@
 """Order and age of rollouts, Parquet files and iteration figures, on hand-made rollouts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from rlhfspec.actors.actor_messages import LoadedWeights
-from rlhfspec.cluster.folder.rollouts import write_rollouts
+from rlhfspec.cluster.folder.rollouts import places_in, read_recorded, write_rollouts
 from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
 from rlhfspec.cluster.weights.publish import confirm
 from rlhfspec.core.decode_records import GenerationStats
@@ -69,8 +71,18 @@ def test_rollouts_read_back_from_parquet_as_they_were(tmp_path):
     assert first["reward"] == 0.5 and first["reward_parts"] == [("correct", 1.0)]
     assert first["weight_version"] == 3 and first["finish_reason"] == "length"
     assert second["response_token_ids"] == []
-    assert table.schema.metadata[b"schema_version"] == b"4"
+    assert table.schema.metadata[b"schema_version"] == b"5"
     assert [p.name for p in tmp_path.iterdir()] == ["iteration_0000.parquet"]
+
+
+def test_depths_in_the_draft_come_back_where_they_are_known(tmp_path):
+    path = tmp_path / "iteration_0000.parquet"
+    known = rollout(1, tokens=4)
+    depths = np.array([0, 1, 2, 0], dtype=np.uint8)
+    known = replace(known, completion=replace(known.completion, draft_depths=depths))
+    write_rollouts(path, [known, rollout(2)])
+    first, second = (one.rollout.completion.draft_depths for one in read_recorded(places_in(path)))
+    assert first is not None and first.tolist() == [0, 1, 2, 0] and second is None
 
 
 def test_figures_on_hand_made_numbers():
