@@ -25,7 +25,7 @@ setup(
     package_data={
         "rlhfspec.configs": ["**/*.yaml"],
         "rlhfspec.cluster.kuberay": ["**/*"],
-        "": ["*.toml", "*.yaml"],
+        "": ["*.toml", "*.yaml", "*.html", "*.css"],
     },
     cmdclass={"build_py": BuildPackage},
 )

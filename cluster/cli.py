@@ -41,7 +41,7 @@ def commands() -> dict[str, Command | Group]:
     from rlhfspec.cluster.commands.bench import bench, gpu_selftest
     from rlhfspec.cluster.commands.declare import Group
     from rlhfspec.cluster.commands.evaluate import evaluate, profile
-    from rlhfspec.cluster.commands.observe import diagnose, monitoring, status, trace
+    from rlhfspec.cluster.commands.observe import diagnose, monitoring, report, status, trace
     from rlhfspec.cluster.commands.show import show
     from rlhfspec.cluster.commands.simulate import simulate
     from rlhfspec.cluster.commands.simulate_cluster import cluster
@@ -66,6 +66,7 @@ def commands() -> dict[str, Command | Group]:
         "serve": Group(serve.ABOUT, {"reward": serve.serve}),
         "kube": Group(kube.ABOUT, {"render": kube.render}),
         "show": show,
+        "report": report,
         "verify": verify,
         "replay": replay,
         "status": status,

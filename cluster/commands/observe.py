@@ -1,4 +1,4 @@
-"""`rlhfspec status`, `diagnose`, `trace` and `monitoring`: what a run does or did, why it stands still."""
+"""`rlhfspec status`, `diagnose`, `trace`, `report` and `monitoring`: what a run does or did, why it stands still."""
 
 from __future__ import annotations
 
@@ -127,6 +127,27 @@ def trace(
 
     path = write_kept_trace(_open(run), iteration, out)
     print(f"{path}: open it in https://ui.perfetto.dev")
+    return 0
+
+
+def report(
+    run: Annotated[str, Arg("RUN", "folder of the run")] | None = None,
+    *,
+    iteration: Annotated[int, Arg("N", "whose timeline is drawn, counted from 1 (the last)")] | None = None,
+    out: Annotated[Path, Arg("FILE.html", "(RUN-report.html in the current folder)")] | None = None,
+) -> int:
+    """The page of a run, as one HTML file.
+
+    Write what a run achieved as one HTML file that needs nothing else: rewards and lengths, who decoded when, how deep
+    drafts were accepted, samples of the first and the last iteration with their drafted tokens marked, where the time
+    went. Of a run that lives, died or is damaged it shows what its folder has.
+
+      rlhfspec report                          the newest run under ./runs
+      rlhfspec report runs/demo-20260101-120000 --iteration 3 --out third.html
+    """
+    from rlhfspec.cluster.report.page import write_report
+
+    print(write_report(_open(run), iteration, out))
     return 0
 
 

@@ -58,6 +58,19 @@ def append_moves(path: Path, iteration: int, moves: Sequence[MoveRecord]) -> Non
         append_whole(path, "".join(json.dumps(_line(iteration, record)) + "\n" for record in moves))
 
 
+def read_moves(path: Path, iteration: int) -> list[dict[str, Any]]:
+    """The lines of one iteration's moves; what is cut or damaged is left out."""
+    rows = []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
+        try:
+            tree = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(tree, dict) and tree.get("iteration") == iteration:
+            rows.append(tree)
+    return rows
+
+
 def odd_moves(moves: Sequence[MoveRecord]) -> list[str]:
     """What a person should know: moves that were taken back or lost; no sample is lost with them."""
     odd = [record for record in moves if record.outcome in _ODD]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
 from bisect import bisect_right
@@ -344,6 +345,73 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
+def read_trace(text: bytes) -> Timeline:
+    """The timeline of a trace that `trace_text` made, without the scheduler's records of its moves.
+
+    Raises ConfigError when it is none.
+    """
+    try:
+        trace = json.loads(text)
+        events = trace["traceEvents"]
+        names = {
+            event["pid"]: str(event["args"]["name"]) for event in events if event["name"] == "process_name"
+        }
+        found: dict[tuple[int, str], list[Interval]] = {}
+        where: dict[tuple[int, int, float], Interval] = {}
+        ends: dict[int, dict[str, Event]] = {}
+        for event in events:
+            if event["ph"] == "X":
+                one = _read_interval(event)
+                found.setdefault((event["pid"], event["cat"]), []).append(one)
+                where[event["pid"], event["tid"], event["ts"]] = one
+            elif event["ph"] in ("s", "f"):
+                ends.setdefault(event["id"], {})[event["ph"]] = event
+        journeys = tuple(
+            Journey(
+                move_id=str(left["name"]).removeprefix("move "),
+                source=names[left["pid"]],
+                destination=names[arrived["pid"]],
+                left=where[left["pid"], left["tid"], left["ts"]],
+                arrived=where[arrived["pid"], arrived["tid"], arrived["ts"]],
+                record=None,
+            )
+            for left, arrived in ((pair["s"], pair["f"]) for pair in ends.values())
+        )
+        lanes = tuple(
+            Lane(
+                instance=name,
+                steps=tuple(found.get((pid, "step"), ())),
+                attaches=tuple(found.get((pid, "attach"), ())),
+                sends=tuple(found.get((pid, "send"), ())),
+                receives=tuple(found.get((pid, "receive"), ())),
+            )
+            for pid, name in names.items()
+        )
+        began_s = datetime.fromisoformat(trace["otherData"]["began"]).timestamp()
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"expected the trace of an iteration, got {type(error).__name__}: {error}"
+        ) from error
+    length_s = max((one.end_s for one in where.values()), default=0.0)
+    return Timeline(lanes=lanes, journeys=journeys, records={}, length_s=length_s, began_s=began_s)
+
+
+def _read_interval(event: Event) -> Interval:
+    args, begin_s = event["args"], float(event["ts"]) / 1e6
+    end_s = begin_s + float(event["dur"]) / 1e6
+    if not (0.0 <= begin_s <= end_s < math.inf):
+        raise ValueError(f"an event from {begin_s} to {end_s} s")
+    return Interval(
+        begin_s=begin_s,
+        end_s=end_s,
+        num_samples=int(args.get("samples", 0)),
+        num_tokens=int(args.get("tokens", 0)),
+        context_tokens=int(args.get("context", 0)),
+        move_id=str(args.get("move", "")),
+        peer=str(args.get("peer", "")),
+    )
+
+
 _NAME = re.compile(r"iteration_(\d+)\.json\.gz")
 
 
@@ -364,6 +432,14 @@ def write_kept_trace(run_dir: RunDir, number: int | None, out: Path | None) -> P
 
     Raises ConfigError for an iteration without one, StorageError when the file cannot be written.
     """
+    iteration, text = kept_trace(run_dir, number)
+    path = out or Path.cwd() / f"{run_dir.path.name}-iteration-{iteration + 1}.json"
+    write_whole(path, text)
+    return path
+
+
+def kept_trace(run_dir: RunDir, number: int | None) -> tuple[int, bytes]:
+    """An iteration (counted from 0) and its trace; `number` and errors as of `write_kept_trace`."""
     kept = kept_iterations(run_dir)
     iteration = number - 1 if number is not None else max(kept, default=-1)
     if iteration not in kept:
@@ -372,11 +448,8 @@ def write_kept_trace(run_dir: RunDir, number: int | None, out: Path | None) -> P
         raise ConfigError(
             f"{run_dir.path} has no trace of {which}; it has {have}: the last {KEPT_TRACES} are kept"
         )
-    path = out or Path.cwd() / f"{run_dir.path.name}-iteration-{iteration + 1}.json"
     kept_file = run_dir.trace_file(iteration)
     try:
-        text = gzip.decompress(kept_file.read_bytes())
+        return iteration, gzip.decompress(kept_file.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{kept_file} cannot be read: {error}; choose another iteration") from error
-    write_whole(path, text)
-    return path

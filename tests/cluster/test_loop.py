@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import ray
+from browser import require_good_page
 from loop_hooks import Turns, watch_turns
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unhurried_refits import give_refits_time
@@ -338,6 +339,15 @@ def test_every_move_that_the_figures_count_is_on_disk_with_its_reasons(trained):
         # on a busy machine planning may wait for longer than samples are decoded
         assert row["moves/planning_s"] > 0.0 and 0.0 < row["moves/overhead_share"] < math.inf
     assert all(move["why_ordered"] and move["why_ended"] for move in moves)
+
+
+def test_its_page_shows_what_it_did(trained, tmp_path):
+    page = tmp_path / "page.html"
+    assert main(["report", str(trained.run_dir.path), "--out", str(page)]) == 0
+    html = page.read_text()
+    assert 'class="missing"' not in html and "What could not be read" not in html
+    assert "<mark>" in html and "After: iteration 3" in html and "held-out mean" in html
+    require_good_page(page, tmp_path, ["outcome", "timeline", "acceptance", "samples", "time"])
 
 
 def test_checkpoints_are_plain_hugging_face_ones_of_what_was_published(trained, config):

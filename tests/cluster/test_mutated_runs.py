@@ -139,11 +139,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @examples(0.02)
 @given(data=st.data())
 def test_a_damaged_run_folder_is_shown_or_refused(
-    data: st.DataObject, run_dir: Path, capsys: pytest.CaptureFixture[str]
+    data: st.DataObject, run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = sorted(path for path in run_dir.iterdir() if path.is_file() and path.name != "weights.jsonl")
     file = data.draw(st.sampled_from(files))
-    command = data.draw(st.sampled_from([["show"], ["show", "--json"]]))
+    report = ["report", "--out", str(folder / "report.html")]
+    command = data.draw(st.sampled_from([["show"], ["show", "--json"], report]))
     outcome(data, file, [*command, str(run_dir)], capsys)
 
 

@@ -61,6 +61,7 @@ FAILING = {
     "status": ["status", NAME],
     "diagnose": ["diagnose", NAME],
     "trace": ["trace", NAME],
+    "report": ["report", NAME],
     "monitoring": ["monitoring", "--out", NAME],
 }
 "Each command on a name that it refuses, or prints."

@@ -56,19 +56,22 @@ def run_config(pair: Any, folder: Path, **changes: dict[str, Any]) -> Config:
     return config_from_dict(tree)
 
 
-def make_run(config: Config, folder: Path) -> Path:
-    """Two iterations by plain decoding; the weights move a little in between. No advantage is known.
+def make_run(config: Config, folder: Path, *, is_drafted: bool = False) -> Path:
+    """Two iterations; the weights move a little in between. No advantage is known.
+
+    By plain decoding, or as the config says where `is_drafted`.
 
     With `rollout.max_staleness` the second one's responses are begun by the first weights: CUT tokens of them.
     """
     run = RunDir.create(config, folder)
     tokenizer = load_tokenizer(config.models.target)
     target = load_causal_lm(config.models.target, "float32")
+    plain = config.speculation.model_copy(update={"policy": "off"})
     engine = build_engine(
         target,
-        None,
+        load_causal_lm(str(config.models.draft), "float32") if is_drafted else None,
         engine=config.engine.model_copy(update={"max_running_samples": 7}),
-        speculation=config.speculation.model_copy(update={"policy": "off"}),
+        speculation=config.speculation if is_drafted else plain,
         max_total_tokens=100,
         vocab_size=num_token_ids(tokenizer),
         instance="gen-0",
