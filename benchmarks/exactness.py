@@ -20,23 +20,20 @@ import torch
 from rich.table import Table
 
 from benchmarks.moving.exact import run_real
-from benchmarks.support.actor_pool import generate_on_two_actors
+from benchmarks.support.actor_pool import bench_ray, generate_on_two_actors
 from benchmarks.support.draft_head import bench_head
 from benchmarks.support.harness import Bench
 from benchmarks.support.reference import compare_with_reference, count_mismatches
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
 from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.cluster.placement.ray_session import ray_session
 from rlhfspec.core.config import (
-    ClusterConfig,
     EngineConfig,
     SpeculationConfig,
 )
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.engine.calibration.engine_provenance import provenance_of
-from rlhfspec.engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_profile
+from rlhfspec.engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.drafters.head.published_head import pack_head
 from rlhfspec.engine.engine import Engine
@@ -147,7 +144,7 @@ def run(bench: Bench) -> int:
     else:
         console.print("no --data given: the pair made from real prompts is skipped")
     tally, rows = Tally(), bench.rows
-    with ray_session(ClusterConfig(dashboard=False), "bench-exactness"):
+    with bench_ray("bench-exactness"):
         for workload, head in subjects:
             for dtype in ("float32", "bfloat16"):
                 rows += _compare_all(workload, head, dtype, tally, console)
@@ -257,15 +254,8 @@ def _measured(workload: Workload, head: HeadWeights, dtype: str, plan: Plan, dra
     """The profile of a drafter that computes; look-ups go by its costs of verification."""
     settings = SpeculationConfig.model_validate({"policy": "goodput", "drafter": drafter})
     engine = _engine(workload, head, dtype, plan, settings, policy=Placeholder(MAX_PROFILED_NODES))
-    provenance = provenance_of(
-        workload.target(dtype),
-        head if drafter == "head" else workload.draft(dtype),
-        engine=_engine_config(plan),
-        dtype=dtype,
-        sampling=workload.sampling,
-        max_total_tokens=workload.max_total_tokens,
-    )
-    return make_profile(engine, workload.requests(100_000), provenance, budget_s=PROFILE_S).profile
+    draft = head if drafter == "head" else workload.draft(dtype)
+    return workload.profile(engine, draft, dtype=dtype, budget_s=PROFILE_S).profile
 
 
 def _next_draft(workload: Workload, dtype: str) -> tuple[WeightManifest, list[np.ndarray]]:

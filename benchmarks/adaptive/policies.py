@@ -17,19 +17,23 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.speed.rates import make_draft
 from benchmarks.support.timing import Rate, engine_rate, hugging_face_rate, interleaved
-from benchmarks.support.workload import Workload, default_cache_dir, demo_workload, gsm8k_workload
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from benchmarks.support.workload import (
+    PROFILE_INDEX,
+    Workload,
+    default_cache_dir,
+    demo_workload,
+    gsm8k_workload,
+)
+from rlhfspec.core.config import SpeculationConfig
 from rlhfspec.core.decode_records import PLAIN as PLAIN_BUDGET
 from rlhfspec.core.decode_records import Budget, DecodeState, GenerationStats, StepRecord
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.records import SampleRequest
-from rlhfspec.engine.calibration.engine_provenance import provenance_of
 from rlhfspec.engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     SHAPES,
     MadeProfile,
     Placeholder,
-    make_profile,
     record_drafts,
     yield_curves,
 )
@@ -183,15 +187,7 @@ def engine_for(
 def profile_of(workload: Workload, *, budget_s: float) -> MadeProfile:
     """Measure the pair with its good draft, up to MAX_SAMPLES samples."""
     engine = engine_for(workload, Placeholder(MAX_PROFILED_NODES), batch_size=MAX_SAMPLES)
-    provenance = provenance_of(
-        workload.target("float32"),
-        workload.draft("float32"),
-        engine=EngineConfig(max_running_samples=MAX_SAMPLES),
-        dtype="float32",
-        sampling=workload.sampling,
-        max_total_tokens=workload.max_total_tokens,
-    )
-    return make_profile(engine, profile_requests(workload), provenance, budget_s=budget_s)
+    return workload.profile(engine, workload.draft("float32"), budget_s=budget_s)
 
 
 def with_other_draft(
@@ -199,7 +195,7 @@ def with_other_draft(
 ) -> tuple[Profile, list[DraftRecording]]:
     """Return the profile of another draft of the same architecture: costs stay, acceptance is measured anew."""
     engine = engine_for(workload, Placeholder(MAX_PROFILED_NODES), batch_size=MAX_SAMPLES, draft=draft)
-    requests = profile_requests(workload)
+    requests = workload.requests(PROFILE_INDEX)
     drafts = [
         record_drafts(engine, requests, branching, width, levels, budget_s=budget_s / len(SHAPES))
         for branching, width, levels in SHAPES
@@ -212,11 +208,6 @@ def with_other_draft(
         quality=profile.quality | acceptance_quality(drafts),
     )
     return changed, drafts
-
-
-def profile_requests(workload: Workload) -> list[SampleRequest]:
-    """Requests whose keys no measured run uses: profiles are fitted on other samples."""
-    return workload.requests(first_index=100_000)
 
 
 def _large_pair(small: PairPaths) -> PairPaths:

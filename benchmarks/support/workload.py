@@ -36,6 +36,8 @@ from rlhfspec.core.records import (
     Stream,
 )
 from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.calibration.engine_provenance import provenance_of
+from rlhfspec.engine.calibration.profiler import MadeProfile, make_profile
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
@@ -44,6 +46,8 @@ from rlhfspec.learning.models.get import get_model
 from rlhfspec.learning.models.make import PairPaths, make_demo_pair, make_pair_from_text
 
 BENCH_SEED = 7
+PROFILE_INDEX = 100_000
+"Sample indices from here on are of profiles: they are fitted on other samples than those that are measured."
 PLAIN = SpeculationConfig(policy="off")
 
 
@@ -121,6 +125,20 @@ class Workload:
             vocab_size=self.vocab_size,
             **(parts or {}),
         )
+
+    def profile(
+        self, engine: Engine, draft: PreTrainedModel | HeadWeights, *, dtype: str = "float32", budget_s: float
+    ) -> MadeProfile:
+        """Measure what a policy goes by, of an engine with a `Placeholder` for one, on samples of no measured run."""
+        provenance = provenance_of(
+            self.target(dtype),
+            draft,
+            engine=EngineConfig(max_running_samples=engine.runner.pool.num_slots),
+            dtype=dtype,
+            sampling=self.sampling,
+            max_total_tokens=self.max_total_tokens,
+        )
+        return make_profile(engine, self.requests(PROFILE_INDEX), provenance, budget_s=budget_s)
 
     def requests(self, first_index: int = 0, **changes: float) -> list[SampleRequest]:
         """One request a prompt, sampling changed as said, keys from `first_index` on."""
