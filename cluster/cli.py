@@ -29,7 +29,7 @@ Start here:
 
 _OUTRO = """\
 Exit codes: 0 good, 2 bad input, 1 failure, 130 interrupted (Ctrl-C).
-Docs: README.md, docs/operations.md. Every setting, its default and meaning: core/settings/.
+Docs: README.md, docs/. Every setting, its default and meaning: docs/reference/config.md.
 """
 
 _INTERRUPTED = 130

@@ -143,3 +143,29 @@ def test_the_messages_that_are_explained_are_those_of_the_code() -> None:
     quoted = QUOTED.findall((ROOT / "docs" / "how-to" / "errors.md").read_text())
     assert len(quoted) > 20
     assert [part for row in quoted for part in row.strip("`").split("` ... `") if part not in text] == []
+
+
+GENERATED = re.compile(r"<!-- (?:tables|figures): .*?-->.*?<!-- end of \w+ -->", re.DOTALL)
+MAX_WORDS = 22_000
+"Written by hand, beside decisions, papers, notebooks and what is generated."
+MAX_PAGE_WORDS = 1_500
+LONGER_PAGES = {"explanation/cuda.md": 2_600}
+
+
+def written_words(page: Path) -> int:
+    """Words of a page that somebody wrote: without code, marks, and tables that a benchmark wrote."""
+    text = re.sub(r"^```.*?^```$", "", GENERATED.sub("", page.read_text()), flags=re.MULTILINE | re.DOTALL)
+    return sum(1 for word in text.split() if any(letter.isalnum() for letter in word))
+
+
+def test_the_documentation_is_short_enough_to_be_read() -> None:
+    made = {*pages(), "models.md"}
+    by_hand = {
+        str(page.relative_to(ROOT / "docs")): written_words(page)
+        for page in (ROOT / "docs").rglob("*.md")
+        if page.parent.name not in ("decisions", "log") and page.name != "papers.md"
+        if not (page.parent.name == "reference" and page.name in made)
+    }
+    assert written_words(ROOT / "README.md") <= 700
+    assert {name: n for name, n in by_hand.items() if n > LONGER_PAGES.get(name, MAX_PAGE_WORDS)} == {}
+    assert sum(by_hand.values()) <= MAX_WORDS, sorted(by_hand.items(), key=lambda item: -item[1])

@@ -38,7 +38,7 @@ class Row:
     @property
     def command(self) -> str:
         """As a user writes it."""
-        return " ".join(("rlhfspec bench", *self.arguments)) if self.arguments else "docs/cuda.md"
+        return " ".join(("rlhfspec bench", *self.arguments)) if self.arguments else "docs/explanation/cuda.md"
 
     @property
     def figures(self) -> tuple[str, ...]:

