@@ -44,8 +44,10 @@ _GPU_DEFAULTS: dict[str, tuple[str, object, frozenset[str]]] = {
     "speculation": ("policy", "fixed", frozenset({"policy", "profile"})),
     # a GPU is idle at what fits a CPU's cache
     "engine": ("max_prefill_tokens", 8192, frozenset({"max_prefill_tokens"})),
+    "trainer": ("max_tokens_per_forward", 4096, frozenset({"max_tokens_per_forward"})),
 }
-"Of sections, where instances decode on GPUs: a key, its default there, and the keys any of which overrules it."
+"""Of sections, where instances (of `trainer` where trainers) have GPUs: a key, its default there, and the keys any of
+which overrules it."""
 
 
 class Config(Section):
@@ -111,10 +113,12 @@ class Config(Section):
 
     @property
     def device_defaults(self) -> dict[str, object]:
-        """By `section.key`: what stands there as the default of instances that decode on GPUs; empty on CPUs."""
-        if not self.decodes_on_gpu:
-            return {}
-        kept = {name: (key, value) for name, (key, value, _) in _GPU_DEFAULTS.items()}
+        """By `section.key`: what stands there as the default of who has GPUs; empty on CPUs."""
+        kept = {
+            name: (key, value)
+            for name, (key, value, _) in _GPU_DEFAULTS.items()
+            if (self.learns_on_gpu if name == "trainer" else self.decodes_on_gpu)
+        }
         return {
             f"{s}.{key}": value for s, (key, value) in kept.items() if getattr(getattr(self, s), key) == value
         }
@@ -122,14 +126,15 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _simple_on_gpus(cls, given: Any) -> Any:
-        """Where instances decode on GPUs, what the user left open is what is hard to get wrong there."""
+        """Where instances or trainers have GPUs, what the user left open is what is hard to get wrong there."""
         if not isinstance(given, dict):
-            return given
-        wish = _given(given, "engine", "device") or "auto"
-        if not _takes_gpus(wish, _given(given, "cluster", "generation", "num_gpus") or 0):
             return given
         filled = dict(given)
         for section, (key, value, overruling) in _GPU_DEFAULTS.items():
+            whose, pool = ("trainer", "trainer") if section == "trainer" else ("engine", "generation")
+            wish = _given(given, whose, "device") or "auto"
+            if not _takes_gpus(wish, _given(given, "cluster", pool, "num_gpus") or 0):
+                continue
             have = filled.get(section, {})
             if isinstance(have, Section):
                 chosen = have.model_fields_set & overruling

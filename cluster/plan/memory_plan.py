@@ -7,15 +7,17 @@ ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
                 that comes; with drafter suffix what it looks up in, with a head that is trained its optimizer and
                 the hidden states
     trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
-                reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations;
-                with refits the draft's, and its targets
+                reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations,
+                copies of keys and values along a tree's paths, a chunk of logits, the head's gradient; with refits
+                the draft's, and its targets
     environment the interpreter; between turns instances keep caches on the host (engine.turn_cache_mb)
     reward      the interpreter alone, or the reward model's weights
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,7 +33,9 @@ from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from rlhfspec.engine.draft_policies import most_nodes
 from rlhfspec.engine.model.prefill_plan import MAX_BIAS_TOGETHER
 from rlhfspec.engine.weights.chunks import CHUNK_BYTES
+from rlhfspec.learning.trainer.batching import PATHS_PER_TOKEN
 from rlhfspec.learning.trainer.engine_scoring import MOST_SLOTS
+from rlhfspec.learning.trainer.training_forward import most_logits
 
 GIB = 1 << 30
 GPU_PAGE_BYTES = 2 << 20
@@ -75,7 +79,11 @@ _BUFFER_SHARES = 1 + 0.125 + 2 * 0.5
 _SOFT_TARGET_BYTES = 8
 "Id and log-probability of one likely token."
 _LOGIT_COPIES = 2
-"Logits and their gradient, float32."
+"Logits and their gradient, float32, where they are computed whole."
+_SEEN_LOGIT_COPIES = 3
+"Where a draft model learns from them: chunks, all of them together, and by sequence."
+_HEAD_GRADIENTS = 2
+"Of each pack, before they are added up: of the head's weight, and of the embedding's."
 _REFIT_LOGIT_COPIES = 4
 "Logits, their log-softmax and both gradients."
 _LAYING_OUT = 1.1
@@ -98,6 +106,9 @@ class ModelShape:
     vocab_size: int
     num_adapter_params: int | None = None
     "that learn where the others stay (LoRA); None: all learn"
+
+    has_whole_logits: bool = False
+    "something comes behind the head (soft caps, scaling), so that its logits are not computed by chunks"
 
     is_ours: bool = False
     "whether instances hold it as `engine.model.llama_model` does"
@@ -152,6 +163,8 @@ class MemoryPlan:
     "checkpoints and rollouts of the whole run"
     environment_bytes: int = 0
     "all environment actors"
+    trainer_parts: Mapping[str, int] = field(default_factory=dict)
+    "what one trainer holds, by what it is"
 
     @property
     def total_bytes(self) -> int:
@@ -170,7 +183,7 @@ class MemoryPlan:
         kv_pool = f"of which KV pool {gib(self.kv_pool_bytes)}"
         return [
             ("generation", f"{self.num_generation} x {gib(self.generation_bytes)} ({kv_pool})"),
-            ("trainer", f"{self.num_trainer} x {gib(self.trainer_bytes)}"),
+            ("trainer", f"{self.num_trainer} x {gib(self.trainer_bytes)}{_of_which(self.trainer_parts)}"),
             ("reward", f"{self.num_reward} x {gib(self.reward_bytes)}"),
             *([("environment", gib(self.environment_bytes))] if self.environment_bytes else []),
             ("object store", gib(self.object_store_bytes)),
@@ -182,6 +195,11 @@ class MemoryPlan:
 def gib(num_bytes: int) -> str:
     """Bytes as a short text, such as `1.50 GiB`."""
     return f"{num_bytes / GIB:.2f} GiB"
+
+
+def _of_which(parts: Mapping[str, int]) -> str:
+    held = ", ".join(f"{name} {num_bytes / GIB:.2f}" for name, num_bytes in parts.items() if num_bytes >= MIB)
+    return f" ({held})" if held else ""
 
 
 def require_gpu_room(
@@ -240,7 +258,9 @@ class MemoryNeeds:
     def plan(self, *, object_store_bytes: int) -> MemoryPlan:
         """The plan, of an object store of that size."""
         config, cluster = self._config, self._config.cluster
-        longest_sample, engine, learning = self._sample(), self._engine(), self._learner() + self._refit()
+        longest_sample, engine = self._sample(), self._engine()
+        parts = self._learner() | {"draft": self._refit()}
+        learning, process = sum(parts.values()), {"process": TORCH_PROCESS_BYTES, "scorer": self._scorer()}
         kv_pool = config.engine.max_running_samples * longest_sample
         if config.engine.kv_cache_mb is not None:
             kv_pool = min(kv_pool, int(config.engine.kv_cache_mb * MB))
@@ -254,7 +274,8 @@ class MemoryNeeds:
             generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine + int(kept_mb * MB) + self._spot(),
             kv_pool_bytes=kv_pool,
             longest_sample_bytes=longest_sample,
-            trainer_bytes=TORCH_PROCESS_BYTES + learning + self._scorer(),
+            trainer_bytes=learning + sum(process.values()),
+            trainer_parts=parts | process,
             reward_bytes=PLAIN_PROCESS_BYTES
             if self._reward_params is None
             else TORCH_PROCESS_BYTES + 2 * self._reward_params * _DTYPE_BYTES["float32"],
@@ -301,32 +322,55 @@ class MemoryNeeds:
         mask = min(MAX_BIAS_TOGETHER, tokens * shared * self._max_total_tokens) * (size + 4)
         return activations + mask + min(self._target_bytes, DEVICE_BUCKET_BYTES)
 
-    def _learner(self) -> int:
+    def _learner(self) -> dict[str, int]:
+        """What a trainer holds to learn with, by what it is."""
         config, target = self._config, self._target
         num_trainers = config.cluster.trainer.num_actors
         bucket = DEVICE_BUCKET_BYTES if config.learns_on_gpu and self._on_gpu else CHUNK_BYTES
-        packing = min(self._target_bytes, _PACKING_BUCKETS * bucket)
         weights = target.num_params * _MASTER_BYTES
         if target.num_adapter_params is not None:
             # the weights below stay, and serve as the reference too
             kept = self._target_bytes if config.cluster.trainer.num_gpus else weights
-            learned, reference = target.num_adapter_params * _MASTER_BYTES * (1 + _ADAM_COPIES), 0
+            learned, reference = target.num_adapter_params * _MASTER_BYTES, 0
         else:
             # on a CPU that computes in float32 the reference is held in it too
-            kept, learned = 0, weights * (1 + _ADAM_COPIES)
+            kept, learned = 0, weights
             reference = weights if config.algorithm.kl_coef > 0 else 0
+        held = {
+            "weights": kept + learned,
+            "gradient, moments": learned * _ADAM_COPIES,
+            "reference": reference,
+        }
         if config.trainer.strategy == "fsdp2":
             # shards; each trainer still reads and publishes whole models
-            kept, learned, reference = (-(-part // num_trainers) for part in (kept, learned, reference))
-        tokens = config.trainer.max_tokens_per_forward
-        kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
-        holes = 0 if config.learns_on_gpu else _HOST_HOLES_PER_LAYER * target.kv.num_layers
-        activations = tokens * target.hidden_size * 4 * (_ACTIVATIONS_PER_LAYER * kept_layers + holes)
-        logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
+            held = {name: -(-part // num_trainers) for name, part in held.items()}
         # the critic learns from the states of every response token; each trainer keeps those of its share
         states = self._num_samples * config.sampling.max_new_tokens * target.hidden_size * 4
-        states = -(-states // num_trainers) if config.algorithm.has_critic else 0
-        return kept + learned + reference + packing + activations + logits + states
+        return held | {
+            "publication": min(self._target_bytes, _PACKING_BUCKETS * bucket),
+            f"activations of {config.trainer.max_tokens_per_forward} tokens": self._activations(),
+            "logits": self._logits(),
+            "critic": -(-states // num_trainers) if config.algorithm.has_critic else 0,
+        }
+
+    def _activations(self) -> int:
+        """Of one forward, keys and values along the paths of its tree included."""
+        config, target, tokens = self._config, self._target, self._config.trainer.max_tokens_per_forward
+        kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
+        holes = 0 if config.learns_on_gpu else _HOST_HOLES_PER_LAYER * target.kv.num_layers
+        values = target.hidden_size * (_ACTIVATIONS_PER_LAYER * kept_layers + holes)
+        along_paths = PATHS_PER_TOKEN * 2 * target.kv.num_kv_heads * target.kv.head_size * kept_layers
+        return tokens * (values + along_paths) * 4
+
+    def _logits(self) -> int:
+        """Of one forward, and the head's gradient until it is added to those before."""
+        config, target, tokens = self._config, self._target, self._config.trainer.max_tokens_per_forward
+        learns_head = target.num_adapter_params is None
+        gradient = target.vocab_size * target.hidden_size * 4 * (_HEAD_GRADIENTS if learns_head else 0)
+        if target.has_whole_logits or config.refits_draft:
+            copies = _SEEN_LOGIT_COPIES if config.refits_draft else _LOGIT_COPIES
+            return tokens * target.vocab_size * 4 * copies + gradient
+        return 4 * most_logits(tokens, target.vocab_size, on_gpu=config.learns_on_gpu) + gradient
 
     def _scorer(self) -> int:
         """Of the engine's forward that values log-probabilities: weights as they decode, caches."""

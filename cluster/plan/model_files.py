@@ -55,6 +55,10 @@ def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = N
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+_BEHIND_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"Settings of families that do something to their logits."
+
+
 def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape:
     """Sizes of the causal LM a Hugging Face config describes.
 
@@ -71,6 +75,7 @@ def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape
         kv=KVShape.of(config),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
+        has_whole_logits=any(getattr(text, name, None) not in (None, 1.0) for name in _BEHIND_THE_HEAD),
         is_ours=text.model_type in MODEL_TYPES,
     )
 

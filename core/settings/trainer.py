@@ -59,8 +59,8 @@ class TrainerConfig(Section):
     epochs: int = Field(default=1, ge=1)
     minibatch_size: int = Field(default=32, ge=1)
     "responses per optimizer step"
-    max_tokens_per_forward: int = Field(default=4096, ge=16)
-    "in one forward, packed without padding; more are accumulated"
+    max_tokens_per_forward: int = Field(default=2048, ge=16)
+    "in one forward, packed without padding; more are accumulated; where trainers have GPUs 4096 by default"
     block_samples: int = Field(default=8, ge=1)
     "samples for each trainer, by their index, whose forwards before the first step share packs"
     max_grad_norm: float = Field(default=1.0, gt=0.0)

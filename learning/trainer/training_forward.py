@@ -203,6 +203,12 @@ _KEPT_VALUES = 1 << 26
 "Of logits of one pack that its backward pass finds again; those beyond are computed anew."
 
 
+def most_logits(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
+    """Values of a pack's logits that are there at once where they go by chunks: kept ones, a chunk, its gradient."""
+    whole, chunk = num_tokens * vocab_size, _GPU_VALUES if on_gpu else _PRODUCT_VALUES
+    return min(whole, _KEPT_VALUES) + 2 * min(whole, max(chunk, vocab_size))
+
+
 def token_statistics(
     logits: Float[Tensor, "M V"],
     token_ids: Int[Tensor, " M"],

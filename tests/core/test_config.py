@@ -388,6 +388,11 @@ def test_on_gpus_what_is_left_open_is_simple(tmp_path: Path) -> None:
     assert (open_.speculation.policy, open_.engine.max_prefill_tokens) == ("fixed", 8192)
     assert open_.device_defaults == {"speculation.policy": "fixed", "engine.max_prefill_tokens": 8192}
     assert not config_from_dict(SMALLEST).device_defaults
+    assert config_from_dict(SMALLEST).trainer.max_tokens_per_forward == 2048
+    learning = config_from_dict(SMALLEST | {"cluster": {"trainer": {"num_gpus": 1}}})
+    assert learning.device_defaults == {"trainer.max_tokens_per_forward": 4096}
+    chosen = SMALLEST | {"cluster": {"trainer": {"num_gpus": 1}}, "trainer": {"max_tokens_per_forward": 512}}
+    assert config_from_dict(chosen).trainer.max_tokens_per_forward == 512
     dump_config(open_, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml") == open_
     sections: dict[str, Any] = {"models": ModelsConfig(draft="demo"), "engine": EngineConfig()}

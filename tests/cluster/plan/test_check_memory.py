@@ -152,13 +152,34 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     grpo = {"algorithm": {"kind": "grpo"}, "rollout": {"samples_per_prompt": 2}}
     # weights, gradient, two moments; reference; the packed copy
     copies = 4 + 1 + 1
-    unit, logits = 256 * 32 * 4, 256 * 100 * 4 * 2
+    unit = 256 * 32 * 4
+    # 8 tokens on paths for each token of a pack: keys and values of 2 heads of 8, of each layer
+    paths = 256 * 8 * 2 * 2 * 8 * 4
+    # a chunk and its gradient beside what is kept, all of them at this size; gradients of head and embedding
+    logits, head = 256 * 100 * 4 * 3, 2 * 100 * 32 * 4
     frozen = {"refit": False}
-    kept = plan(config(trainer=trainer, drafter_training=frozen, **grpo)).trainer_bytes
-    assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * (24 + 20) * unit + logits
+    made = plan(config(trainer=trainer, drafter_training=frozen, **grpo))
+    kept = made.trainer_bytes
+    assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * ((24 + 20) * unit + paths) + logits + head
+    assert kept == sum(made.trainer_parts.values())
+    assert made.trainer_parts["gradient, moments"] == 3 * made.trainer_parts["weights"] == 3 * 4000
     settings = config(trainer=trainer | {"gradient_checkpointing": True}, drafter_training=frozen, **grpo)
     thrifty = plan(settings).trainer_bytes
-    assert kept - thrifty == 2 * 24 * unit, "what the allocator keeps stays"
+    assert kept - thrifty == 2 * (24 * unit + paths), "what the allocator keeps stays"
+
+
+def test_logits_are_planned_by_the_chunk_unless_something_comes_behind_the_head_or_reads_them() -> None:
+    def logits(*, vocab_size: int = 262_144, caps: bool = False, refit: bool = False) -> int:
+        target = replace(TARGET, vocab_size=vocab_size, has_whole_logits=caps)
+        settings = config(trainer={"max_tokens_per_forward": 4096}, drafter_training={"refit": refit})
+        needs = MemoryNeeds(settings, ModelShapes(target=target, draft=DRAFT), max_total_tokens=50)
+        found = needs.plan(object_store_bytes=0).trainer_parts["logits"]
+        return found - 2 * vocab_size * 32 * 4
+
+    assert logits() == 4 * (2**26 + 2 * 2**23)
+    assert logits(caps=True) == 4096 * 262_144 * 4 * 2
+    assert logits(refit=True) == 4096 * 262_144 * 4 * 3
+    assert logits(vocab_size=100) == 4096 * 100 * 4 * 3
 
 
 def test_scoring_by_the_engine_takes_a_second_model_and_the_caches_of_some_samples() -> None:
@@ -237,10 +258,11 @@ def test_what_is_printed_adds_up_to_the_total() -> None:
         num_trainer=1,
         num_reward=4,
         disk_bytes=0,
+        trainer_parts={"weights": 1 << 30, "reference": 0, "activations": 2 << 30},
     )
     assert dict(made.rows()) == {
         "generation": "2 x 2.00 GiB (of which KV pool 1.00 GiB)",
-        "trainer": "1 x 3.00 GiB",
+        "trainer": "1 x 3.00 GiB (weights 1.00, activations 2.00)",
         "reward": "4 x 0.50 GiB",
         "object store": "0.25 GiB",
         "ray and driver": "1.00 GiB",
