@@ -23,6 +23,7 @@ RLHF on Ray with lossless tree speculative decoding.
 
 Start here:
   rlhfspec demo                                   a whole run on a small pair it makes itself
+  rlhfspec explain                                where its time went, and what to change next
   rlhfspec check --config configs/gsm8k_ppo.yaml  what a run would need, without running
   rlhfspec train --config FILE --set run.seed=1   the real thing
 """
@@ -41,13 +42,13 @@ def commands() -> dict[str, Command | Group]:
     from rlhfspec.cluster.commands.bench import bench, gpu_selftest
     from rlhfspec.cluster.commands.declare import Group
     from rlhfspec.cluster.commands.evaluate import evaluate, profile
-    from rlhfspec.cluster.commands.observe import diagnose, monitoring, report, status, trace
+    from rlhfspec.cluster.commands.observe import diagnose, explain, monitoring, report, status, trace
     from rlhfspec.cluster.commands.show import show
     from rlhfspec.cluster.commands.simulate import simulate
     from rlhfspec.cluster.commands.simulate_cluster import cluster
     from rlhfspec.cluster.commands.supervised import sft, train_reward
     from rlhfspec.cluster.commands.train import check, demo, train
-    from rlhfspec.cluster.commands.verify import replay, verify
+    from rlhfspec.cluster.commands.verify import compare, replay, verify
 
     return {
         "demo": demo,
@@ -67,6 +68,8 @@ def commands() -> dict[str, Command | Group]:
         "kube": Group(kube.ABOUT, {"render": kube.render}),
         "show": show,
         "report": report,
+        "explain": explain,
+        "compare": compare,
         "verify": verify,
         "replay": replay,
         "status": status,

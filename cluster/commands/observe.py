@@ -1,4 +1,4 @@
-"""`rlhfspec status`, `diagnose`, `trace`, `report` and `monitoring`: what a run does or did, why it stands still."""
+"""`rlhfspec status`, `explain`, `diagnose`, `trace`, `report`, `monitoring`: what a run does or did, why it stands."""
 
 from __future__ import annotations
 
@@ -69,6 +69,26 @@ def status(
                 while True:
                     time.sleep(watch)
                     live.update(_view(run, address), refresh=True)
+    return 0
+
+
+def explain(run: Annotated[str, Arg("RUN", "folder of the run")] | None = None) -> int:
+    """Where a run's time went, and what to change next.
+
+    Say in ten lines, from the records of a run that is finished or not: where its time went, what speculation, drafting
+    and moves gave and cost, what a comparison measured (`rlhfspec compare`), and the config key to change next.
+
+      rlhfspec explain                         the newest run under ./runs
+      rlhfspec explain runs/demo-20260101-120000
+    """
+    from rlhfspec.cluster.observe.explanation import explain_run, explanation_text
+    from rlhfspec.core.errors import DataError
+
+    run_dir = _open(run)
+    explained = explain_run(run_dir)
+    if explained is None:
+        raise DataError(f"{run_dir.path} has nothing to explain: no iteration of RLHF has finished in it")
+    print(explanation_text(explained))
     return 0
 
 

@@ -56,10 +56,7 @@ def train(
     with Reporter() as report:
         prepared = prepare_run(config, overrides, report, out=out, resume=resume, dry_run=dry_run)
         if dry_run:
-            import yaml
-
-            report.note(yaml.safe_dump(prepared.plan.config.model_dump(mode="json"), sort_keys=False))
-            report.note("\n".join(prepared.plan.report))
+            _tell_plan(prepared.plan, report)
         else:
             _run(prepared, report)
     return 0
@@ -75,9 +72,39 @@ def demo(
     """A whole run on a small pair that is made on the spot.
 
     Train configs/demo.yaml: makes and caches a small target and draft model on the first run, then runs
-    RLHF on step-by-step letter chains, on a local Ray with its dashboard.
+    RLHF on step-by-step letter chains, on a local Ray with its dashboard. At the end the last batch is decoded once
+    more without speculation and moves (`rlhfspec compare`), and what they gave is printed (`rlhfspec explain`).
     """
-    return train(config=config, overrides=overrides, out=out, dry_run=dry_run)
+    from rlhfspec.cluster.commands.verify import compare_and_tell
+    from rlhfspec.cluster.observe.console import Reporter
+    from rlhfspec.cluster.plan.prepared_run import prepare_run
+
+    with Reporter() as report:
+        prepared = prepare_run(config, overrides, report, out=out, dry_run=dry_run)
+        if dry_run:
+            _tell_plan(prepared.plan, report)
+            return 0
+        run_dir = _run(prepared, report)
+        from rlhfspec.cluster.observe.explanation import explain_run, explanation_text
+        from rlhfspec.core.errors import DataError
+
+        try:
+            compare_and_tell(run_dir.path, report)
+        except DataError as error:
+            # of a config of one's own, whose runs cannot be compared
+            report.stop()
+            report.note(str(error))
+        explained = explain_run(run_dir)
+        if explained is not None:
+            report.note(explanation_text(explained))
+    return 0
+
+
+def _tell_plan(plan: RunPlan, report: Reporter) -> None:
+    import yaml
+
+    report.note(yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False))
+    report.note("\n".join(plan.report))
 
 
 def check(
@@ -144,7 +171,8 @@ def _check_manifest(
     report.note(f"check passed: {manifest} can hold the run")
 
 
-def _run(prepared: PreparedRun, report: Reporter) -> None:
+def _run(prepared: PreparedRun, report: Reporter) -> RunDir:
+    """Train; the run folder."""
     from rlhfspec.cluster.folder.layout import RunDir
     from rlhfspec.cluster.folder.leftovers import sweep_run_folders
     from rlhfspec.cluster.folder.remote_copy import copying
@@ -166,6 +194,7 @@ def _run(prepared: PreparedRun, report: Reporter) -> None:
         report.note(line)
     with copying(run_dir, config.run.copy_to, report.note):
         _train(plan, run_dir, report, None if resumed is None else resumed.state)
+    return run_dir
 
 
 def _train(plan: RunPlan, run_dir: RunDir, report: Reporter, state: RunState | None = None) -> None:
@@ -239,3 +268,12 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_p
     except Exception as error:
         report.note(f"summary or picture is missing: {describe_error(error)}")
     report.finish(summary, run_dir)
+    if summary is not None:
+        with suppress(Exception):
+            # on the way out of a run that failed nothing may hide why
+            from rlhfspec.cluster.observe.explanation import explain_run
+
+            explained = explain_run(run_dir)
+            report.note(
+                "" if explained is None else f"change next: {explained.change()} (more: rlhfspec explain)"
+            )

@@ -1,4 +1,4 @@
-"""`rlhfspec verify` and `rlhfspec replay`: prove a run from its folder, bit for bit; follow one sample or one log."""
+"""`rlhfspec verify`, `compare` and `replay`: prove a run from its folder, bit for bit; follow one sample or one log."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rlhfspec.cluster.commands.arguments import SEED, number, set_flag
 from rlhfspec.cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
+    from rlhfspec.cluster.observe.console import Reporter
     from rlhfspec.cluster.verify.verification import Verification
     from rlhfspec.core.decode_records import StepRecord
 
@@ -74,6 +75,36 @@ def verify(
     for line in _lines(verification):
         report.note(line)
     return 0 if verification.holds else 1
+
+
+def compare(run_dir: Annotated[Path, Arg("RUN", "folder that the run printed first")]) -> int:
+    """Measure what speculation and moves gave a run.
+
+    Decode the last batch of a finished run once more, on as many instances with the same weights, without speculation
+    and moves: every sample is bound to an instance in turn, as engines do that split a batch up front. Prints how much
+    faster the run's own rollout and step were, and writes it into comparison.json, which `rlhfspec explain` reads.
+
+      rlhfspec compare runs/demo-20260101-120000
+
+    Responses are scored again, as in the run. The batch's weights must be kept: run.checkpoint_every=1 with
+    run.keep_checkpoints=2 keeps those of the last.
+    Exit codes: 0 all tokens are equal, 1 one differs, 2 nothing of this run can be compared.
+    """
+    from rlhfspec.cluster.observe.console import Reporter
+
+    with Reporter() as report:
+        compare_and_tell(run_dir, report)
+    return 0
+
+
+def compare_and_tell(run_dir: Path, report: Reporter) -> None:
+    """What `compare` does. Raises as `compare_run`."""
+    report.stage("loading torch and transformers")
+    from rlhfspec.cluster.jobs.plain_static import compare_run
+
+    done = compare_run(run_dir, report)
+    report.stop()
+    report.note(done.text)
 
 
 def _lines(done: Verification) -> list[str]:

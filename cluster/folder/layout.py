@@ -23,6 +23,7 @@
     RUN/traces/iteration_0000.json.gz   the trace of each of the last 100 iterations, for `rlhfspec trace`
     RUN/remote_copy.json                what the copy at run.copy_to has, where that is set
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
+    RUN/comparison.json                 the last batch beside the same one decoded plainly (`rlhfspec compare`)
 
 A job's working directory (Ray unpacks it under its own temporary folder and deletes it) is never
 used: results would vanish with it. Names that begin with `.partial-` are of what is being written.
@@ -285,6 +286,11 @@ class RunDir:
     def summary_file(self) -> Path:
         """The closing table as text."""
         return self.path / "summary.txt"
+
+    @property
+    def comparison_file(self) -> Path:
+        """The last batch beside the same one, decoded plainly (`rlhfspec compare`)."""
+        return self.path / "comparison.json"
 
     def rollouts_file(self, iteration: int) -> Path:
         """Parquet file of one iteration's rollouts; iterations count from 0."""

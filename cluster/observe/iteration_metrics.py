@@ -92,6 +92,8 @@ def iteration_figures(
         "rollout/mean_acceptance_length": stats.mean_acceptance_length,
         "rollout/acceptance_rate": stats.acceptance_rate,
         "rollout/goodput_tokens_per_s": float(lengths.sum()) / max(seconds["generate"], 1e-9),
+        "rollout/decode_s": stats.busy_s,
+        "rollout/draft_s": stats.draft_s,
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/num_samples": float(len(rollouts)),
@@ -229,6 +231,7 @@ def move_figures(
         | {
             "moves/decode_thread_s": stats.move_s,
             "moves/planning_s": planning_s,
+            "moves/expected_gain_s": sum(record.gain_s for record in done),
             "moves/overhead_share": overhead_share(stats, planning_s=planning_s),
         }
     )

@@ -100,7 +100,9 @@ def make_run(config: Config, folder: Path, *, is_drafted: bool = False) -> Path:
                 for prompt, completion, text, reward in zip(prompts, completions, texts, rewards, strict=True)
             ],
         )
-        MetricsLog(run.metrics_file).write(iteration, {"rollout/invariant": 1.0, "time/generate_s": 10.0})
+        MetricsLog(run.metrics_file).write(
+            iteration, {"rollout/invariant": 1.0, "time/generate_s": 10.0, "time/iteration_s": 20.0}
+        )
         if config.rollout.max_staleness and not iteration:
             begun = [_begun(engine, request) for request in cursor.next_requests(SAMPLES, 1, sampling)]
         torch.manual_seed(iteration)

@@ -1,0 +1,129 @@
+"""`rlhfspec explain`: ten lines from a run's records; the change that is told fits the largest part of its time."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.explanation import Explained, explanation_text
+from rlhfspec.cluster.observe.summary import summarise
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import apply_overrides, config_from_dict
+
+TREE: dict[str, Any] = {
+    "models": {"target": "demo", "draft": "demo"},
+    "data": {"task": "chain"},
+    "cluster": {"generation": {"num_actors": 2}},
+    "trainer": {"num_threads": 2},
+    "algorithm": {"kl_coef": 0.0},
+}
+PARTS = {"generate": 4.0, "update": 2.0, "publish": 1.0, "score": 0.5, "refit": 0.5, "evaluate": 0.0}
+
+
+def row(parts: dict[str, float], **more: float) -> dict[str, float]:
+    """An iteration of 10 s of which these parts took their seconds."""
+    seconds = PARTS | parts
+    figures = {f"time/{part}_s": value for part, value in seconds.items()}
+    return figures | {
+        "time/iteration_s": 10.0,
+        "reward/mean": 0.5,
+        "rollout/num_samples": 10.0,
+        "rollout/response_tokens_mean": 20.0,
+        "rollout/mean_acceptance_length": 3.0,
+        "rollout/acceptance_rate": 0.75,
+        "rollout/decode_s": 1.5 * seconds["generate"],
+        "rollout/draft_s": 0.3 * seconds["generate"],
+        "moves/num_moved": 2.0,
+        "moves/expected_gain_s": 0.5,
+        "moves/decode_thread_s": 0.03,
+        "moves/planning_s": 0.03,
+        **more,
+    }
+
+
+def config_of(*settings: str) -> Config:
+    return config_from_dict(apply_overrides(deepcopy(TREE), list(settings)), origin="the test")
+
+
+def explained(
+    *settings: str, num_cores: int = 2, parts: dict[str, float] | None = None, **more: float
+) -> Explained:
+    return of_rows([row(parts or {}, **more)] * 2, *settings, num_cores=num_cores)
+
+
+def of_rows(metrics: list[dict[str, float]], *settings: str, num_cores: int = 2) -> Explained:
+    summary = summarise(metrics)
+    assert summary is not None
+    return Explained(config=config_of(*settings), metrics=metrics, summary=summary, num_cores=num_cores)
+
+
+def test_ten_rows_say_where_the_time_went_and_what_each_mechanism_gave() -> None:
+    rows = dict(explained().rows())
+    assert len(rows) == 10
+    assert rows["run"] == "2 iterations in 20 s, 20 samples, 400 tokens"
+    assert rows["time"] == (
+        "generation 40%, reward 5%, update 20%, publication 10%, draft refit 5%, evaluation 0%, other 20%"
+    )
+    assert rows["waiting"].startswith("instances decoded 75% of generation")
+    assert rows["speculation"].startswith(
+        "3.00 tokens a sample and decode step (1 without), 75% of the drafted"
+    )
+    assert rows["drafting"].startswith("20% of decoding; the draft's refit 5% of all")
+    assert rows["moves"].startswith("4 samples moved, expected to shorten the tails by 1.0 s; they cost 1.0%")
+    assert rows["limit"].startswith("generation in no time would make an iteration 1.67 times")
+    assert "rlhfspec compare RUN" in rows["measured"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "said"),
+    [
+        (["speculation.policy=off"], {}, "speculation.policy=goodput"),
+        (["reallocation.policy=static"], {}, "reallocation.policy=finish_time"),
+        ([], {"rollout/mean_acceptance_length": 1.1}, "speculation.look_up=suffix"),
+        ([], {"rollout/decode_s": 4.0}, "rollout.prompts_per_iteration=64: instances stood idle for 50%"),
+        ([], {"num_cores": 8}, "cluster.generation.num_actors=8"),
+        ([], {}, "nothing that these records show"),
+        (["trainer.num_threads=1"], {"parts": {"update": 6.0}}, "trainer.num_threads=2"),
+        (["algorithm.kl_coef=0.1"], {"parts": {"update": 6.0}}, "algorithm.kl_coef=0"),
+        (["trainer.epochs=3"], {"parts": {"update": 6.0}}, "trainer.epochs=1"),
+        ([], {"parts": {"update": 6.0}}, "rollout.max_staleness=1"),
+        ([], {"parts": {"publish": 6.0, "generate": 1.0}}, "rollout.prompts_per_iteration=64"),
+        ([], {"parts": {"score": 6.0, "generate": 1.0}}, "cluster.reward.num_actors=2"),
+        ([], {"parts": {"refit": 6.0, "generate": 1.0}}, "drafter_training.budget_share=0.025"),
+        ([], {"learner/no_signal": 1.0, "reward/min": 0.5, "reward/max": 0.5}, "the rewards first"),
+    ],
+)
+def test_the_change_fits_the_largest_part(settings: list[str], more: dict[str, Any], said: str) -> None:
+    assert explained(*settings, **more).change().startswith(said)
+
+
+@pytest.mark.parametrize("parts", [{"update": 6.0}, {"publish": 6.0}, {"score": 6.0}, {"refit": 6.0}, {}])
+def test_a_change_is_a_key_with_a_value_that_the_config_takes(parts: dict[str, float]) -> None:
+    told = explained("reallocation.policy=pull", parts=parts).change().split(": ")[0]
+    changed = config_of("reallocation.policy=pull", *told.split(" with "))
+    assert changed != config_of("reallocation.policy=pull")
+
+
+def test_of_a_folder_without_iterations_nothing_is_explained(tmp_path: Path, capsys) -> None:
+    run = RunDir.create(config_of(), tmp_path / "run")
+    assert main(["explain", str(run.path)]) == 2
+    assert "no iteration of RLHF has finished" in capsys.readouterr().err
+    run.metrics_file.write_text(json.dumps({"iteration": 0, **row({})}) + "\n")
+    assert main(["explain", str(run.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[-1].startswith("change next")
+
+
+def test_an_earlier_versions_run_is_explained_without_what_it_did_not_record() -> None:
+    old = {
+        name: value
+        for name, value in row({}).items()
+        if name not in ("rollout/decode_s", "rollout/draft_s", "moves/expected_gain_s")
+    }
+    assert "not recorded" in explanation_text(of_rows([old]))
