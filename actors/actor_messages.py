@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
 from rlhfspec.policies.scaling.scaling_records import Resize
 from rlhfspec.policies.scheduling.events import Alarm, Left, MoveRecord
 from rlhfspec.profiles.profile import Profile
+
+if TYPE_CHECKING:
+    from rlhfspec.engine.decoding.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,8 @@ class GenerationSpec:
     "of a GPU that is its own"
     spot: SpotSpec | None = None
     "None: it trains no draft head"
+    stop_strings: StopStrings | None = None
+    "where sampling.stop names any"
 
     @property
     def model_names(self) -> tuple[str, ...]:

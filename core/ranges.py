@@ -15,7 +15,13 @@ LARGEST_TEMPERATURE = 1e30
 
 
 def require_sampling_ranges(
-    *, temperature: object, top_k: object, top_p: object, max_new_tokens: object, stop_token_ids: object
+    *,
+    temperature: object,
+    top_k: object,
+    top_p: object,
+    max_new_tokens: object,
+    stop_token_ids: object,
+    stop: object,
 ) -> None:
     """Raise ConfigError for the first that is not a number of its kind within its range."""
     whole, number = (int, np.integer), (int, float, np.integer, np.floating)
@@ -48,6 +54,12 @@ def require_sampling_ranges(
             isinstance(token, whole) and not isinstance(token, bool) and token >= 0
             for token in stop_token_ids
         ),
+    )
+    _require(
+        "stop",
+        stop,
+        "texts of at least one character",
+        isinstance(stop, Iterable) and all(isinstance(text, str) and text for text in stop),
     )
 
 

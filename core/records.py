@@ -87,16 +87,20 @@ class SamplingParams:
     top_p: float = _SAMPLING.top_p
     max_new_tokens: int = _SAMPLING.max_new_tokens
     stop_token_ids: tuple[int, ...] = _SAMPLING.stop_token_ids
+    stop: tuple[str, ...] = _SAMPLING.stop
+    "texts; what decodes must have been told of the tokenizer (`Engine.stop_strings`)"
 
     def __post_init__(self) -> None:
         stops = self.stop_token_ids
         stops = tuple(stops) if isinstance(stops, Iterable) else stops
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
         require_sampling_ranges(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=stops,
+            stop=texts,
         )
         # numbers of numpy's narrow types would wrap where they are added up
         for name, value in (
@@ -105,6 +109,7 @@ class SamplingParams:
             ("top_p", float(self.top_p)),
             ("max_new_tokens", int(self.max_new_tokens)),
             ("stop_token_ids", tuple(int(token) for token in stops)),
+            ("stop", tuple(texts)),
         ):
             object.__setattr__(self, name, value)
 

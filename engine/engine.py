@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, GenerationStats, InstanceLoad, StepRecord
-from rlhfspec.core.errors import WeightsError
+from rlhfspec.core.errors import ConfigError, WeightsError
 from rlhfspec.core.progress import Progress
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.core.sample_state import SampleState
@@ -24,6 +24,7 @@ from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.counters import Tally
 from rlhfspec.engine.decode_step import DecodeStep, decode_step
 from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.stop_strings import StopStrings
 from rlhfspec.engine.drafters.drafter import Drafter, part_of
 from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 from rlhfspec.engine.drafters.refinement import Refinement, Scorer
@@ -110,9 +111,15 @@ class Engine:
     def resume(self, state: SampleState) -> None:
         """Queue a sample of which something may have been generated; its caches are computed from its tokens.
 
-        Raises DataError for what cannot be sampled; WeightsError when other weights than ours chose its tokens.
+        Raises DataError for what cannot be sampled; WeightsError when other weights than ours chose its tokens;
+        ConfigError for stop strings without `stop_strings`.
         """
         require_can_go_on(state, vocab_size=self.runner.vocab_size, max_total_tokens=self.max_total_tokens)
+        if state.request.sampling.stop and self.stop_strings is None:
+            raise ConfigError(
+                "sampling.stop was given and this engine knows no texts; set engine.stop_strings to "
+                "stop_strings(tokenizer) of rlhfspec.learning.data.end_tokens"
+            )
         self.require_version(state)
         self._waiting.append(state)
 
@@ -147,6 +154,15 @@ class Engine:
             # samples that were submitted before: the next step returns them
             self._unclaimed = [c for c in (*self._unclaimed, *done.values()) if c.key not in keys]
         return [done[request.key] for request in requests]
+
+    @property
+    def stop_strings(self) -> StopStrings | None:
+        """What finds `sampling.stop` in responses; None: no request may have any."""
+        return self._batch.stop_strings
+
+    @stop_strings.setter
+    def stop_strings(self, found_by: StopStrings | None) -> None:
+        self._batch.stop_strings = found_by
 
     @property
     def policy(self) -> DraftPolicy:
@@ -382,7 +398,8 @@ class Engine:
     def _finish(self, slot: int, *, is_cut: bool = False) -> Completion:
         """Take a finished sample out of its slot; the last one moves in."""
         state = self._batch.state(slot, weight_version=self.weight_version)
-        completion = completion_of(state, instance=self.instance, is_cut=is_cut)
+        stopped = self._batch.has_stopped(slot)
+        completion = completion_of(state, instance=self.instance, has_stopped=stopped, is_cut=is_cut)
         if state.request.keeps_caches:
             self.exchange.keep(slot)
         self.exchange.vacate(slot)

@@ -11,13 +11,14 @@ from rlhfspec.core.records import Completion, FinishReason, as_asked
 from rlhfspec.core.sample_state import SampleState
 
 
-def completion_of(state: SampleState, *, instance: str, is_cut: bool = False) -> Completion:
+def completion_of(
+    state: SampleState, *, instance: str, has_stopped: bool = False, is_cut: bool = False
+) -> Completion:
     """Return the completion of a sample that has its last token, or is cut before it."""
     request = state.request
     if is_cut and not state.num_new_tokens:
         return as_asked(request)
-    stopped = int(state.token_ids[-1]) in request.sampling.stop_token_ids
-    ended = FinishReason.STOP if stopped else FinishReason.LENGTH
+    ended = FinishReason.STOP if has_stopped else FinishReason.LENGTH
     return Completion(
         key=request.key,
         prompt_id=request.prompt.prompt_id,

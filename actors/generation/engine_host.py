@@ -292,6 +292,7 @@ class ManifestHost:
             backend=self._backend,
             verdicts=self._verdicts(),
         )
+        self._engine.stop_strings = self._spec.stop_strings
         if self._spec.step_log:
             self._engine.step_log = []
         teaches = self._models["target"].config.get_text_config().model_type in MODEL_TYPES

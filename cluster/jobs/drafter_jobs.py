@@ -46,9 +46,9 @@ class DrafterInputs:
         return min(num_token_ids(self.tokenizer), self.target.config.get_text_config().vocab_size)
 
     def sampling(self, temperature: float, max_new_tokens: int) -> SamplingParams:
-        """With the stop tokens that a run would have."""
+        """With the stop tokens that a run would have; behind a stop string there is more to learn from."""
         wished = self.config.sampling.model_copy(
-            update={"temperature": temperature, "max_new_tokens": max_new_tokens}
+            update={"temperature": temperature, "max_new_tokens": max_new_tokens, "stop": ()}
         )
         return sampling_params(wished, self.tokenizer, model=self.config.models.target)
 

@@ -19,7 +19,7 @@ from rlhfspec.core.settings.data import DataConfig
 from rlhfspec.core.settings.generation import SamplingConfig
 from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.engine.weights.loading import load_tokenizer, num_token_ids
-from rlhfspec.learning.data.end_tokens import EndTokens, find_end_tokens
+from rlhfspec.learning.data.end_tokens import EndTokens, find_end_tokens, stop_strings
 from rlhfspec.learning.data.prompts import PromptDataset, load_prompts
 from rlhfspec.learning.data.template_time import keep_time
 
@@ -86,6 +86,8 @@ def read_inputs(config: Config, tokenizer: PreTrainedTokenizerBase | None = None
             f"sampling.{name} must be ids of the tokenizer, 0 to {num_ids - 1}, got {unknown[0]}; such a "
             "token is never sampled, so it would stop nothing: take it out"
         )
+    if config.sampling.stop:
+        stop_strings(tokenizer)  # raises where it has no texts as they are sampled
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
     ends = end_tokens(config.data, config.sampling, config.models.target, dataset, tokenizer)
     dataset, evaluation = split_evaluation(config, dataset, tokenizer, end_token_ids=ends.token_ids)

@@ -20,6 +20,7 @@ from rlhfspec.core.config import Config
 from rlhfspec.core.settings.generation import ReallocationConfig
 from rlhfspec.core.settings.reward import RewardConfig
 from rlhfspec.engine.weights.loading import num_token_ids
+from rlhfspec.learning.data.end_tokens import stop_strings
 from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
 from rlhfspec.policies.reallocation.gate import Gate
 from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
@@ -112,6 +113,7 @@ class RunPlan:
             gpu_bytes=0 if self.memory is None else self.memory.gpu_bytes,
             gpu_share=pool.num_gpus,
             spot=spot if config.trains_head else None,
+            stop_strings=stop_strings(self.inputs.tokenizer) if config.sampling.stop else None,
         )
 
     def trainer_spec(self) -> TrainerSpec:

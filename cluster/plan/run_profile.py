@@ -7,7 +7,7 @@ GPUs always do: the starting process may have no GPU, and if it has one, memory 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -60,7 +60,8 @@ class RunProfile:
         self._models, self._engine, self._speculation = config.models, config.engine, config.speculation
         self._inputs, self._drafts, self._on_gpu = inputs, what_drafts(config), config.decodes_on_gpu
         self._folder = Path(config.run.cache_dir).expanduser() / "profiles"
-        self._sampling = sampling_params(config.sampling, inputs.tokenizer, model=config.models.target)
+        sampling = sampling_params(config.sampling, inputs.tokenizer, model=config.models.target)
+        self._sampling = replace(sampling, stop=())  # costs and acceptance are those of responses that go on
         self._seed = config.run.seed
 
     def known(self) -> Profile | None:

@@ -33,6 +33,7 @@ from rlhfspec.engine.weights.causal_lm import CausalLM
 from rlhfspec.engine.weights.chunks import pack_tensors, pack_weights, weight_views
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
 from rlhfspec.engine.weights.stored_weights import stored_weights
+from rlhfspec.learning.data.end_tokens import stop_strings
 from rlhfspec.policies.drafting.baselines import FixedPolicy
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy
 
@@ -115,6 +116,7 @@ class Regenerator:
             drafter=None if policy else self._drafter,
             verdicts=KeptVerdicts(Path(config.run.cache_dir).expanduser() / "probes"),
         )
+        self.engine.stop_strings = stop_strings(tokenizer) if sampling.stop else None
 
     def run(self, work: Work) -> Regenerated:
         """Generate the samples again.
@@ -228,8 +230,9 @@ class _Again:
         sampling = self._sampling
         if piece.end is not None:
             # what ends a turn is the environment's business, too
-            stops = sampling.stop_token_ids if recorded.sampled is None else ()
-            sampling = replace(sampling, max_new_tokens=piece.end, stop_token_ids=stops)
+            sampling = replace(sampling, max_new_tokens=piece.end)
+            if recorded.sampled is not None:
+                sampling = replace(sampling, stop_token_ids=(), stop=())
         return SampleRequest(
             key=replace(recorded.key, turn=number),
             prompt=self._prompt,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhfspec.core.ranges import LEAST_TEMPERATURE
 from rlhfspec.core.settings.section import MAX_THREADS, Seconds, Section, UserPath
+
+StopString = Annotated[str, Field(min_length=1)]
 
 
 class SamplingConfig(Section):
@@ -19,6 +21,10 @@ class SamplingConfig(Section):
     max_new_tokens: int = Field(default=256, ge=1)
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     "what ends a response beside end_token_ids"
+    stop: Annotated[
+        tuple[StopString, ...], BeforeValidator(lambda one: (one,) if isinstance(one, str) else one)
+    ] = ()
+    "one or several texts: a response ends behind the token that completes one, which stays in tokens and text"
     end_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """null: the tokenizer's end token, those of generation_config.json (without one, of config.json) and, for
     conversations, what closes a turn of the chat template; a run's own config keeps what was found"""

@@ -18,6 +18,7 @@ from rlhfspec.core.sample_state import SampleState
 from rlhfspec.engine.attention.visibility import count_up
 from rlhfspec.engine.decoding.noise import Noise, NoiseSource, key_words, row_words
 from rlhfspec.engine.decoding.sampling_rule import RowSampling
+from rlhfspec.engine.decoding.stop_strings import StopStrings
 from rlhfspec.engine.upload import upload
 
 NO_STOP = -1
@@ -77,6 +78,9 @@ class RunningBatch:
         self.words = np.zeros((num_slots, 2), dtype=np.int32)
         self.stop_ids = np.full((num_slots, 1), NO_STOP, dtype=np.int64)
         "stop tokens of each sample, padded"
+        self.stop_strings: StopStrings | None = None
+        self.text_starts = np.zeros(num_slots, dtype=np.int64)
+        "where the stretch of sampled tokens begins that a sample goes on with: stop strings are looked for in it"
         self._sampling: RowSampling | None = None
         self._inputs: StepInputs | None = None
         self._rows = np.arange(num_slots)[:, None]
@@ -109,6 +113,8 @@ class RunningBatch:
         self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
         self.words[slot] = key_words(request.key, prompt)
         self._set_stop_ids(slot, request.sampling.stop_token_ids)
+        given = [] if request.history is None else np.flatnonzero(~request.history.sampled)
+        self.text_starts[slot] = len(prompt) + (given[-1] + 1 if len(given) else 0)
         self._sampling = self._noise = self._inputs = None
         return slot
 
@@ -144,10 +150,12 @@ class RunningBatch:
         return bool(length == self.limits[slot]) or self.has_stopped(slot)
 
     def has_stopped(self, slot: int) -> bool:
-        """True when a sample stands behind a stop token, wherever its limit is."""
+        """True when a sample stands behind a stop token or string, wherever its limit is."""
         length = int(self.lengths[slot])
-        is_begun = length > self.prompt_lengths[slot]
-        return bool(is_begun and self.tokens[slot, length - 1] in self.stop_ids[slot])
+        if length == self.prompt_lengths[slot]:
+            return False
+        last = self.tokens[slot, length - 1 : length]
+        return bool(last[0] in self.stop_ids[slot]) or self._text_end(slot, length - 1, last) is not None
 
     def remove(self, slot: int) -> int:
         """Take a sample out; the last one moves into its slot. Returns the slot it came from."""
@@ -165,6 +173,7 @@ class RunningBatch:
             self.limits,
             self.words,
             self.stop_ids,
+            self.text_starts,
         ):
             array[slot] = array[last]
         self.requests.pop()
@@ -179,7 +188,7 @@ class RunningBatch:
         sampling_logprobs: np.ndarray,
         num_accepted: np.ndarray,
     ) -> tuple[int, np.ndarray, np.ndarray]:
-        """Commit what a decode step emitted, cut behind stop tokens and at limits.
+        """Commit what a decode step emitted, cut behind stop tokens and strings, and at limits.
 
         Args:
             token_ids: [B, D]; entries up to num_accepted[b] are emitted.
@@ -196,6 +205,10 @@ class RunningBatch:
         count = np.minimum(num_accepted + 1, self.limits[:live] - lengths)
         column = np.arange(token_ids.shape[1])
         stops = (token_ids[:, :, None] == self.stop_ids[:live, None]).any(-1) & (column < count[:, None])
+        for slot, length in enumerate(lengths.tolist()):
+            end = self._text_end(slot, length, token_ids[slot, : count[slot]])
+            if end is not None:
+                stops[slot, end] = True
         stopped = stops.any(1)
         count = np.where(stopped, stops.argmax(1) + 1, count)
         row, taken = np.nonzero(column < count[:, None])
@@ -216,6 +229,13 @@ class RunningBatch:
         broken = row[~np.isfinite(policy + sampling)]
         finished = np.nonzero(stopped | (self.lengths[:live] == self.limits[:live]))[0]
         return len(row), finished, np.unique(broken) if len(broken) else broken
+
+    def _text_end(self, slot: int, length: int, new: np.ndarray) -> int | None:
+        """Return which of `new` tokens behind the first `length` completes a stop string first; None: none does."""
+        stop = self.requests[slot].sampling.stop
+        if not stop or self.stop_strings is None:
+            return None
+        return self.stop_strings.first_end(self.tokens[slot, self.text_starts[slot] : length], new, stop)
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         wider = len(stop_ids) - self.stop_ids.shape[1]

@@ -9,6 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhfspec.core.config import DataConfig
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.engine.decoding.stop_strings import StopStrings
 from rlhfspec.engine.weights.generation_settings import as_ids, config_end_tokens, load_generation_settings
 from rlhfspec.engine.weights.loading import num_token_ids
 from rlhfspec.learning.data.chat_format import own_template, render_chat
@@ -98,6 +100,17 @@ def generation_end_tokens(model: str) -> list[int]:
     """
     settings = load_generation_settings(model)
     return config_end_tokens(model) if settings is None else as_ids(settings.eos_token_id)
+
+
+def stop_strings(tokenizer: PreTrainedTokenizerBase) -> StopStrings:
+    """What an engine finds `sampling.stop` with. Raises ConfigError for a tokenizer that is written in Python alone."""
+    decoder = getattr(tokenizer, "backend_tokenizer", None)
+    if decoder is None:
+        raise ConfigError(
+            f"sampling.stop reads texts as they are sampled and needs a fast tokenizer (tokenizer.json), got "
+            f"{type(tokenizer).__name__}; save one with the model, or set sampling.stop_token_ids instead"
+        )
+    return StopStrings(decoder, num_token_ids(tokenizer))
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None:

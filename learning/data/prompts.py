@@ -256,6 +256,7 @@ def sampling_params(
         top_p=sampling.top_p,
         max_new_tokens=sampling.max_new_tokens,
         stop_token_ids=tuple(stops),
+        stop=sampling.stop,
     )
 
 

@@ -22,7 +22,7 @@ from rlhfspec.cluster.verify.replay_sample import replay_sample
 from rlhfspec.cluster.verify.verify_run import verify_run
 from rlhfspec.core.checkpoint_manifest import MANIFEST, write_manifest
 from rlhfspec.engine.weights.chunks import model_checksum
-from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
 
 ALL = ["--share", "1", "--seed", "1", "--engines", "1"]
 
@@ -97,6 +97,21 @@ def test_a_response_that_should_have_ended_in_its_first_stretch_is_named(made_ah
     assert any(one.sample == sample and differs in str(one) for one in found)
     replayed = replay_sample(RecordedRun.open(made_ahead, [stops]), sample)
     assert differs in "".join(map(str, replayed.differences))
+
+
+def test_a_stop_string_that_two_weight_versions_complete_together_ends_a_response(made_ahead: Path) -> None:
+    run = RecordedRun.open(made_ahead)
+    tokenizer = load_tokenizer(run.config.models.target)
+    rows = pq.read_table(RunDir(path=made_ahead).rollouts_file(1)).to_pylist()
+    texts = [[tokenizer.decode(row["response_token_ids"][:end]) for end in range(25)] for row in rows]
+    number, stop = next(
+        (number, stop)
+        for number, text in enumerate(texts)
+        if (stop := text[CUT + 1][len(text[CUT - 1]) :]) and stop not in text[CUT] and stop in text[CUT + 1]
+    )
+    found = verify_run(made_ahead, share=1.0, overrides=[f"sampling.stop={json.dumps(stop)}"]).differences
+    differs = f"number of token ids: expected {CUT + 1}, got {len(rows[number]['response_token_ids'])}"
+    assert any(one.sample == SAMPLES + number and differs in str(one) for one in found)
 
 
 def test_a_sample_that_is_staler_than_the_run_allows_is_named(

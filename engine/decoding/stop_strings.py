@@ -1,0 +1,58 @@
+"""Where a response ends by its text: behind the first token that completes a stop string."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Bool, Int
+from tokenizers import Tokenizer
+
+_PART_OF_A_CHARACTER = "\ufffd"
+_MORE_TOKENS = 8
+"That a window has beyond one a byte: of some tokenizers the first token's text depends on what is before it."
+
+
+class StopStrings:
+    """Finds stop strings in what is sampled: a pure function of a response's tokens, however many a step emits.
+
+    Every token has a byte of text at least, so the tokens that a stop string spans are at most its bytes.
+    """
+
+    def __init__(self, decoder: Tokenizer, num_ids: int) -> None:
+        """`learning.data.end_tokens.stop_strings` makes them of a tokenizer with `num_ids` ids."""
+        self._decoder, self._num_ids = decoder, num_ids
+        self._may_complete: dict[tuple[str, ...], Bool[np.ndarray, " V"]] = {}
+
+    def first_end(
+        self, before: Int[np.ndarray, " T"], new: Int[np.ndarray, " N"], stop: tuple[str, ...]
+    ) -> int | None:
+        """Return the place in `new` of the first token that completes a stop string; None: none does.
+
+        Args:
+            before: what was sampled before, without a gap.
+            new: what was sampled now.
+            stop: the stop strings.
+        """
+        window = max(len(text.encode()) for text in stop) + _MORE_TOKENS
+        ids = np.concatenate([before[-window:], new])
+        num_before = len(ids) - len(new)
+        for place in np.flatnonzero(self._candidates(stop)[new]).tolist():
+            end = num_before + place
+            shown = ids[max(end - window, 0) : end + 1].tolist()
+            text, without = self._text(shown), self._text(shown[:-1])
+            if any(text.rfind(one) > without.rfind(one) for one in stop):
+                return place
+        return None
+
+    def _text(self, ids: list[int]) -> str:
+        return self._decoder.decode(ids, skip_special_tokens=False)
+
+    def _candidates(self, stop: tuple[str, ...]) -> Bool[np.ndarray, " V"]:
+        """Tokens whose text has a stop string's last character, or a part of one: no other completes it."""
+        if stop not in self._may_complete:
+            ends = {_PART_OF_A_CHARACTER, *(text[-1] for text in stop)}
+            # twice: the first token of a text may lose the space before it
+            texts = self._decoder.decode_batch(
+                [[one, one] for one in range(self._num_ids)], skip_special_tokens=False
+            )
+            self._may_complete[stop] = np.array([not ends.isdisjoint(text) for text in texts])
+        return self._may_complete[stop]
