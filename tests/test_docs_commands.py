@@ -189,17 +189,22 @@ def run_page(page: Path, folder: Path, *, with_ray: bool, run: Path | None = Non
             needs_run = any("runs/" in word for word in argv) and "--out" not in argv
             if (named == "eval" and not with_ray) or (needs_run and not (with_ray or run)):
                 continue
-            argv = [replaced(word, folder, run) for word in argv]
-            if named == "train" and "--resume" in argv and not with_ray:
-                argv = ["check", *argv[1:]]
-            elif named == "train" and not with_ray:
-                argv += [] if "--dry-run" in argv else ["--dry-run"]
-            argv += LESS.get(named, []) if "--resume" not in argv else []
-            if named == "train" and with_ray and "--resume" not in argv:
-                argv += TRAINED
+            argv = shorter(named, [replaced(word, folder, run) for word in argv], with_ray=with_ray)
             assert main(argv) == 0, argv
             done.append(named)
     return done
+
+
+def shorter(named: str, argv: list[str], *, with_ray: bool) -> list[str]:
+    """The command with fewer tokens and iterations; without Ray a run is only checked."""
+    if "--resume" in argv and "auto" not in argv:
+        given = any("run.iterations" in word for word in argv) or named != "train"
+        more = [] if given else ["--set=run.iterations=3"]
+        return [*(argv if with_ray or named != "train" else ["check", *argv[1:]]), *more]
+    more = LESS.get(named, [])
+    if named == "train":
+        more = more + TRAINED if with_ray else [*more, "--dry-run"] if "--dry-run" not in argv else more
+    return [*argv, *more]
 
 
 def replaced(word: str, folder: Path, run: Path | None) -> str:
