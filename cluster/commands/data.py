@@ -14,7 +14,7 @@ from rlhfspec.cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
     from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.core.config import Config, ModelsConfig
+    from rlhfspec.core.config import Config
 
 ABOUT = """What a data set holds, and what is wrong with it (data check).
 
@@ -58,7 +58,7 @@ def check_data(
         read = _config(file, config, overrides)
         from rlhfspec.cluster.observe.data_text import data_lines
 
-        loaded = _tokenizer(tokenizer, read.models, read.run.template_time, report)
+        loaded = _tokenizer(tokenizer, read, report)
         from rlhfspec.learning.data.statistics import data_report
 
         report.stop()
@@ -91,14 +91,17 @@ def _config(file: str | None, config: Path | None, overrides: list[str]) -> Conf
     return config_from_dict(tree, overrides=overrides, origin=str(config or "--set"))
 
 
-def _tokenizer(name: str | None, models: ModelsConfig, template_time: str | None, report: Reporter) -> Any:
-    name = name or models.tokenizer
-    if name is None and models.target == _NO_MODEL:
+def _tokenizer(name: str | None, config: Config, report: Reporter) -> Any:
+    name = name or config.models.tokenizer or config.models.target
+    if name == _NO_MODEL:
         return None
     report.stage("loading the tokenizer")
     from rlhfspec.cluster.plan.inputs import read_tokenizer
+    from rlhfspec.cluster.plan.names import resolve_models
 
-    return read_tokenizer(models.model_copy(update={"tokenizer": name}), template_time)
+    models = config.models.model_copy(update={"target": name, "draft": None, "tokenizer": name})
+    config = resolve_models(config.model_copy(update={"models": models}), report)
+    return read_tokenizer(config.models, config.run.template_time)
 
 
 @contextmanager

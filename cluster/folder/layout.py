@@ -75,17 +75,21 @@ def run_base(run: RunConfig, *, caller_dir: Path) -> Path:
 def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime, out: Path | None = None) -> Path:
     """Return the absolute path of a run folder that does not exist yet. Nothing is left there.
 
-    `out` (absolute) names the run folder itself; an empty one that stands there makes way. Raises ConfigError when it
+    `out` names the run folder itself; an empty one that stands there makes way. Raises ConfigError when it
     is taken, when the place is one that Ray will delete, or no folder can be made there.
     """
-    base, named = (run_base(run, caller_dir=caller_dir), "run.output_dir") if out is None else (out, "--out")
+    base, named = (
+        (run_base(run, caller_dir=caller_dir), "run.output_dir")
+        if out is None
+        else (caller_dir / out, "--out")
+    )
     if is_ray_working_dir(base):
         raise ConfigError(
             f"{named} must outlive the job, got {base}, which Ray deletes with the job; "
             f"set {named} to a folder outside Ray's temporary one"
         )
     if out is not None:
-        return _free_folder(out)
+        return _free_folder(base)
     _require_writable(base)
     path = base / f"{run.name}-{now:%Y%m%d-%H%M%S}"
     return next(path for path in _with_numbers(path) if not path.exists())

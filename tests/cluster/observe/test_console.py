@@ -153,6 +153,8 @@ def test_the_run_folder_is_absolute_and_never_used_twice(tmp_path: Path) -> None
     assert first == tmp_path / "runs" / "r-20260102-120000"
     first.mkdir(parents=True)
     assert choose_run_path(run, caller_dir=tmp_path, now=NOON) == first.with_name(f"{first.name}-2")
+    # trainers have another working directory, and write there
+    assert choose_run_path(run, caller_dir=tmp_path, now=NOON, out=Path("mine")) == tmp_path / "mine"
 
 
 def test_two_runs_that_chose_one_folder_get_two(tmp_path: Path) -> None:
