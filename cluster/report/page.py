@@ -15,6 +15,7 @@ import jinja2
 from rlhfspec.cluster.folder.iteration_logs import read_moves
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.run_status import describe_status
+from rlhfspec.cluster.observe.explanation import explain_run
 from rlhfspec.cluster.observe.run_tables import RunRecord
 from rlhfspec.cluster.observe.summary import STEP_PARTS, Summary, summarise, summarise_supervised
 from rlhfspec.cluster.observe.timeline import kept_iterations, kept_trace, read_trace
@@ -89,6 +90,8 @@ class Page:
 
     name: str
     state: Sequence[str]
+    explained: Sequence[tuple[str, str]]
+    "where the time went and what to change next, as `rlhfspec explain` says it"
     achieved: Sequence[tuple[str, str]]
     "the closing table"
     charts: Mapping[str, Sequence[Chart]]
@@ -158,6 +161,7 @@ def read_page(run_dir: RunDir, iteration: int | None = None) -> Page:
     return Page(
         name=run.name,
         state=[*describe_status(run_dir.status()), *_resumed(run_dir)],
+        explained=_explained(run_dir, notes.append),
         achieved=_achieved(made.rows()) if made else [],
         charts=charts,
         iterations=_iterations(run),
@@ -171,6 +175,15 @@ def read_page(run_dir: RunDir, iteration: int | None = None) -> Page:
         amdahl=dict(summary.rows()).get("faster generation (Amdahl)", "") if summary else "",
         notes=notes,
     )
+
+
+def _explained(run_dir: RunDir, note: Callable[[str], None]) -> Sequence[tuple[str, str]]:
+    try:
+        explained = explain_run(run_dir)
+    except ConfigError as error:
+        note(f"what to change next is not known: {error}")
+        return []
+    return explained.rows() if explained is not None else []
 
 
 def _achieved(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -81,6 +81,7 @@ def test_a_run_fills_every_section(run: RunDir) -> None:
     assert 'class="missing"' not in html
     assert html.count("<mark>") > 1 and "Before: iteration 1" in html and "After: iteration 2" in html
     assert html.count('marker-end="url(#tip)"') == 2 and html.count('class="move again"') == 1
+    assert "what to change next" in html and "change next</th>" in html
     assert "gen-0 would finish last" in html and "1.60 x if 2 x as fast" in html
 
 
@@ -146,6 +147,10 @@ MISSING: dict[str, tuple[Callable[[RunDir], None], list[str]]] = {
     "no trace in the trace's place": (
         lambda run: run.trace_file(1).write_bytes(gzip.compress(b'{"traceEvents": [{"ph": 1}]}')),
         ["expected the trace of an iteration, got KeyError"],
+    ),
+    "a config of another version": (
+        lambda run: run.config_file.write_text(run.config_file.read_text() + "\nkey_of_old: 1\n"),
+        ["what to change next is not known", "key_of_old"],
     ),
     "resumed": (
         lambda run: shutil.copy(run.path / "owners/0001.json", run.path / "owners/0002.json"),
