@@ -184,8 +184,8 @@ def run_page(page: Path, folder: Path, *, with_ray: bool, run: Path | None = Non
             run_python(folder, block.text)
         for program, *argv in block.commands:
             named = words(build_parser(), argv) if program == "rlhfspec" else ""
-            if named not in (*RUN, "train", "eval") or "cluster.address=auto" in argv:
-                continue
+            if named not in (*RUN, "train", "eval") or {"cluster.address=auto", "auto"} & set(argv):
+                continue  # a cluster that is not there; a second run, as the first tutorial's
             needs_run = any("runs/" in word for word in argv) and "--out" not in argv
             if (named == "eval" and not with_ray) or (needs_run and not (with_ray or run)):
                 continue
@@ -197,7 +197,7 @@ def run_page(page: Path, folder: Path, *, with_ray: bool, run: Path | None = Non
 
 def shorter(named: str, argv: list[str], *, with_ray: bool) -> list[str]:
     """The command with fewer tokens and iterations; without Ray a run is only checked."""
-    if "--resume" in argv and "auto" not in argv:
+    if "--resume" in argv:
         given = any("run.iterations" in word for word in argv) or named != "train"
         more = [] if given else ["--set=run.iterations=3"]
         return [*(argv if with_ray or named != "train" else ["check", *argv[1:]]), *more]
