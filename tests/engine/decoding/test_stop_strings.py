@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 
@@ -52,7 +53,8 @@ def end_by_whole_text(made: Tokenizer, ids: list[int], stop: tuple[str, ...]) ->
 @pytest.mark.parametrize("stop", [STOP, ("a",), (" a",), ("bca",), (" ",), ("never that",)])
 def test_the_first_end_is_that_of_the_whole_text_however_the_tokens_come(name, stop):
     made, chance = TOKENIZERS[name](), random.Random(len(name))
-    found = StopStrings(made, tiny_pool.VOCAB_SIZE)
+    # as an instance gets them
+    found = pickle.loads(pickle.dumps(StopStrings(made, tiny_pool.VOCAB_SIZE)))
     num_ended = 0
     for _ in range(60):
         ids = np.array([chance.randrange(21) for _ in range(40)])
