@@ -57,9 +57,14 @@ LESS = {
     "simulate": ["--samples=64", "--max-new-tokens=256"],
     "simulate cluster": ["--set=lengths.samples=32", "--set=lengths.max_new_tokens=256"],
     "train": ["--set=run.iterations=2", "--set=run.state_every=1"],
-    "eval": ["--limit=2", "--max-new-tokens=8"],
+    "eval": ["--limit=2", "--max-new-tokens=8", "--set=speculation.policy=bandit"],
 }
-TRAINED = ["--set=run.checkpoint_every=1", "--set=sampling.max_new_tokens=8", "--set=run.step_log=true"]
+TRAINED = [
+    "--set=speculation.policy=bandit",
+    "--set=run.checkpoint_every=1",
+    "--set=sampling.max_new_tokens=8",
+    "--set=run.step_log=true",
+]
 PROGRAMS = ("make", "python", "rlhfspec", "ray", "docker", "kubectl", "export")
 
 
