@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rlhfspec.cluster.commands.arguments import set_flag
 from rlhfspec.cluster.commands.declare import Arg
@@ -58,7 +58,15 @@ def check_data(
         read = _config(file, config, overrides)
         from rlhfspec.cluster.observe.data_text import data_lines
 
-        loaded = _tokenizer(tokenizer, read, report)
+        name, loaded = tokenizer or read.models.tokenizer or read.models.target, None
+        if name != _NO_MODEL:
+            report.stage("loading the tokenizer")
+            from rlhfspec.cluster.plan.inputs import read_tokenizer
+            from rlhfspec.cluster.plan.names import resolve_models
+
+            models = read.models.model_copy(update={"target": name, "draft": None, "tokenizer": name})
+            resolved = resolve_models(read.model_copy(update={"models": models}), report)
+            loaded = read_tokenizer(resolved.models, resolved.run.template_time)
         from rlhfspec.learning.data.statistics import data_report
 
         report.stop()
@@ -89,19 +97,6 @@ def _config(file: str | None, config: Path | None, overrides: list[str]) -> Conf
     }
     tree["data"] = kept | {"path": file}
     return config_from_dict(tree, overrides=overrides, origin=str(config or "--set"))
-
-
-def _tokenizer(name: str | None, config: Config, report: Reporter) -> Any:
-    name = name or config.models.tokenizer or config.models.target
-    if name == _NO_MODEL:
-        return None
-    report.stage("loading the tokenizer")
-    from rlhfspec.cluster.plan.inputs import read_tokenizer
-    from rlhfspec.cluster.plan.names import resolve_models
-
-    models = config.models.model_copy(update={"target": name, "draft": None, "tokenizer": name})
-    config = resolve_models(config.model_copy(update={"models": models}), report)
-    return read_tokenizer(config.models, config.run.template_time)
 
 
 @contextmanager
