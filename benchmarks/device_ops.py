@@ -4,7 +4,8 @@ Counted on tensors of the `meta` device, which have shapes and no numbers: one c
 moves something is one launch; operators that torch takes apart are counted by their parts, attention as one. Views and
 new memory are none. Whoever looks at a number is refused. Bars: a layer at most 11 launches, plain and verifying;
 outside recordings a plain step at most 12, a chain of 8 at most 20, a tree of 8 at most 30, of 16 at most 40; one copy
-up and one down a step, waited for once. A prefill of fresh prompts: one call of attention a layer, no mask.
+up and one down a step, waited for once. A prefill of fresh prompts: one call of attention a layer, no mask. An update:
+one copy up and one call of attention a layer for each pack, at most two waits a minibatch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +27,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.support.harness import Bench
 from benchmarks.support.workload import demo_workload
-from rlhfspec.core.config import SpeculationConfig
-from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.core.config import AlgorithmConfig, SpeculationConfig, TrainerConfig
+from rlhfspec.core.records import (
+    Prompt,
+    Reward,
+    Rollout,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    Stream,
+    WeightSpan,
+    as_asked,
+)
 from rlhfspec.engine.attention.backends import ATTENTION
 from rlhfspec.engine.cuda.cuda_backend import CudaBackend
 from rlhfspec.engine.decode_step import decode_step
@@ -43,6 +55,9 @@ from rlhfspec.engine.model.prefill_plan import PrefillPiece
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.recorded_step import StepRecordings
 from rlhfspec.engine.weights.loading import freeze
+from rlhfspec.learning.trainer import packed_attention
+from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.training_forward import forwards_made
 
 META = torch.device("meta")
 LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"}
@@ -57,8 +72,10 @@ class DeviceCalls(TorchDispatchMode):
     `masks`: bytes of the masks that attention read, by their memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read_as: float = 0.0) -> None:
+        """`read_as` is what every number of the device is on the host."""
         super().__init__()
+        self._read_as = read_as
         self.counts: Counter[str] = Counter()
         self.by_name: Counter[str] = Counter()
         self.masks: dict[int, int] = {}
@@ -74,7 +91,7 @@ class DeviceCalls(TorchDispatchMode):
         if name in ("_to_copy", "to") and target is not None and devices and target.type not in devices:
             self._crosses("downs" if target.type == "cpu" else "ups", kwargs.get("non_blocking"))
             if target.type == "cpu":
-                return torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
+                return torch.full(given[0].shape, self._read_as, dtype=kwargs.get("dtype") or given[0].dtype)
             return func(*args, **kwargs)
         if name == "copy_" and devices == {"cpu", "meta"}:
             down = given[0].device.type == "cpu"
@@ -222,6 +239,64 @@ def prefill(*, layers: int = 3) -> dict[str, float]:
     return {"attention_calls_a_layer_prefill": attention, "mask_bytes_prefill": sum(calls.masks.values())}
 
 
+def update(*, layers: int = 2) -> dict[str, float]:
+    """Return what an update asks of the device: uploads and attention calls a pack, waits a minibatch.
+
+    Of two epochs less those of one: what an update does once, before its first step and after its last, is not counted.
+    """
+    once, twice = (_updated(layers, epochs) for epochs in (1, 2))
+    more = Counter({name: twice[name] - once[name] for name in twice})
+    return {
+        "copies_up_a_pack_update": more["ups"] / more["packs"],
+        "attention_calls_a_layer_update": more["call _varlen_attn"] / more["packs"] / layers,
+        "waits_a_minibatch_update": more["waits"] / more["minibatches"],
+    }
+
+
+def _updated(layers: int, epochs: int) -> Counter[str]:
+    """Count an update of 4 groups of 2 answers, two minibatches an epoch and two packs each."""
+    calls = DeviceCalls(read_as=1.0)
+    trainer = TrainerConfig(minibatch_size=4, max_tokens_per_forward=40, epochs=epochs)
+    model = _model(layers).float().requires_grad_(True)
+    # autocast knows no `meta`: attention alone is told that products are computed in 16 bits
+    with calls, patch.object(packed_attention, "_products_of", lambda query: torch.bfloat16):
+        learner = Learner(
+            model,
+            algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.1, ratio_level="sequence"),
+            trainer=trainer,
+            temperature=1.0,
+            seed=0,
+            pad_token_id=0,
+        )
+        before = forwards_made()
+        learner.update([_answer(index) for index in range(8)])
+    # the reference's are the same whatever the epochs
+    calls.counts["packs"] = forwards_made() - before
+    calls.counts["minibatches"] = 2 * epochs
+    return calls.counts | Counter({f"call {name}": count for name, count in calls.by_name.items()})
+
+
+def _answer(index: int) -> Rollout:
+    response = np.arange(5, 13) + index
+    zeros = np.zeros(len(response), dtype=np.float32)
+    request = SampleRequest(
+        key=SampleKey(run_seed=0, stream=Stream.BENCH, sample_index=index),
+        prompt=Prompt(prompt_id=index // 2, token_ids=np.arange(20) + index // 2),
+        sampling=SamplingParams(max_new_tokens=len(response)),
+        group_id=index // 2,
+    )
+    completion = replace(
+        as_asked(request),
+        token_ids=response,
+        policy_logprobs=zeros,
+        sampling_logprobs=zeros,
+        weight_spans=(WeightSpan(weight_version=0, first_position=0),),
+        sampled=None,
+    )
+    reward = Reward(value=float(index % 2))
+    return Rollout(prompt=request.prompt, completion=completion, response_text="", reward=reward)
+
+
 def _runner(num_layers: int, backend: ComputeBackend) -> ModelRunner:
     return ModelRunner(
         _model(num_layers),
@@ -292,7 +367,7 @@ def run(bench: Bench) -> int:
 
 def count() -> dict[str, float]:
     """Return launches a layer, and what a step asks for inside recordings and outside of them."""
-    figures = prefill()
+    figures = prefill() | update()
     for name, kernels in (("", True), ("_library", False)):
         for what, plan in (("plain", "plain"), ("verify", "tree8")):
             figures[f"launches_a_layer_{what}{name}"] = layer_launches(plan, kernels=kernels)

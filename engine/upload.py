@@ -18,7 +18,7 @@ ALIGNMENT = 16
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return the arrays as tensors on the device; on the CPU they share the arrays' memory."""
-    if device.type == "cpu":
+    if device.type == "cpu" or not arrays:
         return [torch.from_numpy(array) for array in arrays]
     # torch keeps pinned memory until the copy has been made
     packed = pack(arrays, pinned=device.type == "cuda")

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.engine.upload import upload
 from rlhfspec.learning.objectives.advantages import (
     discounted_returns,
     explained_variance,
@@ -90,7 +91,7 @@ class Critic:
         """The values of a batch's `M` states, of which this trainer has its own; on the CPU. Collective."""
         out = torch.zeros(len(history))
         if len(own.places):
-            mine = history[own.places].to(own.states.device)
+            (mine,) = upload([history[own.places].numpy()], own.states.device)
             out[own.places] = self.head(own.states, mine).cpu()
         return self._trainers.sum(out)
 
@@ -113,33 +114,28 @@ class Critic:
         Source: Schulman et al. 2017, equation 9 (the value term), apart from the target's updates as in
         Cobbe et al. 2021, 'Phasic policy gradient', section 2.
         """
-        device, num_tokens = own.states.device, len(returns)
-        history, returns, old_values = (
-            tensor[own.places].to(device) for tensor in (history, returns, old_values)
-        )
+        num_tokens = len(returns)
         row_of = torch.full((num_tokens,), -1)
         row_of[own.places] = torch.arange(len(own.places))
+        orders = [torch.randperm(num_tokens, generator=generator) for _ in range(epochs)]
+        parts = [part for order in orders for part in order.tensor_split(num_minibatches) if len(part)]
+        rows_of = [rows[rows >= 0].numpy() for rows in (row_of[part] for part in parts)]
+        mine = (tensor[own.places].numpy() for tensor in (history, returns, old_values))
+        history, returns, old_values, *sent = upload([*mine, *rows_of], own.states.device)
         parameters = list(self.head.parameters())
-        first_pass: list[Tensor] = []
-        for epoch in range(epochs):
-            order = torch.randperm(num_tokens, generator=generator)
-            for tokens in order.tensor_split(num_minibatches):
-                if not len(tokens):
-                    continue
-                rows = row_of[tokens]
-                rows = rows[rows >= 0].to(device)
-                values = self.head(own.states[rows], history[rows])
-                losses = clipped_value_loss(values, old_values[rows], returns[rows], clip_value=clip_value)
-                loss = losses.sum() / len(tokens)
-                self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                self._trainers.sum_whole(parameters)
-                torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-                self.optimizer.step()
-                if epoch == 0:
-                    first_pass.append(loss.detach())
+        losses: list[Tensor] = []
+        for part, rows in zip(parts, sent, strict=True):
+            values = self.head(own.states[rows], history[rows])
+            loss = clipped_value_loss(values, old_values[rows], returns[rows], clip_value=clip_value).sum()
+            loss = loss / len(part)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            self._trainers.sum_whole(parameters)
+            torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            self.optimizer.step()
+            losses.append(loss.detach())
         # read once: on a GPU every single number would be a wait
-        return float(self._trainers.sum(torch.stack(first_pass)).mean())
+        return float(self._trainers.sum(torch.stack(losses[: len(losses) // epochs])).mean())
 
 
 def ppo_advantages(

@@ -33,11 +33,11 @@ class Sequences:
     "at least 1"
 
     @classmethod
-    def of(cls, mask: Bool[Tensor, "S T"], device: torch.device | None = None) -> Sequences:
+    def of(cls, mask: Bool[Tensor, "S T"]) -> Sequences:
         """Those of a padded batch whose tokens are taken row by row."""
         lengths = mask.sum(dim=1)
         of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        return cls(of_token=of_token.to(device), num_tokens=lengths.clamp_min(1).float().to(device))
+        return cls(of_token=of_token, num_tokens=lengths.clamp_min(1).float())
 
     def sums(self, per_token: Float[Tensor, " M"]) -> Float[Tensor, " S"]:
         """Sum over each sequence."""

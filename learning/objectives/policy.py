@@ -161,6 +161,9 @@ class OpenPart(NamedTuple):
     ratios: tuple[float, float] | None
 
 
+NOTHING = OpenPart({}, 0.0, None)
+
+
 class MinibatchFigures:
     """Weighted sums within a minibatch, plain means over minibatches; read from a device once a minibatch.
 
@@ -220,8 +223,10 @@ class MinibatchFigures:
     def open_part(self) -> OpenPart:
         """This trainer's part of the minibatch that is under way; read from the device."""
         if self._open_weight is None or self._extremes is None:
-            return OpenPart({}, 0.0, None)
-        values = torch.stack([*self._open.values(), self._open_weight, *self._extremes.double()]).tolist()
+            return NOTHING
+        values = (
+            torch.stack([*self._open.values(), self._open_weight, *self._extremes.double()]).cpu().tolist()
+        )
         sums = dict(zip(self._open, values, strict=False))
         return OpenPart(sums, values[len(sums)], (values[-2], values[-1]))
 
@@ -245,7 +250,9 @@ class MinibatchFigures:
     def log_ratio_counts(self) -> tuple[int, ...]:
         """Tokens of this trainer in each bin of the histogram, over all minibatches; read from the device."""
         counts = self._log_ratio_counts
-        return (0,) * LOG_RATIO_BINS if counts is None else tuple(int(count) for count in counts.tolist())
+        return (
+            (0,) * LOG_RATIO_BINS if counts is None else tuple(int(count) for count in counts.cpu().tolist())
+        )
 
     def means(self) -> dict[str, float]:
         """Mean of every figure. Raises NumericsError naming one that is not finite."""
@@ -346,11 +353,13 @@ class PolicyBatch:
     engine: Float[Tensor, "B R"] | None
     "log-probabilities by the engine's forward, where they are to be its"
     num_steps: int
+    part: OpenPart = NOTHING
+    "of its figures, once `problem` has been asked"
 
-    def problem(self, losses: Sequence[Tensor]) -> str | None:
-        """See `Batch`. Losses are read here, all at once."""
-        read = torch.stack([*losses]).tolist() if losses else []
-        for pack, loss in zip(self.packs, read, strict=True):
+    def problem(self, losses: Sequence[float]) -> str | None:
+        """See `Batch`."""
+        self.part = self.of.figures.open_part()
+        for pack, loss in zip(self.packs, losses, strict=True):
             if not math.isfinite(loss):
                 samples = [self.of.experience.sample_indices[row] for row in pack.rows]
                 return (
@@ -361,19 +370,19 @@ class PolicyBatch:
 
     def loss(self, model: PreTrainedModel, pack: Pack) -> Tensor:
         """See `Batch`."""
-        of, rows, device = self.of, pack.rows, model.device
-        experience, targets, algorithm = of.experience, of.targets, of.algorithm
-        mask = experience.mask[rows]
-
-        def flat(per_token: Tensor) -> Tensor:
-            return per_token[rows][mask].to(device)
-
-        def flat_or_none(per_token: Tensor | None) -> Tensor | None:
-            return None if per_token is None else flat(per_token)
-
-        packed = experience.packed(rows)
+        of, algorithm, given = self.of, self.of.algorithm, self._given(pack)
+        mask = of.experience.mask[pack.rows]
+        sequences = Sequences.of(mask)
+        packed = of.experience.packed(pack.rows)
         if not pack.is_filler:
             of.figures.count(packed)
+        packed, (of_token, num_tokens, *there) = packed.sent(
+            model.device,
+            sequences.of_token.numpy(),
+            sequences.num_tokens.numpy(),
+            *(per_token[pack.rows][mask].numpy() for per_token in given.values()),
+        )
+        per_token = dict(zip(given, there, strict=True))
         of.laps.lap("collate")
         has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
         seen: list[Tensor] | None = [] if of.observers and not pack.is_filler else None
@@ -383,25 +392,38 @@ class PolicyBatch:
             self._show(pack, packed, logits)
             of.laps.lap("observers")
         if self.engine is not None:
-            logprobs = with_values(logprobs, flat(self.engine))
-        weight, share = flat(self.weight), flat(self.share)
+            logprobs = with_values(logprobs, per_token["engine"])
         return objective(
             LossInputs(
                 logprobs=logprobs,
                 entropy=entropy,
-                old_logprobs=flat(experience.old_logprobs),
-                advantages=flat(targets.advantages),
-                importance=flat_or_none(targets.importance),
-                reference=flat_or_none(targets.reference) if targets.has_kl_loss else None,
-                sequences=Sequences.of(mask, device),
-                weight=torch.zeros_like(weight) if pack.is_filler else weight,
-                share=torch.zeros_like(share) if pack.is_filler else share,
+                old_logprobs=per_token["old_logprobs"],
+                advantages=per_token["advantages"],
+                importance=per_token.get("importance"),
+                reference=per_token.get("reference"),
+                sequences=Sequences(of_token=of_token, num_tokens=num_tokens),
+                weight=per_token["weight"],
+                share=per_token["share"],
             ),
             algorithm=algorithm,
             kl_coef=of.coefficients.kl,
             entropy_coef=of.coefficients.entropy_bonus(algorithm),
             figures=of.figures,
         )
+
+    def _given(self, pack: Pack) -> dict[str, Tensor]:
+        """What the loss takes of each token, [B, R]; tokens of a filler weigh nothing."""
+        experience, targets = self.of.experience, self.of.targets
+        given = {
+            "old_logprobs": experience.old_logprobs,
+            "advantages": targets.advantages,
+            "weight": torch.zeros_like(self.weight) if pack.is_filler else self.weight,
+            "share": torch.zeros_like(self.share) if pack.is_filler else self.share,
+            "importance": targets.importance,
+            "reference": targets.reference if targets.has_kl_loss else None,
+            "engine": self.engine,
+        }
+        return {name: per_token for name, per_token in given.items() if per_token is not None}
 
     def _show(self, pack: Pack, packed: PackedSequences, logits: Tensor) -> None:
         experience = self.of.experience

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from rlhfspec.engine.upload import upload
 from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
 from rlhfspec.learning.rewards.reward_head import packed_scores
 from rlhfspec.learning.trainer.batching import Pack, PackedSequences, shared_packs
@@ -82,7 +84,7 @@ class Preferences:
             model, packed, compute_dtype=forward.compute_dtype, keeps_casts=forward.keeps_casts
         )
         chosen, rejected = scores[0::2], scores[1::2]
-        margins = torch.tensor([item.margin for item in items], device=scores.device)
+        (margins,) = upload([np.array([item.margin for item in items], dtype=np.float32)], scores.device)
         loss = bradley_terry_loss(chosen, rejected, margins, center_coefficient=self.center_coefficient)
         figures = preference_figures(chosen, rejected)
         return {"loss": loss.sum()} | {name: values.sum() for name, values in figures.items()}
@@ -113,17 +115,17 @@ class MeanBatch:
         share = 0.0 if pack.is_filler else 1.0 / total
         found = self.objective.sums(model, [self.items[row] for row in pack.rows], self.forward)
         for name, value in found.items():
-            part = value.detach().float().cpu() * share
+            part = value.detach().float() * share
             self._sums[name] = self._sums[name] + part if name in self._sums else part
         return found["loss"] * share
 
     def finish(self) -> None:
         """Add up what all trainers have computed. Collective."""
         names = sorted(self._sums)
-        whole = self.trainers.sum(torch.stack([self._sums[name] for name in names]))
+        whole = self.trainers.sum(torch.stack([self._sums[name] for name in names]).cpu())
         self.means = dict(zip(names, whole.tolist(), strict=True))
 
-    def problem(self, losses: Sequence[Tensor]) -> str | None:
+    def problem(self, losses: Sequence[float]) -> str | None:
         """See `Batch`."""
         self.finish()
         if math.isfinite(self.means["loss"]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -104,8 +105,8 @@ def packed_scores(
     keeps_casts: bool = True,
 ) -> Float[Tensor, " N"]:
     """The score of each sequence, float32, what the model gives it alone. Differentiable."""
-    places = scored_places(packed, model.config.get_text_config().pad_token_id)
-    there = packed.to(model.device)
+    last = scored_places(packed, model.config.get_text_config().pad_token_id)
+    there, (places,) = packed.sent(model.device, np.array(last))
 
     def only_wanted(_: nn.Module, __: Any, scores: Tensor) -> Tensor:
         # the classifier picks one place of a row: all of them hold all scores, so they leave by the model's output,

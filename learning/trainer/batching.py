@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlhfspec.engine.attention.visibility import NEG_INF, chain_visibility
+from rlhfspec.engine.upload import upload
 from rlhfspec.learning.trainer.parallel import OneTrainer
 
 
@@ -63,8 +64,13 @@ class PackedSequences:
     "where the tokens of each sequence lie, int64 [length]"
     before_targets: Int[Tensor, " M"]
     "places of the tokens whose next one is to be predicted; one may have several next ones"
-    target_places: Int[Tensor, " M"]
-    "of the tokens to be predicted"
+    targets: Int[Tensor, " M"]
+    "the tokens to be predicted"
+    before_once: Int[Tensor, " N"]
+    "the same where sequences that have a token to be predicted in common predict it once"
+    targets_once: Int[Tensor, " N"]
+    which_once: Int[Tensor, " M"]
+    "of the `N`, for each of the `M`"
     on_gpu: Paths | None = None
     _biases: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False)
 
@@ -92,33 +98,45 @@ class PackedSequences:
         own = [(sequences[index], same) for index, same in zip(order, shared, strict=True)]
         marked = [np.flatnonzero(marks) for marks in learned or [np.zeros(0)] * len(sequences)]
         at = list(zip(places, marked, strict=True))
+        ids = np.concatenate([ids[same:] for ids, same in own]).astype(np.int64)
+        before = np.concatenate([one[where - 1] for one, where in at])
+        targets = np.concatenate([one[where] for one, where in at])
+        once, first, which = np.unique(targets, return_index=True, return_inverse=True)
         return PackedSequences(
-            ids=torch.from_numpy(np.concatenate([ids[same:] for ids, same in own]).astype(np.int64)),
+            ids=torch.from_numpy(ids),
             position_ids=torch.cat([torch.arange(same, len(ids)) for ids, same in own]),
             branches=tuple(branches),
             places=tuple(torch.from_numpy(one) for one in places),
-            before_targets=torch.from_numpy(np.concatenate([one[where - 1] for one, where in at])),
-            target_places=torch.from_numpy(np.concatenate([one[where] for one, where in at])),
+            before_targets=torch.from_numpy(before),
+            targets=torch.from_numpy(ids[targets]),
+            before_once=torch.from_numpy(before[first]),
+            targets_once=torch.from_numpy(ids[once]),
+            which_once=torch.from_numpy(which),
         )
-
-    def predicted_once(self) -> tuple[PackedSequences, Int[Tensor, " M"]]:
-        """The same with each token to be predicted once, and which of them each of the `M` is."""
-        once, which = self.target_places.unique(return_inverse=True)
-        before = torch.empty_like(once).scatter_(0, which, self.before_targets)
-        return replace(self, before_targets=before, target_places=once), which
 
     def to(self, device: torch.device) -> PackedSequences:
         """The same for a forward on a device."""
-        if device.type == "cpu":
-            return self
-        moved = {
-            name: getattr(self, name).to(device)
-            for name in ("ids", "position_ids", "before_targets", "target_places")
-        }
-        return replace(self, on_gpu=self.paths(device) if device.type == "cuda" else None, **moved)
+        return self.sent(device)[0]
 
-    def paths(self, device: torch.device) -> Paths:
-        """The paths of all branches, on a device."""
+    def sent(self, device: torch.device, *beside: np.ndarray) -> tuple[PackedSequences, list[Tensor]]:
+        """The same for a forward on a device, and what goes there with it: all in one copy, not waited for."""
+        if device.type == self.ids.device.type:
+            return self, upload(beside, device)
+        paths = self.paths()
+        of_paths = [one.numpy() for one in (paths.own_starts, paths.starts, paths.places) if one is not None]
+        own = [getattr(self, name).numpy() for name in _SENT]
+        there = iter(upload([*own, *of_paths, *beside], device))
+        moved = dict(zip(_SENT, there, strict=False))
+        paths = replace(
+            paths,
+            own_starts=next(there),
+            starts=next(there),
+            places=None if paths.places is None else next(there),
+        )
+        return replace(self, on_gpu=paths, **moved), list(there)
+
+    def paths(self) -> Paths:
+        """The paths of all branches, on the CPU."""
         own = [branch.num_tokens for branch in self.branches]
         whole = [branch.path_tokens for branch in self.branches]
         own_starts, starts = ([0, *accumulate(lengths)] for lengths in (own, whole))
@@ -128,17 +146,12 @@ class PackedSequences:
             for other, count in (*branch.before, (i, branch.num_tokens))
         ]
         return Paths(
-            own_starts=torch.tensor(own_starts, dtype=torch.int32).to(device),
-            starts=torch.tensor(starts, dtype=torch.int32).to(device),
+            own_starts=torch.tensor(own_starts, dtype=torch.int32),
+            starts=torch.tensor(starts, dtype=torch.int32),
             longest_own=max(own),
             longest=max(whole),
-            places=None if own == whole else torch.cat(along).to(device),
+            places=None if own == whole else torch.cat(along),
         )
-
-    @property
-    def targets(self) -> Int[Tensor, " M"]:
-        """The tokens to be predicted."""
-        return self.ids[self.target_places]
 
     def bias(self, branch: int, window: int | None, like: Tensor) -> Float[Tensor, "n path"]:
         """0 where a branch's own tokens see those of its path, -inf elsewhere; one tensor for all layers."""
@@ -151,6 +164,18 @@ class PackedSequences:
             found = like.new_zeros(seen.shape).masked_fill_(~seen, NEG_INF)
             self._biases[key] = found
         return found
+
+
+_SENT = (
+    "ids",
+    "position_ids",
+    "before_targets",
+    "targets",
+    "before_once",
+    "targets_once",
+    "which_once",
+)
+"What a forward reads on its device."
 
 
 def neighbours(sequences: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:

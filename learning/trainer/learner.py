@@ -269,7 +269,7 @@ class Learner(Trainer):
         self.laps.lap("collate")
         norm = self.learn(batch, f"at weight version {self.weight_version}")
         closed = objective.figures.close_minibatch(
-            self.trainers.gather(objective.figures.open_part()),
+            self.trainers.gather(batch.part),
             grad_norm=norm,
             max_grad_norm=self.trainer.max_grad_norm,
         )

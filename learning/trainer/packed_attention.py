@@ -104,7 +104,8 @@ def _path(parts: Sequence[Tensor], packed: PackedSequences, branch: int) -> Tens
 def _products_of(query: Tensor) -> torch.dtype:
     """The type that products are computed in here: autocast's, or the query's own."""
     kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    has_it = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if has_it else query.dtype
 
 
 def _causal(

@@ -75,9 +75,9 @@ class OneTrainer:
         """Turn an end of the group inside the block, where trainers `what` together, into PeerLost."""
         yield
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        """Scale gradients down to a norm over all of them; return the norm before. Collective."""
-        return float(nn.utils.clip_grad_norm_(parameters, max_norm))
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale gradients down to a norm over all of them; return the norm before, where they lie. Collective."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
@@ -139,11 +139,11 @@ class DataParallel(OneTrainer):
             for gradient, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See `OneTrainer`."""
         norm = self._everyones(nn.utils.get_total_norm([gradient_of(parameter) for parameter in parameters]))
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return float(norm)
+        return norm
 
     def _everyones(self, norm: Tensor) -> Tensor:
         """One norm for all: the first trainer's, so that copies of the weights stay equal."""

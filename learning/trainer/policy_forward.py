@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhfspec.engine.upload import upload
 from rlhfspec.learning.trainer.adapter import Adapter
 from rlhfspec.learning.trainer.batching import Pack, PackedSequences, shared_packs
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer
@@ -38,7 +39,8 @@ class OwnStates:
     def in_order(cls, places: Tensor, states: Tensor) -> OwnStates:
         """Put states that came in the order of packs into that of places."""
         order = places.argsort()
-        return cls(places=places[order], states=states[order.to(states.device)])
+        (there,) = upload([order.numpy()], states.device)
+        return cls(places=places[order], states=states[there])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,20 +121,23 @@ class PolicyForward:
         place = torch.full(experience.mask.shape, -1)
         place[list(rows)] = padded(torch.arange(int(mask.sum())), mask)
         logprobs = torch.zeros(int(mask.sum()))
-        places, states = [], []
+        found, places, states = [], [], []
         for pack in self.packs(rows, experience):
             packed = experience.packed(pack.rows)
             here = place[pack.rows][experience.mask[pack.rows]]
             if with_logprobs:
                 flat, _, hidden = self.statistics(model, packed, entropy=False)
                 if not pack.is_filler:
-                    logprobs[here] = flat.float().cpu()
+                    found.append((here, flat.float()))
             else:
                 _, hidden = self.logits(model, packed, with_logits=False)
             if with_states:
                 empty = pack.is_filler
                 places.append(here[:0] if empty else here)
                 states.append(hidden[:0] if empty else hidden)
+        if found:
+            # read once: on a GPU every pack would be waited for
+            logprobs[torch.cat([here for here, _ in found])] = torch.cat([flat for _, flat in found]).cpu()
         own = OwnStates.in_order(torch.cat(places), torch.cat(states)) if places else None
         return self.trainers.sum(logprobs) if with_logprobs else None, own
 

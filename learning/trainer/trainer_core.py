@@ -42,8 +42,12 @@ class Batch(Protocol):
         """The pack's part of the loss: all packs of all trainers add up to it. A filler's has no gradient."""
         ...
 
-    def problem(self, losses: Sequence[Tensor]) -> str | None:
-        """Why no step may be taken by the losses of all packs. Collective."""
+    def problem(self, losses: Sequence[float]) -> str | None:
+        """Why no step may be taken by the losses of all packs. Collective.
+
+        What else it reads on the device is read here, where the host waits anyway: before the optimizer's step, which
+        a GPU takes while the host gets the next packs together.
+        """
 
 
 class Trainer:
@@ -107,20 +111,27 @@ class Trainer:
             self.laps.lap("forward")
             loss.backward()
             self.laps.lap("backward")
-        self.trainers.agree(batch.problem(losses))
-        self.laps.lap("checks")
         self.trainers.sum_gradients(self._learned())
-        norm = self.take_step(when)
+        *read, norm = self._clip(losses)
+        self.trainers.agree(batch.problem(read))
+        self.laps.lap("checks")
+        self._step(norm, when)
         self.laps.lap("optimizer")
         return norm
 
     def take_step(self, when: str) -> float:
-        """Clip the gradients that are there and step by them; their norm before. Collective.
+        """Clip the gradients that are there and step by them; their norm before. Collective. See `learn`."""
+        (norm,) = self._clip([])
+        return self._step(norm, when)
 
-        Not by a gradient that is 0, where momentum and decay alone would move the weights. Raises NotFiniteError, with
-        `when`, and takes no step.
-        """
+    def _clip(self, losses: Sequence[Tensor]) -> list[float]:
+        """Clip the gradients; the losses and the norm before, read at once: a read waits for a GPU."""
         norm = self.trainers.clip(self._learned(), self._settings.max_grad_norm)
+        where = losses[0].device if losses else norm.device
+        return torch.stack([*losses, norm.to(where)]).cpu().tolist()
+
+    def _step(self, norm: float, when: str) -> float:
+        """Not by a gradient that is 0, where momentum and decay alone would move the weights."""
         if not math.isfinite(norm):
             raise NotFiniteError(
                 f"the gradient norm {when} is {norm}; expected a finite number; lower trainer.learning_rate"
@@ -200,9 +211,9 @@ class OneForward:
         """See `Batch`."""
         return self.compute(model)
 
-    def problem(self, losses: Sequence[Tensor]) -> str | None:
+    def problem(self, losses: Sequence[float]) -> str | None:
         """See `Batch`."""
-        self.value = float(losses[0])
+        self.value = losses[0]
         if math.isfinite(self.value):
             return None
         return f"the loss is {self.value}; expected a finite number; lower the learning rate"

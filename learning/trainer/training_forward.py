@@ -80,24 +80,21 @@ def response_statistics(
     the model does to its logits (soft-capping, scaling), they are computed whole: the chunks are of a bare product.
     Other arguments and errors as of `response_logits`.
     """
-    head = _head_of(model)
+    head, there = _head_of(model), packed.to(model.device)
     if model in _WHOLE_LOGITS or not isinstance(head, nn.Linear) or head.bias is not None:
         whole, states = response_logits(
-            model, packed, vocab_size, compute_dtype=compute_dtype, keeps_casts=keeps_casts
+            model, there, vocab_size, compute_dtype=compute_dtype, keeps_casts=keeps_casts
         )
         if logits is not None:
             logits.append(whole.detach())
-        ids = packed.targets.to(whole.device)
-        return *token_statistics(whole, ids, temperature, entropy=entropy), states
-    once, of_target = packed.predicted_once()
-    there = once.to(model.device)
+        return *token_statistics(whole, there.targets, temperature, entropy=entropy), states
     kept: list[Tensor] = []
     chunks: list[Tensor] | None = None if logits is None else []
     # a function's own forward runs without
     has_backward = torch.is_grad_enabled()
 
     def keep_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        kept.append(args[0][0, there.before_targets])
+        kept.append(args[0][0, there.before_once])
         return (kept[0][None, :0],)
 
     def value(module: nn.Module, _: Any, __: Any) -> Tensor:
@@ -106,7 +103,7 @@ def response_statistics(
         # leaves by the model's output, which is where shards of weights are waited for in the backward pass
         kept.append(
             torch.stack(
-                _HeadStatistics.apply(kept[0], module.weight, there.targets, settings, chunks), dim=-1
+                _HeadStatistics.apply(kept[0], module.weight, there.targets_once, settings, chunks), dim=-1
             )[None]
         )
         return kept[1]
@@ -122,7 +119,7 @@ def response_statistics(
         _WHOLE_LOGITS.add(model)
         return response_statistics(
             model,
-            packed,
+            there,
             vocab_size,
             temperature,
             entropy=entropy,
@@ -130,11 +127,10 @@ def response_statistics(
             keeps_casts=keeps_casts,
             logits=logits,
         )
-    of_target = of_target.to(found.device)
     if logits is not None and chunks:
-        logits.append(torch.cat(chunks)[of_target])
-    logprobs, entropies = found[0, of_target].unbind(-1)
-    return logprobs, entropies if entropy else None, kept[0][of_target]
+        logits.append(torch.cat(chunks)[there.which_once])
+    logprobs, entropies = found[0, there.which_once].unbind(-1)
+    return logprobs, entropies if entropy else None, kept[0][there.which_once]
 
 
 _WHOLE_LOGITS: WeakSet[PreTrainedModel] = WeakSet()

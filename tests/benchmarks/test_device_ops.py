@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.device_ops import META, DeviceCalls, counted, layer_launches, prefill
+from benchmarks.device_ops import META, DeviceCalls, counted, layer_launches, prefill, update
 from rlhfspec.engine.attention import backends
 
 MOST_OUTSIDE = {"plain": 12, "chain8": 20, "tree8": 30, "tree16": 40}
@@ -30,6 +30,12 @@ def test_fresh_prompts_are_one_call_of_attention_without_a_mask(monkeypatch: pyt
     monkeypatch.setattr(backends, "_variable_length", lambda: None)
     # 8 samples, rows of 4 query heads for the longest, 32 positions in view, 2 bytes
     assert prefill() == {"attention_calls_a_layer_prefill": 1, "mask_bytes_prefill": 8 * 27 * 4 * 32 * 2}
+
+
+def test_a_pack_of_an_update_is_sent_in_one_copy_and_a_minibatch_waits_twice_at_most() -> None:
+    found = update()
+    assert found["copies_up_a_pack_update"] == 1 and found["attention_calls_a_layer_update"] == 1
+    assert 0 < found["waits_a_minibatch_update"] <= 2
 
 
 @pytest.mark.parametrize("inference", [False, True])

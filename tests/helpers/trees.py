@@ -46,22 +46,24 @@ def gradients(
     found: list[torch.Tensor] = []
     num_tokens = 0
 
-    def keep(when: str) -> float:
+    def keep(norm: float, when: str) -> float:
         found.extend(one.grad.clone() for one in learner._learned() if one.grad is not None)
         learner.optimizer.zero_grad()
-        return 1.0
+        return norm
 
     problem = PolicyBatch.problem
 
-    def keep_loss(batch: PolicyBatch, losses: list[torch.Tensor]) -> str | None:
-        found.extend(torch.stack(losses).sum(dim=0, keepdim=True) if losses else ())
+    def keep_loss(batch: PolicyBatch, losses: list[float]) -> str | None:
+        found.extend([torch.tensor([sum(losses)], dtype=torch.float64)] if losses else ())
         return problem(batch, losses)
 
     def count(module: nn.Module, args: tuple, inputs: dict) -> None:
         nonlocal num_tokens
         num_tokens += inputs["input_ids"].numel()
 
-    monkeypatch.setattr(learner, "take_step", keep)
+    # gradients as they are, not clipped
+    monkeypatch.setattr(learner, "_clip", lambda losses: [*map(float, losses), 1.0])
+    monkeypatch.setattr(learner, "_step", keep)
     monkeypatch.setattr(PolicyBatch, "problem", keep_loss)
     handle = learner.model.register_forward_pre_hook(count, with_kwargs=True)
     report = learner.update(rollouts)

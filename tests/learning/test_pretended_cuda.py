@@ -21,26 +21,14 @@ from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, backw
 
 READS = {
     "engine/weights/chunks:not_finite": "one for all parameters, behind the last step",
-    "learning/objectives/policy:PolicyBatch.problem": "whether losses are finite, one a minibatch",
-    "learning/trainer/parallel:OneTrainer.clip": "the gradient's norm, one a step",
+    "learning/trainer/trainer_core:Trainer._clip": "losses and the gradient's norm, one a minibatch",
     "learning/objectives/policy:MinibatchFigures.open_part": "figures, one a minibatch",
-    "learning/trainer/policy_forward:PolicyForward.values": "of the reference, one a pack",
+    "learning/objectives/policy:MinibatchFigures.log_ratio_counts": "a histogram, one an update",
+    "learning/trainer/policy_forward:PolicyForward.values": "of the reference, one a block of samples",
     "learning/objectives/critic:Critic.values": "of all tokens, one an update",
-    "learning/objectives/critic:Critic.fit": "the value loss, one a step",
+    "learning/objectives/critic:Critic.fit": "the value loss, one an update",
 }
 "What an update reads on the host, by who reads it."
-UPLOADS = {
-    "learning/trainer/batching:PackedSequences.to",
-    "learning/trainer/batching:PackedSequences.paths",
-    "learning/trainer/training_forward:response_statistics",
-    "learning/trainer/policy_forward:PolicyForward.values",
-    "learning/trainer/policy_forward:OwnStates.in_order",
-    "learning/objectives/policy:PolicyBatch.loss",
-    "learning/objectives/critic:ppo_advantages",
-    "learning/objectives/critic:Critic.values",
-    "learning/objectives/critic:Critic.fit",
-}
-"Experience lies on the host; of each pack its rows are sent."
 
 
 @pytest.fixture
@@ -60,7 +48,7 @@ def learner_of(model: LlamaForCausalLM, kind: str) -> Learner:
     )
 
 
-@pytest.mark.parametrize("known", sorted([*READS, *UPLOADS]))
+@pytest.mark.parametrize("known", sorted(READS))
 def test_what_is_listed_exists(known: str) -> None:
     """The check itself runs by hand: this keeps its lists from naming what is gone."""
     module, _, path = known.partition(":")
@@ -93,7 +81,10 @@ def test_an_update_keeps_to_the_device_and_reads_what_is_known(
         report = learner.update(rollouts)
         assert report.num_optimizer_steps > 0 and seen.num_kernels > 300, "it ran on the device"
         assert set(seen.down) <= READS.keys() and seen.down["engine/weights/chunks:not_finite"] == 1
-        assert set(seen.up) <= UPLOADS
+        assert set(seen.up) == {"engine/upload:upload"}, (
+            "experience lies on the host; of each pack its rows are sent"
+        )
+        assert set(seen.waits) == set(seen.down), "nothing is waited for but what is read"
         learned = [state for held in learner.optimizer.state.values() for state in held.values()]
         on_device = [*learner.model.parameters(), *(x for x in learned if x.dim())]
         assert {(x.device, x.dtype) for x in on_device} == {(CUDA, torch.float32)}
@@ -113,7 +104,7 @@ def test_a_version_is_rounded_where_it_lies_and_comes_to_the_host_once(
         chunks = [chunk.copy() for chunk in packer.chunks(learner.weights())]
         manifest = packer.manifest()
         assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
-        assert seen.down == {"engine/weights/chunks:WeightPacker.buckets": len(manifest.tensors)}
+        assert seen.down == {"engine/weights/chunks:WeightPacker._packed": len(manifest.tensors)}
         seen.forget()
         instance = make_model(1).to(torch.bfloat16).to(CUDA)  # pyright: ignore[reportArgumentType]
         load_into(instance, unpack_weights(manifest, chunks))
