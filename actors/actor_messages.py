@@ -73,7 +73,7 @@ class GenerationSpec:
     "a folder of the instance's node where the probe's verdicts are kept; None: the probe runs at every start"
 
     gpu_bytes: int = 0
-    "that it plans to take of a GPU; 0: not reckoned"
+    "that it plans to take of a GPU; 0: not estimated"
     gpu_share: float = 1.0
     "of a GPU that is its own"
     spot: SpotSpec | None = None
@@ -295,7 +295,7 @@ class LostInstance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What the scheduler hands out: news since the last `take`."""
+    """What the scheduler hands out: updates since the last `take`."""
 
     completions: tuple[Completion, ...] = ()
     lost: tuple[LostInstance, ...] = ()

@@ -15,7 +15,7 @@ from benchmarks.published.papers import Row, nemo_8b_rows, nemo_235b_rows, rlhfs
 from benchmarks.simulated_runs.compared_runs import own_runs
 from benchmarks.support.harness import Bench
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.simulate.cluster_simulation import RolloutPlayer
+from rlhfspec.policies.simulate.cluster_simulation import RolloutSimulation
 from rlhfspec.policies.simulate.described_cluster import describe
 
 LARGE = {"instances": 1024, "samples": 100_000}
@@ -68,7 +68,7 @@ def large_rollout_s() -> float:
     began_s = time.process_time()
     samples = cluster.samples(0)
     mean_tokens = float(samples.context_tokens.mean())
-    player = RolloutPlayer(
+    simulation = RolloutSimulation(
         cluster,
         None,
         "off" if cluster.instance.draft is None else cluster.config.drafter.policy,
@@ -76,7 +76,7 @@ def large_rollout_s() -> float:
         mean_tokens=mean_tokens,
         earlier=cluster.samples(1).response_tokens,
     )
-    player.play(samples)
+    simulation.simulate(samples)
     return time.process_time() - began_s
 
 

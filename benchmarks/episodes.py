@@ -212,7 +212,7 @@ def play_over(
         for actor in (*actors, scheduler):
             ray.kill(actor)
     played.seconds = time.perf_counter() - began_s
-    played.figures = episodes.figures()
+    played.figures = episodes.metrics()
     return played
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.support.harness import Bench
 from benchmarks.support.runs import DEMO, GRPO, Metrics, train
-from rlhfspec.cluster.folder.rollouts import places_in, rollout_files
+from rlhfspec.cluster.folder.rollouts import locations_in, rollout_files
 from rlhfspec.cluster.verify.verify_run import verify_run
 
 ONE_CORE_EACH = (
@@ -187,7 +187,7 @@ def _noted(run: Path) -> list[str]:
 def _lags(run: Path) -> list[list[int]]:
     """Of every sample: how many versions each of its own is behind its update."""
     return [
-        [place.iteration - version for version in place.weight_versions]
+        [location.iteration - version for version in location.weight_versions]
         for file in rollout_files(run)
-        for place in places_in(file)
+        for location in locations_in(file)
     ]

@@ -124,7 +124,7 @@ def updates(learner: Learner, batch: Batch, reports: list[dict[str, float]] | No
     """Whole updates of a learner, whose figures are kept; tokens per second of processor time."""
 
     def work() -> None:
-        figures = learner.update(batch.rollouts).figures
+        figures = learner.update(batch.rollouts).metrics
         if reports is not None:
             reports.append(figures)
 

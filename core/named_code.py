@@ -22,7 +22,7 @@ IMPORT_FOLDER = _ROOT if (_ROOT / "rlhfspec.py").is_file() else _ROOT.parent
 _LAYERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
 _PRIVATE = "rlhfspec_user_code"
 "The package whose modules are those of a user's folder, where their own names are taken."
-_told: list[str] = []
+_folders: list[str] = []
 
 
 def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
@@ -76,15 +76,15 @@ def import_from_too(folder: str | None) -> None:
     """Let this process import the user's code from a folder; last, so that it shadows nothing of ours."""
     if folder is None:
         return
-    if folder not in _told:
-        _told.append(folder)
+    if folder not in _folders:
+        _folders.append(folder)
     if folder not in sys.path:
         sys.path.append(folder)
 
 
 def user_folders() -> list[str]:
     """The folders that the user's code is imported from: those that were told, then the current one."""
-    return list(dict.fromkeys([*_told, os.getcwd()]))
+    return list(dict.fromkeys([*_folders, os.getcwd()]))
 
 
 def give_way(folders: Sequence[str]) -> None:

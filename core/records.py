@@ -63,13 +63,13 @@ class SampleKey:
         return replace(self, turn=0) if self.turn else self
 
 
-EPOCHS_OF_AN_ASKING = 1024
+EPOCHS_OF_A_ROUND = 1024
 "Epochs apart that a sample is asked for again (with other weights): more owners than it may have in one asking."
 
 
-def next_asking(epoch: int) -> int:
+def next_round(epoch: int) -> int:
     """The first epoch under which a sample may be asked for again that was delivered under `epoch`; 0 for -1."""
-    return (epoch // EPOCHS_OF_AN_ASKING + 1) * EPOCHS_OF_AN_ASKING
+    return (epoch // EPOCHS_OF_A_ROUND + 1) * EPOCHS_OF_A_ROUND
 
 
 _SAMPLING = SamplingConfig()
@@ -327,13 +327,13 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What one learner update did. Every figure is finite."""
+    """What one learner update did. Every metric is finite."""
 
     weight_version: int
     num_samples: int
     num_tokens: int
     num_optimizer_steps: int
-    figures: dict[str, float]
+    metrics: dict[str, float]
     "policy_loss, value_loss, entropy, approx_kl, clip_fraction, grad_norm, ..."
     log_ratio_counts: tuple[int, ...] = ()
     "tokens in each bin of new over old log-probability (`learning.objectives.policy`), over all optimizer steps"
@@ -343,29 +343,3 @@ class UpdateReport:
     "by part of the update, without gaps"
     cost: dict[str, float] = field(default_factory=dict, compare=False)
     "tokens and packs computed, tokens shared, speed: metrics of the area `update`"
-
-
-def record_to_dict(record: Any) -> dict[str, Any]:
-    """Turn a control record into plain JSON-able values; enums become strings.
-
-    Raises TypeError, naming the field, when the record holds an array: arrays travel beside.
-    """
-    out: dict[str, Any] = {}
-    for name in record.__dataclass_fields__:
-        value = getattr(record, name)
-        if isinstance(value, np.ndarray):
-            raise TypeError(f"{type(record).__name__}.{name} is an array; control records carry none")
-        out[name] = _plain(value)
-    return out
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return record_to_dict(value)
-    if isinstance(value, StrEnum):
-        return str(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value

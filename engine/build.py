@@ -32,7 +32,7 @@ from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import CudaRecorder
-from rlhfspec.engine.model.invariance_probe import KeptVerdicts, Verdict, facts_of, prove_invariance
+from rlhfspec.engine.model.invariance_probe import KeptVerdicts, Verdict, check_invariance, facts_of
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.model.support import not_held
@@ -167,7 +167,7 @@ def build_engine(
         vocab_size=vocab_size,
         instance=instance,
     )
-    runner, refused = runners.proven(target, verdicts)
+    runner, refused = runners.checked(target, verdicts)
     if drafter is None and policy.max_nodes:
         drafter = _drafter(speculation, policy, draft, runner, runners)
         if isinstance(drafter, LevelDrafter) and speculation.look_up != "none":
@@ -235,7 +235,7 @@ def build_scoring_runner(
     )
     runner = runners.of(target, "scoring")
     if runners.numerics == "invariant" and engine.probe:
-        _prove(runner, max_nodes, None)
+        _check_invariance(runner, max_nodes, None)
     return runner
 
 
@@ -274,13 +274,13 @@ class _Runners:
             who=f"{role} weights of {self.instance}",
         )
 
-    def proven(self, target: CausalLM, verdicts: KeptVerdicts | None) -> tuple[ModelRunner, str]:
+    def checked(self, target: CausalLM, verdicts: KeptVerdicts | None) -> tuple[ModelRunner, str]:
         """The target's runner, whose numerics hold, and why `auto` promises less than it would, if it does."""
         runner = self.of(target, "target")
         if self.numerics != "invariant" or not self.engine.probe:
             return runner, ""
         try:
-            _prove(runner, self.max_nodes, verdicts)
+            _check_invariance(runner, self.max_nodes, verdicts)
         except NotInvariantError as error:
             # library products round by their company on some processors: no reason for `auto` to give up
             if self.engine.numerics != "auto" or self.backend.name != ComputeBackend.name:
@@ -291,7 +291,7 @@ class _Runners:
         return runner, ""
 
 
-def _prove(runner: ModelRunner, max_nodes: int, verdicts: KeptVerdicts | None) -> None:
+def _check_invariance(runner: ModelRunner, max_nodes: int, verdicts: KeptVerdicts | None) -> None:
     """Prove that tokens round alike in any company, with plain products where prepacked ones do not."""
     if verdicts is None:
         _probe(runner, max_nodes)
@@ -306,14 +306,14 @@ def _prove(runner: ModelRunner, max_nodes: int, verdicts: KeptVerdicts | None) -
 
 def _probe(runner: ModelRunner, max_nodes: int) -> Verdict:
     try:
-        prove_invariance(runner, max_nodes=max_nodes)
+        check_invariance(runner, max_nodes=max_nodes)
         return "holds"
     except NumericsError:
         if not runner.prepacked:
             raise
         logger.warning("prepacked weights do not round alike on this machine: plain products serve instead")
         runner.stop_prepacking()
-        prove_invariance(runner, max_nodes=max_nodes)
+        check_invariance(runner, max_nodes=max_nodes)
         return "holds_unpacked"
 
 

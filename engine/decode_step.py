@@ -103,7 +103,7 @@ def decode_step(
     if drafter is not None and not budget.is_plain:
         drafter.learn(batch, token_ids, num_accepted, num_kept[0] if num_kept else None)
     if runner.taps is not None and found.hidden is not None:
-        runner.taps.tell_verified(batch, found.hidden, token_ids, num_accepted)
+        runner.taps.note_verified(batch, found.hidden, token_ids, num_accepted)
     return StepOutput(
         token_ids=token_ids,
         policy_logprobs=policy_logprobs,

@@ -218,7 +218,7 @@ class SampleExchange:
         if self._drafter is not None:
             self._drafter.leave(slot, self._batch)
         if self._runner.taps is not None:
-            self._runner.taps.tell_left(slot, self._batch)
+            self._runner.taps.note_left(slot, self._batch)
         with self._leases.moving(slot, last):
             self._batch.remove(slot)
             if last != slot:
@@ -226,7 +226,7 @@ class SampleExchange:
                 if self._drafter is not None:
                     self._drafter.move_slot(last, slot)
                 if self._runner.taps is not None:
-                    self._runner.taps.tell_moved(last, slot)
+                    self._runner.taps.note_moved(last, slot)
         if not len(self._batch):
             # an idle instance keeps nothing; a busy one gives back at its next step
             self.kv_admission.hold()

@@ -48,16 +48,16 @@ def acceptance_quality(drafts: Sequence[DraftRecording]) -> dict[str, float]:
 
 def cost_quality(model: CostModel, held_out: CostTable) -> dict[str, float]:
     """Relative errors of predicted seconds on a later sweep."""
-    figures = {}
+    metrics = {}
     for phase, predicted, measured in (
         ("verify", model.verify_s(held_out.shape), held_out.verify_s),
         ("draft", model.draft_s(held_out.shape), held_out.draft_s),
         ("rest", model.rest_s(held_out.shape), held_out.rest_s),
     ):
         error = np.abs(predicted / measured - 1.0)
-        figures[f"{phase}_cost_median_rel_error"] = float(np.median(error))
-        figures[f"{phase}_cost_p90_rel_error"] = float(np.quantile(error, 0.9))
-    return figures
+        metrics[f"{phase}_cost_median_rel_error"] = float(np.median(error))
+        metrics[f"{phase}_cost_p90_rel_error"] = float(np.quantile(error, 0.9))
+    return metrics
 
 
 def predict(model: AcceptanceModel, nodes: NodeTable) -> np.ndarray:

@@ -42,7 +42,7 @@ def _no_user_folders_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders that a test's user code was imported from are forgotten with the test."""
     from rlhfspec.core import named_code
 
-    monkeypatch.setattr(named_code, "_told", [])
+    monkeypatch.setattr(named_code, "_folders", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 

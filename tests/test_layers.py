@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -204,9 +205,9 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 
 # Ratchets: these figures may only fall. Whoever makes the tree smaller lowers them.
-# They rose once, by 400 lines, for sequences as trees (learning/trainer/batching.py).
+# They rose for sequences as trees (400 lines), for the page and the explanation of a run, stop strings, an update's parts.
 MAX_SOURCE_FILES = 498
-MAX_SOURCE_LINES = 77_291
+MAX_SOURCE_LINES = 77_289
 MAX_FUNCTION_LINES = 80
 LONGER_FUNCTIONS = {
     "engine/build.py build_engine": 86,
@@ -256,15 +257,31 @@ PRIVATE_WORDS = {
     "joiners",
     "departure",
     "departures",
+    "figures",
+    "told",
+    "untold",
+    "telling",
+    "asking",
+    "prove",
+    "proven",
+    "play",
+    "plays",
+    "played",
+    "player",
+    "judges",
 }
 "That nobody of the field would look for; `docs/developers/glossary.md` has those to use."
+KEYS_OF_FILES = {"cluster/observe": {"told_at", "figures"}}
+"Names of fields that stand in files (`live.json`), by folder."
 
 
 def test_names_are_words_of_the_field() -> None:
     found = set()
     for path in modules(*LAYERS):
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type == tokenize.NAME and PRIVATE_WORDS & set(token.string.lower().split("_")):
+            is_key = token.string in KEYS_OF_FILES.get(str(path.parent.relative_to(ROOT)), ())
+            words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", token.string).lower().split("_")
+            if token.type == tokenize.NAME and PRIVATE_WORDS & set(words) and not is_key:
                 found.add(f"{path.relative_to(ROOT)}:{token.start[0]} {token.string}")
         found |= {str(path.relative_to(ROOT)) for part in path.with_suffix("").parts if part in PRIVATE_WORDS}
     assert not found, "\n".join(sorted(found))

@@ -52,7 +52,7 @@ GATHER_S = 0.05
 
 
 _NEEDS_THE_CORE = (SubmitOrder, MoveEventOrder, LoadOrder, StopOrder)
-"Orders after which the loop computes, or ends: what computes in its spare time stops."
+"Orders after which the loop computes, or ends: what computes in idle time stops."
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class DecodeLoop:
                 self._mailbox.put((order, future))
                 if isinstance(order, _NEEDS_THE_CORE):
                     # before the loop wakes: every moment counts
-                    self._let_spare_time(end=True)
+                    self._let_idle_work(end=True)
             else:
                 future.set_exception(self._ended)
         return future
@@ -151,7 +151,7 @@ class DecodeLoop:
                 load=self._published.load,
                 completions=tuple(item for _, item in self._outbox if isinstance(item, Completion)),
                 moves=tuple(item for _, item in self._outbox if isinstance(item, MoveReport)),
-                is_training=self._host.spare is not None and self._host.spare.is_active,
+                is_training=self._host.spot_trainer is not None and self._host.spot_trainer.is_active,
                 sequence=self._sequence,
                 progress=self._published.progress,
             )
@@ -205,7 +205,7 @@ class DecodeLoop:
             if moving and wait_s is None:
                 wait_s = TICK_S
             if not moving and self._mailbox.empty():
-                self._let_spare_time()
+                self._let_idle_work()
             with contextlib.suppress(queue.Empty):
                 self._carry_out(*self._mailbox.get(block=wait_s != 0.0, timeout=wait_s or None))
         while not self._mailbox.empty():
@@ -214,15 +214,15 @@ class DecodeLoop:
             with self._counting_moves():
                 self._migrator.tick()
 
-    def _let_spare_time(self, *, end: bool = False) -> None:
-        """Let what computes in spare time begin, or end within the operation under way; returns at once."""
-        spare = self._host.spare
-        if spare is not None:
-            (spare.stop_soon if end else spare.allow)()
+    def _let_idle_work(self, *, end: bool = False) -> None:
+        """Let what computes in idle time begin, or end within the operation under way; returns at once."""
+        spot_trainer = self._host.spot_trainer
+        if spot_trainer is not None:
+            (spot_trainer.stop_soon if end else spot_trainer.allow)()
 
     def _carry_out(self, order: LoopOrder, future: Future) -> None:
         if isinstance(order, _NEEDS_THE_CORE):
-            self._let_spare_time(end=True)
+            self._let_idle_work(end=True)
         logger.debug("%s, boundary %d: %s", self._instance, self.boundary, order)
         try:
             match order:
@@ -315,8 +315,8 @@ class DecodeLoop:
         if ended and self._migrator is not None:
             with self._counting_moves():
                 self._migrator.after_step(ended)
-        if ended and self._host.spare is not None:
-            self._host.spare.gather()
+        if ended and self._host.spot_trainer is not None:
+            self._host.spot_trainer.gather()
 
     @contextlib.contextmanager
     def _counting_moves(self) -> Iterator[None]:
@@ -364,7 +364,7 @@ class DecodeLoop:
             self._report_state(finished)
         elif finished:
             # many samples end at once: what is told of the others may be a little old
-            self._tell(self._published, finished)
+            self._publish(self._published, finished)
             self._publish_s += self._clock() - now_s
 
     def _report_state(self, finished: Sequence[Completion] = ()) -> None:
@@ -374,13 +374,13 @@ class DecodeLoop:
         self._published_at_s, self._is_stale = self._clock(), False
         load = engine.load()
         load = replace(load, stats=replace(load.stats, move_s=self._move_s, publish_s=self._publish_s))
-        self._tell(_Published(load=load, progress=engine.progress()), finished)
+        self._publish(_Published(load=load, progress=engine.progress()), finished)
         self._on_report(load)
         if not engine.has_work:
             self._on_idle()
         self._publish_s += self._clock() - self._published_at_s
 
-    def _tell(self, published: _Published, finished: Sequence[Completion]) -> None:
+    def _publish(self, published: _Published, finished: Sequence[Completion]) -> None:
         with self._changed:
             self._published = published
             for completion in finished:

@@ -66,7 +66,7 @@ class ManifestHost:
         self._versions: dict[str, int] = {}
         self._engine: Engine | None = None
         self._spot: SpotTrainer | None = None
-        "trains the head in spare time"
+        "trains the head in idle time"
         self._torn: set[str] = set()
         "models of which a version failed on the way: what is in place may be of two, or damaged"
         self._whole = Digest("xxh3")
@@ -80,7 +80,7 @@ class ManifestHost:
         return None if self._torn else self._engine
 
     @property
-    def spare(self) -> SpotTrainer | None:
+    def spot_trainer(self) -> SpotTrainer | None:
         """What trains the draft head while there are no samples; None: it is not trained here."""
         return self._spot
 
@@ -246,11 +246,11 @@ class ManifestHost:
         for index, size in enumerate(layout.chunk_num_bytes):
             flat = room[:size]
             what = f"chunk {index} of {count} of {layout.model} version {layout.weight_version}"
-            told = group.receive(flat, what)
+            expected = group.receive(flat, what)
             views = {spec.name: view_of(spec, flat, starts[index]) for spec in specs[index]}
             if index == 0:
-                self._whole = Digest(kind_of(told))
-            if kind_of(told) == "words":
+                self._whole = Digest(kind_of(expected))
+            if kind_of(expected) == "words":
                 bucket = Digest("words")
                 for view in views.values():
                     bucket.add(view)
@@ -259,9 +259,9 @@ class ManifestHost:
             else:
                 here = flat.numpy() if mirror is None else mirror.of(flat)
                 got, _ = read_once(here, (), self._whole)
-            if got != told:
+            if got != expected:
                 raise WeightsError(
-                    f"{self._spec.instance}: {what} has checksum {got}, expected {told}; re-send"
+                    f"{self._spec.instance}: {what} has checksum {got}, expected {expected}; re-send"
                 )
             self._all_here_s = time.perf_counter()
             yield views

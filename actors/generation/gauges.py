@@ -27,8 +27,8 @@ class InstanceGauges:
         self._last = GenerationStats()
         self._clock = clock
         self._refreshed_s = clock() - REFRESH_S
-        self._said: dict[str, float] = {}
-        self._said_s = clock()
+        self._values: dict[str, float] = {}
+        self._exported_s = clock()
         self._lock = threading.Lock()
 
     def update(self, load: InstanceLoad) -> None:
@@ -64,8 +64,8 @@ class InstanceGauges:
     def repeat(self) -> None:
         """Say what was said last once more, where that is REPEAT_S ago; from any thread."""
         with self._lock:
-            if self._clock() - self._said_s >= REPEAT_S:
-                self._tell(self._said)
+            if self._clock() - self._exported_s >= REPEAT_S:
+                self._export(self._values)
 
     def close(self) -> None:
         """Set every gauge to 0."""
@@ -73,11 +73,11 @@ class InstanceGauges:
 
     def _set(self, **values: float) -> None:
         with self._lock:
-            self._said |= values
-            self._tell(values)
+            self._values |= values
+            self._export(values)
 
-    def _tell(self, values: dict[str, float]) -> None:
-        self._said_s = self._clock()
+    def _export(self, values: dict[str, float]) -> None:
+        self._exported_s = self._clock()
         for name, value in values.items():
             run_metrics.set_value(name, value, actor=self._instance)
 

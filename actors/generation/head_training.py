@@ -22,7 +22,7 @@ RECORDED_SHARE = 0.5
 
 
 def begin_training(spec: GenerationSpec, spot: SpotSpec, engine: Engine, head: HeadWeights) -> SpotTrainer:
-    """Record what the engine computes from now on, and train on it in spare time.
+    """Record what the engine computes from now on, and train on it in idle time.
 
     The target is of Llama's kin: see `learning.drafts.head.require_kin`.
     """

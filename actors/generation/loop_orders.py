@@ -82,7 +82,7 @@ class StepLogOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveEventOrder:
-    """Something about a move: an order, a peer's message, news of a transfer thread, a verdict."""
+    """Something about a move: an order, a peer's message, an event of a transfer thread, a verdict."""
 
     event: MoveEvent
     term: int | None = None

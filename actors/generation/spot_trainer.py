@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from rlhfspec.actors.actor_messages import HeadComparison, HeadProgress
-from rlhfspec.actors.generation.spare_time import SpareTime
+from rlhfspec.actors.generation.idle_work import IdleWork
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.engine.admission import MB
 from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
@@ -36,7 +36,7 @@ LEAST_TOKENS = 64
 
 
 class SpotTrainer:
-    """Learns in spare time. Its methods are the decode thread's; none but those that pause it wait for a step."""
+    """Learns in idle time. Its methods are the decode thread's; none but those that pause it wait for a step."""
 
     def __init__(
         self,
@@ -84,21 +84,21 @@ class SpotTrainer:
         self._train_s = 0.0
         self._is_handed_over = False
         "what was learned is with the loop: anything learned now would be lost with its answer"
-        self._spare = SpareTime(self._learn, name=name, begin=begin)
+        self._idle = IdleWork(self._learn, name=name, begin=begin)
 
     @property
     def is_active(self) -> bool:
-        """See `SpareTime`."""
-        return self._spare.is_active
+        """See `IdleWork`."""
+        return self._idle.is_active
 
     def allow(self) -> None:
         """There are no samples: learn, from what has finished too."""
         self.gather()
-        self._spare.allow()
+        self._idle.allow()
 
     def stop_soon(self) -> None:
         """There will be some; returns at once, the operation under way is the last."""
-        self._spare.stop_soon()
+        self._idle.stop_soon()
 
     def gather(self) -> None:
         """Take in what finished samples give to learn from; one in some is held out, to compare heads on."""
@@ -114,11 +114,11 @@ class SpotTrainer:
                 else:
                     self._buffer.add(sequence)
         self._is_handed_over = False
-        self._spare.more()
+        self._idle.more()
 
     def target_changes(self) -> None:
         """The target is about to get other weights: stop reading it. Raises WaitTimeout."""
-        self._spare.pause()
+        self._idle.pause()
 
     def target_changed(self) -> None:
         """It has got them: another iteration begins. What has finished was of the old ones."""
@@ -132,9 +132,9 @@ class SpotTrainer:
 
         It learns no more until the loop answers (`load`, `give_up`, `train_on`) or samples finish. Raises WaitTimeout.
         """
-        self._spare.pause()
-        failure = self._spare.failure
-        told = HeadProgress(
+        self._idle.pause()
+        failure = self._idle.failure
+        progress = HeadProgress(
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
             train_s=self._train_s,
@@ -142,13 +142,13 @@ class SpotTrainer:
             failure="" if failure is None else f"{type(failure).__name__}: {failure}",
         )
         if failure is not None or not self._num_tokens:
-            return told, {}
+            return progress, {}
         self._is_handed_over = True
-        return told, {name: tensor.numpy() for name, tensor in self._learner.weights().items()}
+        return progress, {name: tensor.numpy() for name, tensor in self._learner.weights().items()}
 
     def compare(self, tensors: Mapping[str, Tensor]) -> HeadComparison:
         """Compare other weights with the published ones on what was held out. Raises WaitTimeout, ConfigError."""
-        self._spare.pause()
+        self._idle.pause()
         held_out = self._compared_on()
         own = self._learner.weights()
         losses = []
@@ -164,14 +164,14 @@ class SpotTrainer:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a head that was published. Raises WaitTimeout, ConfigError: it is another one."""
-        self._spare.pause()
+        self._idle.pause()
         self._head = dict(tensors)
         self._rate.taken()
         self._begin_from_published()
 
     def give_up(self) -> None:
         """Go back to the published head, and learn more slowly from there. Raises WaitTimeout."""
-        self._spare.pause()
+        self._idle.pause()
         self._rate.given_up()
         self._learner.forget_direction()
         self._begin_from_published()
@@ -179,11 +179,11 @@ class SpotTrainer:
     def train_on(self) -> None:
         """Go on from what was learned and handed over: it stands, though it is not published."""
         self._is_handed_over = False
-        self._spare.more()
+        self._idle.more()
 
     def close(self) -> None:
         """End the thread after the operation under way."""
-        self._spare.close()
+        self._idle.close()
 
     def _begin_from_published(self) -> None:
         self._learner.load(self._head)
@@ -191,10 +191,10 @@ class SpotTrainer:
         self._num_steps = self._num_tokens = 0
         self._train_s = 0.0
         self._is_handed_over = False
-        self._spare.more()
+        self._idle.more()
 
     def _learn(self, should_stop: Callable[[], bool]) -> bool:
-        """One step; see `SpareTime`."""
+        """One step; see `IdleWork`."""
         with self._lock:
             if self._is_handed_over:
                 return False

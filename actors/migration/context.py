@@ -25,7 +25,7 @@ class MigrationContext:
     post: Callable[[str, PeerMessage, tuple[CachePiece, ...]], None]
     "sends a message to a peer, and pieces of caches beside it; must not wait"
     come_back: Callable[[MoveEvent], object]
-    "puts news of the transfer threads into the mailbox"
+    "puts events of the transfer threads into the mailbox"
     report: Callable[[MoveReport], None]
     "tells the scheduler, at least once and in order with completions"
     open_epochs: dict[SampleKey, int]
@@ -45,7 +45,7 @@ class MigrationContext:
 
 
 def report_of(
-    order: MoveOrder, claim: Claim, reason: str, epoch: int, figures: dict[str, float] | None = None
+    order: MoveOrder, claim: Claim, reason: str, epoch: int, metrics: dict[str, float] | None = None
 ) -> MoveReport:
     """What an instance says of a move."""
     return MoveReport(
@@ -56,5 +56,5 @@ def report_of(
         source=order.source,
         destination=order.destination,
         reason=reason,
-        figures=dict(figures) if figures else None,
+        metrics=dict(metrics) if metrics else None,
     )

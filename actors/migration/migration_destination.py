@@ -34,7 +34,7 @@ class MigrationDestination:
         "of stage one"
         self._left_at_s: float | None = None
         "until the first decode step here: when the last one ended at the source"
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
 
     def refusal(self) -> str:
         """Why the sample cannot come, "" when it can."""
@@ -56,7 +56,7 @@ class MigrationDestination:
     def before_step(self) -> None:
         """A decode step begins: if it came in since the last one, it is running now."""
         if self._left_at_s is not None:
-            self._figures["downtime_s"] = self._context.wall_clock() - self._left_at_s
+            self._metrics["downtime_s"] = self._context.wall_clock() - self._left_at_s
             self._left_at_s = None
             self._say(Claim.COMMIT, "it runs here")
 
@@ -94,11 +94,11 @@ class MigrationDestination:
                 self.carry_out(self.machine.refuse(str(error), now_s=self._context.clock()))
                 return
             began_s = self._context.clock()
-            self._figures["was_cold"] = float(ticket is not None)
+            self._metrics["was_cold"] = float(ticket is not None)
 
             def landed(pieces: tuple[CachePiece, ...], error: str) -> None:
                 self._pieces = pieces
-                self._figures["stage1_s"] = self._context.clock() - began_s
+                self._metrics["stage1_s"] = self._context.clock() - began_s
                 self._context.come_back(Received(move_id=order.move_id, error=error))
 
             self._context.transfers.receive(order.source, order.move_id, frames, landed)
@@ -131,10 +131,10 @@ class MigrationDestination:
         self._left_at_s = message.left_at_s
         if computed is None:
             # it waits for room in the caches: neither a transfer nor a recomputation to learn from
-            self._figures.pop("stage1_s", None)
-            self._figures["context_tokens"] = float(state.num_committed_tokens)
+            self._metrics.pop("stage1_s", None)
+            self._metrics["context_tokens"] = float(state.num_committed_tokens)
             return
-        self._figures |= {
+        self._metrics |= {
             "attach_s": ended_s - began_s,
             "computed_tokens": float(computed),
             "context_tokens": float(state.num_committed_tokens),
@@ -151,4 +151,4 @@ class MigrationDestination:
 
     def _say(self, claim: Claim, reason: str) -> None:
         order = self.machine.order
-        self._context.report(report_of(order, claim, reason, order.epoch + 1, self._figures))
+        self._context.report(report_of(order, claim, reason, order.epoch + 1, self._metrics))

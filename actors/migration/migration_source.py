@@ -129,7 +129,7 @@ class MigrationSource:
 
     def _stop_shipping(self, action: StopShipping) -> None:
         self._end_lease()
-        if action.tell_destination:
+        if action.notify_destination:
             order = self.machine.order
             self._context.post(order.destination, Cancel(move_id=order.move_id, reason=action.reason), ())
 

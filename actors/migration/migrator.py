@@ -1,6 +1,6 @@
 """Moves samples out of and into one instance, between its decode steps (design 3.4).
 
-The decode thread alone calls this object: orders, messages of peers and news of the transfer threads come through
+The decode thread alone calls this object: orders, messages of peers and events of the transfer threads come through
 the loop's mailbox. It asks the move's state machine (`policies.migration`) what to do, and the move does it.
 """
 
@@ -61,7 +61,7 @@ class Migrator:
         }
 
     def take(self, event: MoveEvent, pieces: tuple[CachePiece, ...] = ()) -> None:
-        """Take an order, a message of a peer and the pieces beside it, news of a transfer thread, or a verdict."""
+        """Take an order, a message of a peer and the pieces beside it, an event of a transfer thread, or a verdict."""
         move, now_s = self._open.get(event.move_id), self._context.clock()
         actions: list[Any]
         match event:

@@ -230,7 +230,7 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="take")
     def take(self, wait_s: float) -> Taken:
-        """Return the news since the last call, waiting up to `wait_s` for some.
+        """Return the updates since the last call, waiting up to `wait_s` for some.
 
         Raises what made generation impossible: an error of ours that an instance raised, or WaitTimeout.
         """

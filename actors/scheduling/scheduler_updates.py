@@ -49,13 +49,13 @@ class SchedulerUpdates:
 
 def count_move(record: MoveRecord) -> None:
     """Count one move that has ended, its bytes by stage, and how long the sample stood still."""
-    mode, figures = str(record.order.mode), record.figures
+    mode, metrics = str(record.order.mode), record.metrics
     run_metrics.add("moves", outcome=str(record.outcome), mode=mode)
     for stage in ("stage1", "stage2"):
-        run_metrics.add("moved_bytes", figures.get(f"{stage}_bytes", 0.0), stage=stage)
-    if "downtime_s" in figures:
+        run_metrics.add("moved_bytes", metrics.get(f"{stage}_bytes", 0.0), stage=stage)
+    if "downtime_s" in metrics:
         # clocks of two machines may differ by more than a sample stood still
-        run_metrics.observe("move_downtime_seconds", max(figures["downtime_s"], 0.0), mode=mode)
+        run_metrics.observe("move_downtime_seconds", max(metrics["downtime_s"], 0.0), mode=mode)
 
 
 def instance_views(members: Members, *, now_s: float) -> tuple[InstanceView, ...]:

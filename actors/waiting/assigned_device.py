@@ -71,7 +71,7 @@ def require_gpu_room(who: str, device: torch.device, *, needed_bytes: int, share
     Args:
         who: the actor's name.
         device: that it works on; a CPU has no limit here.
-        needed_bytes: from the memory plan; 0: not reckoned.
+        needed_bytes: from the memory plan; 0: not estimated.
         share: of a GPU that is this actor's, 1 or more: whole ones.
         advice: what to change.
     """

@@ -21,13 +21,13 @@ def begin_process_metrics(actor: str) -> None:
     """Set the gauges from now on, until the process ends."""
     export_process_metrics(actor)
 
-    def tell() -> None:
+    def export() -> None:
         while True:
             time.sleep(EVERY_S)
             with suppress(Exception):
                 export_process_metrics(actor)
 
-    threading.Thread(target=tell, name="vitals", daemon=True).start()
+    threading.Thread(target=export, name="process-metrics", daemon=True).start()
 
 
 def export_process_metrics(actor: str) -> None:

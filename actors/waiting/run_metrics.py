@@ -84,12 +84,12 @@ def observe(name: str, value: float, **labels: str) -> None:
     _record(name, "histogram", float(value), labels)
 
 
-def set_figures(figures: Mapping[str, float]) -> None:
-    """Set the gauges of an iteration's figures."""
-    for figure, value in figures.items():
-        metric = exported(figure)
+def set_metrics(metrics: Mapping[str, float]) -> None:
+    """Set the gauges of an iteration's metrics."""
+    for name, value in metrics.items():
+        metric = exported(name)
         if metric is None:
-            raise _not_declared(figure)
+            raise _not_declared(name)
         if _sink is not None:
             _sink.record(metric, float(value), {})
 

@@ -111,14 +111,14 @@ class StatelessPool(Generic[Q]):
             loads[asked.actor] += 1
         return loads
 
-    def prove(self, call: Callable[[Handle], Any], *, order: str, timeout_s: float) -> None:
+    def check(self, call: Callable[[Handle], Any], *, order: str, timeout_s: float) -> None:
         """Let every actor carry out one call. Raises what that raises."""
         refs = [call(actor) for actor in self._actors]
         for name, ref in zip(self._names, refs, strict=True):
             get(ref, waiter="the loop", waited_for=name, order=order, timeout_s=timeout_s)
             self._heard_of.add(name)
 
-    def tell(self, actor: int, call: Callable[[Handle], Any]) -> None:
+    def send(self, actor: int, call: Callable[[Handle], Any]) -> None:
         """Call one actor whose answer nobody reads."""
         call(self._actors[actor])
 

@@ -59,7 +59,7 @@ class EnvironmentActor:
     def alive(self) -> None:
         """Answer at once, whatever the environments are at."""
 
-    def prove(self) -> None:
+    def check(self) -> None:
         """Make one environment. Raises ConfigError."""
         self._maker()()
 
@@ -70,14 +70,14 @@ class EnvironmentActor:
         """
         answers: list[Any] = []
 
-        def play() -> None:
+        def run() -> None:
             try:
-                answers.append(self._play(key, prompt, responses))
+                answers.append(self._answer(key, prompt, responses))
             except BaseException as error:  # the user's code may raise anything, sys.exit included
                 answers.append(error)
 
         # a thread that hangs cannot be ended: it is left behind, and ends with the process
-        thread = threading.Thread(target=play, daemon=True, name=f"episode-{key.sample_index}")
+        thread = threading.Thread(target=run, daemon=True, name=f"episode-{key.sample_index}")
         thread.start()
         thread.join(self._config.timeout_s)
         where = describe(self._config, key, len(responses))
@@ -104,7 +104,7 @@ class EnvironmentActor:
         for key in keys:
             self._running.pop(key, None)
 
-    def _play(self, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> Answer:
+    def _answer(self, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> Answer:
         known = self._running.pop(key, None)
         if not responses or known is None or known.num_steps != len(responses) - 1:
             known = _Running(self._maker()())
@@ -192,10 +192,10 @@ class EnvironmentPool(Generic[T]):
         """Questions without an answer."""
         return self._actors.num_open
 
-    def prove(self, *, timeout_s: float) -> None:
+    def check(self, *, timeout_s: float) -> None:
         """Let every actor make an environment. Raises what that raises."""
         order = f"make an environment {self._kind}"
-        self._actors.prove(lambda actor: actor.prove.remote(), order=order, timeout_s=timeout_s)
+        self._actors.check(lambda actor: actor.check.remote(), order=order, timeout_s=timeout_s)
 
     def ask(self, item: T, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> None:
         """Let an episode's last turn be answered, or begin the episode; the caller goes on."""
@@ -212,7 +212,7 @@ class EnvironmentPool(Generic[T]):
 
     def forget(self, key: SampleKey) -> None:
         """Let an episode's environment go."""
-        self._actors.tell(self._actor_of(key), lambda actor: actor.forget.remote([key]))
+        self._actors.send(self._actor_of(key), lambda actor: actor.forget.remote([key]))
 
     def _actor_of(self, key: SampleKey) -> int:
         return key.sample_index % len(self._actors)

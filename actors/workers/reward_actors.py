@@ -147,10 +147,10 @@ class RewardPool(Generic[T]):
         """Actors that have nothing to score."""
         return self._actors.loads().count(0)
 
-    def prove(self, *, timeout_s: float) -> None:
+    def check(self, *, timeout_s: float) -> None:
         """Let every actor build its reward function. Raises what building it raises."""
         order = f"build the reward function {self._kind}".rstrip()
-        self._actors.prove(lambda actor: actor.score.remote([], []), order=order, timeout_s=timeout_s)
+        self._actors.check(lambda actor: actor.score.remote([], []), order=order, timeout_s=timeout_s)
 
     def submit(
         self,

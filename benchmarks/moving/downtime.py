@@ -120,7 +120,7 @@ def move_while_decoding(*, rollouts: int, plain: bool = False) -> Moved:
             for record in outcome.moves:
                 if record.outcome == MoveOutcome.MOVED:
                     destination = outcome.spans[record.order.destination]
-                    _keep(moved, record.figures, destination)
+                    _keep(moved, record.metrics, destination)
             for spans in outcome.spans.values():
                 moved.step_pairs += _step_pairs(spans)
     return moved

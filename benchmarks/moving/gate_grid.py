@@ -167,11 +167,11 @@ class _Mover:
     def teach(self, gate: Gate, context: int, *, cold: bool) -> None:
         """Let the gate see one move of either way, as the scheduler would."""
         record = self._move(context, MoveMode.MIGRATE, cold=cold)
-        num_bytes = int(record.figures["stage1_bytes"] + record.figures["stage2_bytes"])
+        num_bytes = int(record.metrics["stage1_bytes"] + record.metrics["stage2_bytes"])
         gate.note_transfer(num_bytes=num_bytes, seconds=record.ended_s - record.ordered_s, cold=cold)
         record = self._move(context, MoveMode.RECOMPUTE, cold=False)
         gate.note_prefill(
-            num_tokens=int(record.figures["computed_tokens"]), seconds=record.ended_s - record.ordered_s
+            num_tokens=int(record.metrics["computed_tokens"]), seconds=record.ended_s - record.ordered_s
         )
 
     def close(self) -> None:

@@ -93,9 +93,9 @@ def _print(names: Sequence[str], results: list[ModelResult], report: Reporter) -
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", overflow="fold")
-    for figure in dict.fromkeys(name for one in results for name in one.figures):
-        values = [f"{one.figures[figure]:.4g}" if figure in one.figures else "-" for one in results]
-        table.add_row(figure.removeprefix("eval/"), *values)
+    for metric in dict.fromkeys(name for one in results for name in one.metrics):
+        values = [f"{one.metrics[metric]:.4g}" if metric in one.metrics else "-" for one in results]
+        table.add_row(metric.removeprefix("eval/"), *values)
     table.add_row("seconds", *(f"{one.seconds:.1f}" for one in results))
     report.console.print(table)
 

@@ -44,7 +44,7 @@ def serve(
     In a running Ray cluster (--address auto) the route is /NAME/score, and runs of the same cluster may use
     reward.app=NAME instead of an address.
     """
-    from rlhfspec.cluster.jobs.reward_server import ServerPlace, caller_dir, serve_reward
+    from rlhfspec.cluster.jobs.reward_server import ServerAddress, caller_dir, serve_reward
     from rlhfspec.cluster.observe.console import Reporter
 
     low, high = _replicas(replicas)
@@ -60,7 +60,7 @@ def serve(
         arguments["model"] = model
     else:
         arguments["reward"]["kind"] = kind
-    place = ServerPlace(name=name, host=host, port=port, address=address)
+    place = ServerAddress(name=name, host=host, port=port, address=address)
     with Reporter() as report:
         serve_reward(arguments, place, note=report.note)
     return 0

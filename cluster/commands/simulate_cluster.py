@@ -94,12 +94,12 @@ def _sweep(
     console: Any,
     picture: Path | None,
 ) -> dict[str, Any]:
-    from rlhfspec.policies.simulate.cluster_simulation import num_played
+    from rlhfspec.policies.simulate.cluster_simulation import num_simulated
     from rlhfspec.policies.simulate.sweep import best, default_axes, planned, sweep
 
     axes = setup.sweep or default_axes(setup)
     plans = planned(setup, axes, recorded=recorded)
-    total = sum(num_played(plan.cluster.config) for plan in plans if plan.cluster is not None)
+    total = sum(num_simulated(plan.cluster.config) for plan in plans if plan.cluster is not None)
     with simulation_bar(total, console) as tick:
         tried = sweep(setup, axes, recorded=recorded, profile=profile, progress=tick)
     chosen = best(tried)

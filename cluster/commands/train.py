@@ -141,11 +141,11 @@ def check(
 
         plan = prepare_run(config, overrides, report, resume=resume, dry_run=True).plan
         from rlhfspec.cluster.plan.model_files import require_finite_weights
-        from rlhfspec.cluster.plan.run_check import require_place_in_cluster
+        from rlhfspec.cluster.plan.run_check import require_room_in_cluster
 
         report.stage("reading the weights")
         require_finite_weights(plan.models.configs, plan.config.models.dtype)
-        require_place_in_cluster(plan)
+        require_room_in_cluster(plan)
         report.stop()
         for line in (*plan.report, "check passed: the config can run here"):
             report.note(line)

@@ -49,7 +49,7 @@ def read_weights_log(path: Path) -> dict[int, str]:
 
 
 _ODD = (MoveOutcome.TAKEN_BACK, MoveOutcome.LOST)
-_LINES_SAID = 3
+_LINES_LOGGED = 3
 
 
 def append_moves(path: Path, iteration: int, moves: Sequence[MoveRecord]) -> None:
@@ -77,10 +77,10 @@ def odd_moves(moves: Sequence[MoveRecord]) -> list[str]:
     lines = [
         f"move {record.order.move_id} of sample {record.order.key.sample_index} from {record.order.source} to "
         f"{record.order.destination} was {record.outcome}: {record.why_ended or 'no reason given'}"
-        for record in odd[:_LINES_SAID]
+        for record in odd[:_LINES_LOGGED]
     ]
-    if len(odd) > _LINES_SAID:
-        lines.append(f"{len(odd) - _LINES_SAID} more moves were taken back or lost; see moves.jsonl")
+    if len(odd) > _LINES_LOGGED:
+        lines.append(f"{len(odd) - _LINES_LOGGED} more moves were taken back or lost; see moves.jsonl")
     return lines
 
 
@@ -102,7 +102,7 @@ def _line(iteration: int, record: MoveRecord) -> dict[str, Any]:
         # by the scheduler's own clock: to be compared with each other only
         "ordered_s": record.ordered_s,
         "ended_s": record.ended_s,
-        "figures": dict(record.figures),
+        "figures": dict(record.metrics),
     }
 
 

@@ -167,8 +167,8 @@ def uninterrupted() -> Iterator[None]:
 
 def main() -> None:
     """Read the folder's name, and remove it when nobody holds the other end of the pipe any more."""
-    folder, told, spared = sys.stdin.buffer.read().partition(b"\0")
-    if told and Path(os.fsdecode(folder)).exists():
+    folder, separator, spared = sys.stdin.buffer.read().partition(b"\0")
+    if separator and Path(os.fsdecode(folder)).exists():
         remove_with_processes(Path(os.fsdecode(folder)), spared=set(map(int, spared.split())))
 
 

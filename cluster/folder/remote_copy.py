@@ -316,8 +316,8 @@ def _there(fs: Any, root: str) -> dict[str, str]:
 
 
 def _version(info: Mapping[str, Any]) -> str:
-    told = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-    return f"{info.get('size')} {told}"
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+    return f"{info.get('size')} {version}"
 
 
 def _note_sent(folder: Path, url: str, sent: Mapping[str, _Stamp], there: Mapping[str, str]) -> None:

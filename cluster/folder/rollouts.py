@@ -119,7 +119,7 @@ _UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, Inde
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SampleLocation:
     """Where a sample stands, and what decides whether it can be generated again."""
 
     file: Path
@@ -134,7 +134,7 @@ class Place:
 class Recorded:
     """A sample as its file has it. Its prompt has neither messages nor fields: files do not keep them."""
 
-    place: Place
+    location: SampleLocation
     rollout: Rollout
     advantage: float | None
 
@@ -144,12 +144,12 @@ def rollout_files(run: Path) -> list[Path]:
     return sorted((run / "rollouts").glob("iteration_*.parquet"), key=_iteration)
 
 
-def places_in(file: Path) -> list[Place]:
+def locations_in(file: Path) -> list[SampleLocation]:
     """Every sample of a rollout file. Raises DataError: it cannot be read."""
     try:
         rows = _table(file, [*_INDEX, "span_versions"]).to_pylist()
         return [
-            Place(
+            SampleLocation(
                 file=file,
                 row=row,
                 iteration=_iteration(file),
@@ -164,9 +164,9 @@ def places_in(file: Path) -> list[Place]:
         raise _unreadable(file, error) from error
 
 
-def read_recorded(places: Sequence[Place]) -> list[Recorded]:
+def read_recorded(locations: Sequence[SampleLocation]) -> list[Recorded]:
     """Read samples of one file whole. Raises DataError: it cannot be read."""
-    file = places[0].file
+    file = locations[0].file
     try:
         table = _table(file)
         arrays = {
@@ -177,8 +177,10 @@ def read_recorded(places: Sequence[Place]) -> list[Recorded]:
         plain = [name for name in table.column_names if name not in arrays]
         rows = table.select(plain).to_pylist()
         return [
-            _recorded(place, rows[place.row], {name: lists[place.row] for name, lists in arrays.items()})
-            for place in places
+            _recorded(
+                location, rows[location.row], {name: lists[location.row] for name, lists in arrays.items()}
+            )
+            for location in locations
         ]
     except _UNREADABLE as error:
         raise _unreadable(file, error) from error
@@ -237,13 +239,15 @@ def _numbers(array: pa.Array, dtype: Any) -> np.ndarray:
     return held[array.offset :]
 
 
-def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | None]) -> Recorded:
+def _recorded(
+    location: SampleLocation, row: dict[str, Any], arrays: dict[str, np.ndarray | None]
+) -> Recorded:
     lists = {name: array for name, array in arrays.items() if array is not None}
     for name in ("response_sampled", "draft_depths"):
         if name in lists and len(lists[name]) != len(lists["response_token_ids"]):
-            raise ValueError(f"row {place.row} has {len(lists[name])} marks in {name} for its tokens")
+            raise ValueError(f"row {location.row} has {len(lists[name])} marks in {name} for its tokens")
     completion = Completion(
-        key=place.key,
+        key=location.key,
         prompt_id=row["prompt_id"],
         group_id=row["group_id"],
         epoch=row["epoch"],
@@ -251,7 +255,7 @@ def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | 
         policy_logprobs=lists["policy_logprobs"],
         sampling_logprobs=lists["sampling_logprobs"],
         finish_reason=FinishReason(row["finish_reason"]),
-        weight_spans=_weight_spans(place, lists),
+        weight_spans=_weight_spans(location, lists),
         instance=row["instance"],
         num_decode_steps=row["num_decode_steps"],
         num_accepted_tokens=row["num_accepted_tokens"],
@@ -270,24 +274,24 @@ def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | 
         response_text=row["response"],
         reward=Reward(value=row["reward"], parts=dict(row["reward_parts"])),
     )
-    return Recorded(place=place, rollout=rollout, advantage=row.get("advantage"))
+    return Recorded(location=location, rollout=rollout, advantage=row.get("advantage"))
 
 
-def _weight_spans(place: Place, lists: dict[str, np.ndarray]) -> tuple[WeightSpan, ...]:
+def _weight_spans(location: SampleLocation, lists: dict[str, np.ndarray]) -> tuple[WeightSpan, ...]:
     positions = lists.get("span_positions", np.zeros(1, dtype=np.int64)).tolist()
     in_order = positions == sorted(set(positions)) and positions[:1] == [0]
-    if not in_order or len(positions) != len(place.weight_versions):
+    if not in_order or len(positions) != len(location.weight_versions):
         raise ValueError(
-            f"row {place.row} has weight versions {place.weight_versions} from tokens {positions}"
+            f"row {location.row} has weight versions {location.weight_versions} from tokens {positions}"
         )
     if lists.get("span_keeps_caches", np.zeros(0, dtype=bool)).any():
         raise ValueError(
-            f"row {place.row} went on with caches of older weights (weight_load: keep_kv), which this version cannot "
-            "generate again; use the version that wrote it"
+            f"row {location.row} went on with caches of older weights (weight_load: keep_kv), which this version "
+            "cannot generate again; use the version that wrote it"
         )
     return tuple(
         WeightSpan(weight_version=version, first_position=position)
-        for version, position in zip(place.weight_versions, positions, strict=True)
+        for version, position in zip(location.weight_versions, positions, strict=True)
     )
 
 

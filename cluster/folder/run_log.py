@@ -12,7 +12,7 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
 from rlhfspec.cluster.folder.trackers import Trackers
-from rlhfspec.cluster.observe.iteration_metrics import distribution_figures
+from rlhfspec.cluster.observe.iteration_metrics import distribution_metrics
 from rlhfspec.core.files import storage_errors, write_whole
 from rlhfspec.core.metrics import MetricsLog
 from rlhfspec.core.records import Rollout, UpdateReport
@@ -55,7 +55,7 @@ class RunLog:
         note_weights(self._run_dir.weights_file, manifest)
 
     def record(self, iteration: int, rollouts: Sequence[Rollout], update: UpdateReport) -> dict[str, float]:
-        """Keep what was learned from as histograms and samples; return the figures of its distribution.
+        """Keep what was learned from as histograms and samples; return the metrics of its distribution.
 
         `rollouts` in the order of their sample index. Raises StorageError.
         """
@@ -70,19 +70,19 @@ class RunLog:
         write_histograms(self._run_dir.histograms_file, iteration, values, _log_ratios(update))
         self._trackers.histograms(iteration + 1, values)
         self._keep_samples(iteration, rollouts, advantages)
-        figures = distribution_figures(rollouts, advantages)
-        return figures | {"learner/num_optimizer_steps": float(update.num_optimizer_steps)}
+        metrics = distribution_metrics(rollouts, advantages)
+        return metrics | {"learner/num_optimizer_steps": float(update.num_optimizer_steps)}
 
-    def before_training(self, figures: Mapping[str, float]) -> None:
+    def before_training(self, metrics: Mapping[str, float]) -> None:
         """Hand on what the first weights' evaluation gave."""
-        if figures:
-            self._trackers.figures(0, figures)
+        if metrics:
+            self._trackers.log_metrics(0, metrics)
 
-    def write(self, iteration: int, figures: Mapping[str, float]) -> None:
-        """Write the figures of one iteration. Raises StorageError; RlhfSpecError for one that may not be set."""
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one iteration. Raises StorageError; RlhfSpecError for one that may not be set."""
         self._run_dir.owner.require()
-        self._metrics.write(iteration, figures)
-        self._trackers.figures(iteration + 1, figures)
+        self._metrics.write(iteration, metrics)
+        self._trackers.log_metrics(iteration + 1, metrics)
 
     def close(self) -> None:
         """End the trackers."""

@@ -59,12 +59,12 @@ class StatusWriter:
         self._path, self._may_write = path, may_write
         # of the same thread again: a signal handler may interrupt a write
         self._lock = threading.RLock()
-        self._told: dict[str, Any] = {"state": "unknown", "reason": "", "iteration": None, "phase": ""}
+        self._fields: dict[str, Any] = {"state": "unknown", "reason": "", "iteration": None, "phase": ""}
 
     def reserve(self) -> None:
         """Make the file at its full size, state `running`. Raises StorageError."""
-        self._told["state"] = "running"
-        write_whole(self._path, _page(self._told))
+        self._fields["state"] = "running"
+        write_whole(self._path, _page(self._fields))
 
     def set(self, state: str, reason: str = "") -> None:
         """Write a new state. Raises StorageError."""
@@ -73,11 +73,11 @@ class StatusWriter:
 
     def progress(self, iteration: int, phase: str) -> None:
         """Note how far the run is. What cannot be written is left out: it is not worth a run."""
-        told = {"iteration": iteration, "phase": phase}
-        if told.items() <= self._told.items():
+        fields = {"iteration": iteration, "phase": phase}
+        if fields.items() <= self._fields.items():
             return
         with suppress(OSError):
-            self._write(told)
+            self._write(fields)
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ class StatusWriter:
 
         def beat() -> None:
             while not stop.wait(HEARTBEAT_S):
-                if self._told["state"] in LIVING:
+                if self._fields["state"] in LIVING:
                     with suppress(OSError):
                         self._write({})
 
@@ -101,26 +101,26 @@ class StatusWriter:
     def _write(self, change: dict[str, Any]) -> None:
         with self._lock:
             # in place: a signal handler that comes in between changes other keys, or wins
-            self._told.update(change)
+            self._fields.update(change)
             while self._may_write():
-                told = dict(self._told)
+                fields = dict(self._fields)
                 file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
                 try:
-                    os.pwrite(file, _page(told), 0)
+                    os.pwrite(file, _page(fields), 0)
                 finally:
                     os.close(file)
-                if told == self._told:
+                if fields == self._fields:
                     return
 
 
-def _page(told: Mapping[str, Any]) -> bytes:
+def _page(fields: Mapping[str, Any]) -> bytes:
     tree = {
-        "state": told["state"],
-        "reason": told["reason"],
+        "state": fields["state"],
+        "reason": fields["reason"],
         "schema_version": SCHEMA_VERSION,
         **ProcessIdentity.of_this().as_tree(),
-        "iteration": told["iteration"],
-        "phase": told["phase"],
+        "iteration": fields["iteration"],
+        "phase": fields["phase"],
         "heartbeat": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     text = json.dumps(tree)

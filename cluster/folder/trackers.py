@@ -25,7 +25,7 @@ class Tracker(Protocol):
 
     name: str
 
-    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take scalars."""
         ...
 
@@ -83,9 +83,9 @@ class Trackers:
     def __bool__(self) -> bool:
         return bool(self._trackers)
 
-    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand scalars on."""
-        self._each("take figures", lambda tracker: tracker.figures(step, figures))
+        self._each("take figures", lambda tracker: tracker.log_metrics(step, metrics))
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
         """Hand raw values on."""
@@ -128,9 +128,9 @@ class TensorBoardTracker:
 
         self._writer = SummaryWriter(str(folder), purge_step=num_done + 1 if num_done else None)
 
-    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take scalars."""
-        for name, value in figures.items():
+        for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
@@ -188,9 +188,9 @@ class WandbTracker:
         kept.parent.mkdir(exist_ok=True)
         write_whole(kept, self._run.id)
 
-    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take scalars."""
-        self._run.log(dict(figures), step=step)
+        self._run.log(dict(metrics), step=step)
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
         """Take raw values by name."""

@@ -41,7 +41,7 @@ class ModelResult:
     """What one model scored."""
 
     model: str
-    figures: dict[str, float]
+    metrics: dict[str, float]
     seconds: float
     rollouts: list[Rollout]
 
@@ -98,11 +98,11 @@ def evaluate_model(plan: RunPlan, report: Reporter) -> ModelResult:
         running_generation(plan, session, note=report.note) as system,
     ):
         report.start(1)
-        done = evaluate(RolloutStream(system, report), evaluation_requests(evaluation, asking=0))
+        done = evaluate(RolloutStream(system, report), evaluation_requests(evaluation, round_number=0))
         report.stop()
     return ModelResult(
         model=plan.config.models.target,
-        figures=done.figures,
+        metrics=done.metrics,
         seconds=done.seconds,
         rollouts=done.collected.rollouts,
     )
@@ -171,7 +171,7 @@ def write_results(folder: Path, results: Sequence[ModelResult], config: dict[str
         "models": [
             {
                 "model": one.model,
-                "figures": one.figures,
+                "figures": one.metrics,
                 "seconds": one.seconds,
                 "samples": f"samples-{number}.parquet",
             }

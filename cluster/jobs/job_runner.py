@@ -125,11 +125,11 @@ def _reports(
 def _places(config: SupervisedConfig, *, is_local: bool) -> Iterator[tuple[list[Any], Any]]:
     from ray.util.placement_group import remove_placement_group
 
-    from rlhfspec.cluster.plan.topology import MIN_CPUS, Place, Topology, place
+    from rlhfspec.cluster.plan.topology import MIN_CPUS, PlacementSlot, Topology, place
 
     pool = config.cluster.trainer
     places = [
-        Place(
+        PlacementSlot(
             name=f"trainer-{index}",
             bundle=index,
             num_cpus=max(pool.num_cpus, MIN_CPUS),

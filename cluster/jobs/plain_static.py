@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.plain_comparison import Comparison
-from rlhfspec.cluster.folder.rollouts import Recorded, places_in, read_recorded, rollout_files
+from rlhfspec.cluster.folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import ray_session
 from rlhfspec.cluster.plan.run_check import check_run
@@ -24,7 +24,7 @@ from rlhfspec.cluster.verify.kept_weights import KeptModel, find_weights
 from rlhfspec.cluster.verify.verification import completion_differences
 from rlhfspec.core.errors import DataError, NumericsError
 from rlhfspec.core.metrics import read_metrics
-from rlhfspec.core.records import EPOCHS_OF_AN_ASKING, SampleRequest, SamplingParams
+from rlhfspec.core.records import EPOCHS_OF_A_ROUND, SampleRequest, SamplingParams
 from rlhfspec.learning.data.prompts import sampling_params
 
 PLAIN_STATIC = (
@@ -50,7 +50,7 @@ def compare_run(folder: Path, report: Reporter) -> Comparison:
     metrics_file = RunDir(path=run.folder).metrics_file
     rows = read_metrics(metrics_file) if metrics_file.is_file() else []
     weights, samples = _last_batch(run, {int(row["iteration"]): row for row in rows if "iteration" in row})
-    iteration = samples[0].place.iteration
+    iteration = samples[0].location.iteration
     row = next(row for row in rows if row.get("iteration") == iteration)
     plain = RecordedRun.open(folder, [*PLAIN_STATIC, *_BESIDE, f"models.target={weights.name}"])
     report.stage(f"decoding iteration {iteration + 1} once more, plain and static")
@@ -88,14 +88,14 @@ def _last_batch(
     """The last iteration that is finished and whose weights are kept whole, and its samples."""
     kept = find_weights(run.folder, run.config.models.target)
     for file in reversed(rollout_files(run.folder)):
-        places = places_in(file)
-        versions = {version for place in places for version in place.weight_versions}
-        figures = metrics.get(places[0].iteration) if places else None
-        if figures is None or figures.get("rollout/invariant") == 0.0 or len(versions) != 1:
+        locations = locations_in(file)
+        versions = {version for location in locations for version in location.weight_versions}
+        row = metrics.get(locations[0].iteration) if locations else None
+        if row is None or row.get("rollout/invariant") == 0.0 or len(versions) != 1:
             # not finished, or without promised bits, or gone on with across an update
             continue
         if (version := versions.pop()) in kept.targets:
-            return kept.targets[version], read_recorded(places)
+            return kept.targets[version], read_recorded(locations)
     raise DataError(
         f"{run.folder} has no finished iteration whose weights are kept and whose bits were promised; expected one: "
         "run.checkpoint_every=1 with run.keep_checkpoints=2 keeps those of the last"
@@ -110,14 +110,14 @@ def _decode(plan: RunPlan, samples: Sequence[Recorded], report: Reporter) -> Col
     prompts = {prompt.prompt_id: prompt for prompt in plan.inputs.dataset.prompts}
     slots = config.engine.max_running_samples * config.cluster.generation.num_actors
 
-    def requests(of: SamplingParams, asking: int) -> list[SampleRequest]:
+    def requests(of: SamplingParams, round_number: int) -> list[SampleRequest]:
         return [
             SampleRequest(
-                key=sample.place.key,
+                key=sample.location.key,
                 prompt=prompts.get(sample.rollout.prompt.prompt_id, sample.rollout.prompt),
                 sampling=of,
                 group_id=sample.rollout.completion.group_id,
-                epoch=asking * EPOCHS_OF_AN_ASKING,
+                epoch=round_number * EPOCHS_OF_A_ROUND,
             )
             for sample in samples
         ]
@@ -136,7 +136,7 @@ def _require_equal(run: RecordedRun, samples: Sequence[Recorded], again: Collect
     """Raise NumericsError where a sample did not come again, bit for bit."""
     of_key = {rollout.completion.key: rollout.completion for rollout in again.rollouts}
     for sample in samples:
-        file, key = run.relative(sample.place.file), sample.place.key
+        file, key = run.relative(sample.location.file), sample.location.key
         if key not in of_key:
             raise DataError(
                 f"{file}: sample {key.sample_index} could not be scored when it was decoded again"

@@ -21,7 +21,7 @@ _LOOK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerPlace:
+class ServerAddress:
     """Where the server listens, and in which cluster."""
 
     name: str = "reward"
@@ -34,7 +34,7 @@ class ServerPlace:
 
 def serve_reward(
     arguments: dict[str, Any],
-    place: ServerPlace,
+    place: ServerAddress,
     *,
     note: Callable[[str], None],
     is_over: Callable[[], bool] = lambda: False,
@@ -96,7 +96,7 @@ def caller_dir() -> str:
     return os.getcwd()
 
 
-def _url(place: ServerPlace, route: str) -> str:
+def _url(place: ServerAddress, route: str) -> str:
     host = socket.gethostname() if place.host in ("0.0.0.0", "::") else place.host
     return f"http://{host}:{place.port}{route.rstrip('/')}/score"
 
@@ -117,7 +117,7 @@ def _watch(serve: Any, name: str, note: Callable[[str], None], is_over: Callable
         time.sleep(_LOOK_S)
 
 
-def _require_room(arguments: Any, place: ServerPlace) -> None:
+def _require_room(arguments: Any, place: ServerAddress) -> None:
     """Raise PlacementError where a local Ray could not hold the replicas, or the port is taken."""
     needed, cores = arguments.max_replicas * arguments.num_cpus, machine.num_cores()
     if needed > cores:

@@ -38,7 +38,7 @@ from rlhfspec.learning.trainer.supervised_job import (
 )
 
 FOLDERS = ("checkpoints",)
-_TOLD_EVERY_S = 2.0
+_LINE_EVERY_S = 2.0
 
 
 def train_supervised(config: SupervisedConfig, report: Reporter, *, out: Path | None) -> Path:
@@ -96,17 +96,17 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
             ticker = _Ticker(tick, report.clock, job.total_steps)
             for step in run(config, job, run_id=run_dir.path.name):
                 run_dir.owner.require()
-                metrics.write(step.step, step.figures)
+                metrics.write(step.step, step.metrics)
                 run_dir.progress(step.step, "train")
-                evaluation = _evaluation(step.figures) or evaluation
+                evaluation = _evaluation(step.metrics) or evaluation
                 first_loss = evaluation.get("loss") if first_loss is None else first_loss
-                ticker.show(step.step, step.figures)
-                if is_silent(step.figures):
+                ticker.show(step.step, step.metrics)
+                if is_silent(step.metrics):
                     num_silent += 1
                     if num_silent == 1:
                         report.note(
                             f"step {step.step}: the gradient is 0 and nothing was learned: the loss is "
-                            f"{step.figures['train/loss']:.4g}; {SILENT_ADVICE}"
+                            f"{step.metrics['train/loss']:.4g}; {SILENT_ADVICE}"
                         )
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -145,8 +145,8 @@ def _forget_later(run_dir: RunDir, step: int, note: Callable[[str], None]) -> No
         write_whole(file, "".join(f"{line}\n" for line in lines))
 
 
-def _evaluation(figures: Mapping[str, float]) -> dict[str, float]:
-    return {name.removeprefix("eval/"): value for name, value in figures.items() if name.startswith("eval/")}
+def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
 
 
 class _Ticker:
@@ -154,18 +154,18 @@ class _Ticker:
 
     def __init__(self, tick: Callable[[str, float], None], clock: Callable[[], float], total: int) -> None:
         self._tick, self._clock, self._total = tick, clock, total
-        self._told_s = -_TOLD_EVERY_S
+        self._shown_s = -_LINE_EVERY_S
 
-    def show(self, step: int, figures: Mapping[str, float]) -> None:
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say what a step did, unless the last was told of a moment ago."""
         now_s = self._clock()
-        if now_s - self._told_s < _TOLD_EVERY_S and "eval/loss" not in figures:
+        if now_s - self._shown_s < _LINE_EVERY_S and "eval/loss" not in metrics:
             return
-        self._told_s = now_s
-        self._tick(_line(step, self._total, figures), step / self._total)
+        self._shown_s = now_s
+        self._tick(_line(step, self._total, metrics), step / self._total)
 
 
-def _line(step: int, total: int, figures: Mapping[str, float]) -> str:
+def _line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     shown = [
         ("train/loss", "loss {:.4f}"),
         ("train/accuracy", "accuracy {:.2f}"),
@@ -173,5 +173,5 @@ def _line(step: int, total: int, figures: Mapping[str, float]) -> str:
         ("eval/accuracy", "accuracy {:.3f}"),
         ("train/tokens_per_s", "{:,.0f} tokens/s"),
     ]
-    parts = [form.format(figures[name]) for name, form in shown if name in figures]
+    parts = [form.format(metrics[name]) for name, form in shown if name in metrics]
     return "  ".join([f"step {step}/{total}", *parts])

@@ -14,7 +14,7 @@ from rlhfspec.cluster.plan.memory_plan import (
     PLAIN_PROCESS_BYTES,
 )
 from rlhfspec.cluster.plan.remote_plan import RemotePlan
-from rlhfspec.cluster.plan.topology import Place, Topology
+from rlhfspec.cluster.plan.topology import PlacementSlot, Topology
 from rlhfspec.core.errors import ConfigError
 
 WORKER_RAY_BYTES = 400 * MIB
@@ -49,7 +49,7 @@ class PoolPods:
     "at most"
     least_pods: int
     "that the run always has"
-    largest: Place
+    largest: PlacementSlot
     "the actors of a pool are alike; the scheduler, beside the trainers, is smaller"
     actor_bytes: int
     extra_cpus: float
@@ -141,7 +141,7 @@ def _pool_pods(pool: str, topology: Topology, actor_bytes: int, store_bytes: int
     )
 
 
-def _fit(place: Place, cpus: float, gpus: float, most: int) -> int:
+def _fit(place: PlacementSlot, cpus: float, gpus: float, most: int) -> int:
     fits = [cpus / place.num_cpus] + ([gpus / place.num_gpus] if place.num_gpus else [])
     return min(most, math.floor(min(fits) + _SLACK))
 

@@ -78,7 +78,7 @@ class Listener(Protocol):
         """How far a phase of the iteration is."""
         ...
 
-    def iteration(self, iteration: int, figures: Mapping[str, float]) -> None:
+    def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """An iteration ended."""
         ...
 
@@ -126,42 +126,42 @@ class Reporter:
         self._end_stage()
         self._total = total_iterations
         self._done = done
-        self._tell("")
+        self._send("")
         if not self.console.is_terminal:
             return
         self._bars = Progress(
             TextColumn("{task.description:<10}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", markup=False),
+            TextColumn("{task.fields[metrics]}", markup=False),
             TimeRemainingColumn(compact=True),
             console=self.console,
         )
         self._iterations = self._bars.add_task(
-            "iteration", total=total_iterations, completed=done, figures=""
+            "iteration", total=total_iterations, completed=done, metrics=""
         )
-        self._phase = self._bars.add_task("starting", total=None, figures="")
+        self._phase = self._bars.add_task("starting", total=None, metrics="")
         self._bars.start()
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Say how far the current phase of the iteration is (generate 12 of 64 samples)."""
-        self._tell(phase)
+        self._send(phase)
         if self.listener is not None:
             self.listener.progress(self._done, phase, done, total)
         if self._bars is not None and self._phase is not None:
             self._bars.update(self._phase, description=phase, completed=done, total=total)
 
-    def iteration(self, iteration: int, figures: Mapping[str, float]) -> None:
-        """Show the figures of a finished iteration (counted from 0)."""
-        self._tell("save")
+    def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a finished iteration (counted from 0)."""
+        self._send("save")
         self._done = iteration + 1
         if self.listener is not None:
-            self.listener.iteration(iteration, figures)
-        line = describe_figures(figures)
+            self.listener.iteration(iteration, metrics)
+        line = describe_metrics(metrics)
         if self._bars is not None and self._iterations is not None:
-            self._bars.update(self._iterations, completed=iteration + 1, figures=line)
+            self._bars.update(self._iterations, completed=iteration + 1, metrics=line)
             return
-        left_s = figures.get("time/iteration_s", 0.0) * (self._total - iteration - 1)
+        left_s = metrics.get("time/iteration_s", 0.0) * (self._total - iteration - 1)
         self.console.print(f"iteration {iteration + 1}/{self._total}  {line}  about {left_s:.0f} s left")
 
     def note(self, text: str) -> None:
@@ -195,7 +195,7 @@ class Reporter:
             self.console.print(table)
         self.console.print(f"run folder {run_dir.path}", markup=False)
 
-    def _tell(self, phase: str) -> None:
+    def _send(self, phase: str) -> None:
         if self.on_progress is not None:
             self.on_progress(self._done, phase)
 
@@ -230,24 +230,24 @@ class _PlainTicker:
         self._report = report
         self._title = title
         self._stage = ""
-        self._said_s = 0.0
+        self._shown_s = 0.0
 
     def __call__(self, stage: str, fraction: float) -> None:
         now_s = self._report.clock()
-        if stage == self._stage and now_s - self._said_s < _PLAIN_LINE_EVERY_S:
+        if stage == self._stage and now_s - self._shown_s < _PLAIN_LINE_EVERY_S:
             return
-        self._stage, self._said_s = stage, now_s
+        self._stage, self._shown_s = stage, now_s
         self._report.note(f"{self._title}: {stage} ({fraction:.0%})")
 
 
-def describe_figures(figures: Mapping[str, float]) -> str:
-    """The figures a person watches, in one line; what a run does not have is left out."""
+def describe_metrics(metrics: Mapping[str, float]) -> str:
+    """The metrics a person watches, in one line; what a run does not have is left out."""
     shown = [
         ("reward/mean", "reward {:.3f}"),
         ("rollout/mean_acceptance_length", "accepts {:.2f}"),
         ("rollout/goodput_tokens_per_s", "{:,.0f} tokens/s"),
         ("time/iteration_s", "{:.1f} s"),
     ]
-    if figures.get("moves/num_moved"):
+    if metrics.get("moves/num_moved"):
         shown.insert(-1, ("moves/num_moved", "{:.0f} moves"))
-    return "  ".join(form.format(figures[name]) for name, form in shown if name in figures)
+    return "  ".join(form.format(metrics[name]) for name, form in shown if name in metrics)

@@ -134,6 +134,8 @@ class Explained:
     def _moves(self) -> str:
         if self.config.reallocation.policy in ("pull", "static"):
             return f"none: reallocation.policy is {self.config.reallocation.policy}"
+        if self.decode_share is None:
+            return f"{self.summary.num_moved:,} samples moved; what they gave and cost is not recorded"
         return (
             f"{self.summary.num_moved:,} samples moved, expected to shorten the tails by "
             f"{self.total('moves/expected_gain_s'):.1f} s; they cost "

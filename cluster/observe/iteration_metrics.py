@@ -20,47 +20,47 @@ from rlhfspec.policies.scheduling.events import MoveRecord
 _CORRECT = "correct"
 
 
-def reward_figures(rewards: Sequence[Reward]) -> dict[str, float]:
+def reward_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
     """`reward/mean`, `reward/std`, and `reward/PART` for every part that a sample has.
 
     A part's mean is over the samples that have it. `reward/accuracy` is that of the first part called `correct`. A
-    part that is called as one of these figures gives way to it.
+    part that is called as one of these metrics gives way to it.
     """
     values = np.array([reward.value for reward in rewards])
     by_part: dict[str, list[float]] = {}
     for reward in rewards:
         for name, value in reward.parts.items():
             by_part.setdefault(name, []).append(value)
-    figures = {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
+    metrics = {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
     correct = next((part for name, part in by_part.items() if name.split("/")[-1] == _CORRECT), None)
     if correct is not None:
-        figures["reward/accuracy"] = float(np.mean(correct))
-    return {f"reward/{name}": float(np.mean(part)) for name, part in by_part.items()} | figures
+        metrics["reward/accuracy"] = float(np.mean(correct))
+    return {f"reward/{name}": float(np.mean(part)) for name, part in by_part.items()} | metrics
 
 
-def distribution_figures(rollouts: Sequence[Rollout], advantages: Sequence[float] | None) -> dict[str, float]:
-    """Name every figure; `advantages` are the samples' means, None where the update reports none."""
+def distribution_metrics(rollouts: Sequence[Rollout], advantages: Sequence[float] | None) -> dict[str, float]:
+    """Name every metric; `advantages` are the samples' means, None where the update reports none."""
     rewards = np.array([rollout.reward.value for rollout in rollouts])
     lengths = np.array([rollout.completion.num_sampled_tokens for rollout in rollouts])
     cut = [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in rollouts]
-    figures = {"rollout/length_cut_share": float(np.mean(cut))}
+    metrics = {"rollout/length_cut_share": float(np.mean(cut))}
     for percent in (10, 50, 90, 99):
-        figures[f"rollout/response_tokens_p{percent}"] = float(np.percentile(lengths, percent))
+        metrics[f"rollout/response_tokens_p{percent}"] = float(np.percentile(lengths, percent))
     for percent in (10, 50, 90):
-        figures[f"reward/p{percent}"] = float(np.percentile(rewards, percent))
-    figures |= {"reward/min": float(rewards.min()), "reward/max": float(rewards.max())}
-    # a part that is called like a figure of all rewards does not take its place
+        metrics[f"reward/p{percent}"] = float(np.percentile(rewards, percent))
+    metrics |= {"reward/min": float(rewards.min()), "reward/max": float(rewards.max())}
+    # a part that is called like a metric of all rewards does not take its place
     parts = {f"reward/{name}": value for name, value in _part_means(rollouts).items()}
-    figures |= {name: value for name, value in parts.items() if name not in METRICS and find_metric(name)}
+    metrics |= {name: value for name, value in parts.items() if name not in METRICS and find_metric(name)}
     if advantages is not None:
         of_samples = np.array(advantages)
-        figures |= {
+        metrics |= {
             "learner/advantage_mean": float(of_samples.mean()),
             "learner/advantage_std": float(of_samples.std()),
             "learner/advantage_min": float(of_samples.min()),
             "learner/advantage_max": float(of_samples.max()),
         }
-    return figures
+    return metrics
 
 
 def _part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -71,13 +71,13 @@ def _part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {name: float(np.mean(those)) for name, those in sorted(values.items())}
 
 
-def iteration_figures(
+def iteration_metrics(
     rollouts: Sequence[Rollout],
     stats: GenerationStats,
     update: UpdateReport,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """Name every figure of the iteration.
+    """Name every metric of the iteration.
 
     Args:
         rollouts: all samples of the iteration.
@@ -87,8 +87,8 @@ def iteration_figures(
             follows the last completion, because the rest is hidden behind generation.
     """
     lengths = np.array([int(rollout.completion.is_sampled.sum()) for rollout in rollouts])
-    figures = reward_figures([rollout.reward for rollout in rollouts])
-    figures |= {
+    metrics = reward_metrics([rollout.reward for rollout in rollouts])
+    metrics |= {
         "rollout/mean_acceptance_length": stats.mean_acceptance_length,
         "rollout/acceptance_rate": stats.acceptance_rate,
         "rollout/goodput_tokens_per_s": float(lengths.sum()) / max(seconds["generate"], 1e-9),
@@ -100,23 +100,23 @@ def iteration_figures(
         "rollout/num_recomputed": float(sum(rollout.completion.epoch > 0 for rollout in rollouts)),
         "rollout/num_preemptions": float(stats.num_preemptions),
     }
-    figures |= {f"time/{name}_s": value for name, value in seconds.items()}
-    figures |= {f"update/{part}_s": value for part, value in update.part_seconds.items()}
-    figures |= {f"update/{name}": value for name, value in update.cost.items()}
-    # a figure with an area of its own keeps it
-    return figures | {
-        name if "/" in name else f"learner/{name}": value for name, value in update.figures.items()
+    metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+    metrics |= {f"update/{part}_s": value for part, value in update.part_seconds.items()}
+    metrics |= {f"update/{name}": value for name, value in update.cost.items()}
+    # a metric with an area of its own keeps it
+    return metrics | {
+        name if "/" in name else f"learner/{name}": value for name, value in update.metrics.items()
     }
 
 
-def with_evaluation(figures: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
-    """The figures of an iteration with those of the evaluation after it, whose seconds belong to it; none: as it is."""
+def with_evaluation(metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of an iteration with those of the evaluation after it, whose seconds belong to it; none: as it is."""
     spent_s = evaluated.get("time/evaluate_s", 0.0)
-    total_s = figures["time/iteration_s"] + spent_s
+    total_s = metrics["time/iteration_s"] + spent_s
     # generation that hid an update would leave it to be waited for
-    hidden_s = figures.get("time/update_hidden_s", 0.0)
-    bound = amdahl_bound(total_s, figures["time/generate_s"] - hidden_s)
-    return {**figures, **evaluated, "time/iteration_s": total_s, "time/amdahl_bound": bound}
+    hidden_s = metrics.get("time/update_hidden_s", 0.0)
+    bound = amdahl_bound(total_s, metrics["time/generate_s"] - hidden_s)
+    return {**metrics, **evaluated, "time/iteration_s": total_s, "time/amdahl_bound": bound}
 
 
 CORRECT = "correct"
@@ -128,8 +128,8 @@ def correctness(parts: Mapping[str, float]) -> float | None:
     return next((value for name, value in parts.items() if name.split("/")[-1] == CORRECT), None)
 
 
-def evaluation_figures(rollouts: Sequence[Rollout], skipped: Sequence[int] = ()) -> dict[str, float]:
-    """Name every figure of one evaluation.
+def evaluation_metrics(rollouts: Sequence[Rollout], skipped: Sequence[int] = ()) -> dict[str, float]:
+    """Name every metric of one evaluation.
 
     `eval/accuracy` is the share of right samples, and so is `eval/mean_at_k`, its name where each prompt has k
     samples; `eval/pass_at_k` the share of prompts with a right one among k, `eval/pass_at_1`, `_2`, `_4`, ... the
@@ -143,7 +143,7 @@ def evaluation_figures(rollouts: Sequence[Rollout], skipped: Sequence[int] = ())
     rewards = np.array([rollout.reward.value for rollout in rollouts])
     lengths = np.array([rollout.completion.num_sampled_tokens for rollout in rollouts])
     cut = [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in rollouts]
-    figures = {
+    metrics = {
         "eval/reward_mean": float(rewards.mean()),
         "eval/reward_std": float(rewards.std()),
         "eval/best_at_k": float(np.mean([values.max() for values in _by_group(rollouts, rewards)])),
@@ -156,18 +156,18 @@ def evaluation_figures(rollouts: Sequence[Rollout], skipped: Sequence[int] = ())
     found = [correctness(rollout.reward.parts) for rollout in rollouts]
     passed = [value for value in found if value is not None]
     if len(passed) < len(rollouts):
-        return figures
+        return metrics
     groups = _by_group(rollouts, np.array(passed), skipped)
-    figures["eval/accuracy"] = sum(passed) / (len(rollouts) + len(skipped))
-    figures["eval/mean_at_k"] = float(np.mean([values.mean() for values in groups]))
+    metrics["eval/accuracy"] = sum(passed) / (len(rollouts) + len(skipped))
+    metrics["eval/mean_at_k"] = float(np.mean([values.mean() for values in groups]))
     num_samples = min(len(values) for values in groups)
     for name, k in [("k", num_samples), *((str(k), k) for k in _powers_of_two(num_samples))]:
         estimates = [
             pass_at_k(num_samples=len(values), num_passed=int((values >= 0.5).sum()), k=k)
             for values in groups
         ]
-        figures[f"eval/pass_at_{name}"] = float(np.mean(estimates))
-    return figures
+        metrics[f"eval/pass_at_{name}"] = float(np.mean(estimates))
+    return metrics
 
 
 def pass_at_k(*, num_samples: int, num_passed: int, k: int) -> float:
@@ -205,10 +205,10 @@ def _by_group(
 OUTCOMES = tuple(MoveOutcome)
 
 
-def move_figures(
+def move_metrics(
     moves: Sequence[MoveRecord], *, stats: GenerationStats, planning_s: float, timeline: Timeline
 ) -> dict[str, float]:
-    """Name every figure; what needs a move that there was not is left out.
+    """Name every metric; what needs a move that there was not is left out.
 
     Args:
         moves: those that ended in the iteration.
@@ -217,14 +217,14 @@ def move_figures(
         timeline: of the generation, for what transfers were hidden behind.
     """
     done = [record for record in moves if record.outcome == MoveOutcome.MOVED]
-    figures = {
+    metrics = {
         f"moves/num_{outcome.replace(' ', '_')}": float(sum(record.outcome == outcome for record in moves))
         for outcome in OUTCOMES
     }
     for mode in MoveMode:
-        figures[f"moves/num_{mode}"] = float(sum(record.order.mode is mode for record in done))
+        metrics[f"moves/num_{mode}"] = float(sum(record.order.mode is mode for record in done))
     return (
-        figures
+        metrics
         | _bytes(done)
         | _times(done)
         | _hidden(timeline)
@@ -245,22 +245,22 @@ def overhead_share(stats: GenerationStats, *, planning_s: float) -> float:
 def _bytes(done: Sequence[MoveRecord]) -> dict[str, float]:
     """Bytes by stage: before the hand-over, while the source decodes, and with it."""
     first, second = (sum(_values(done, f"stage{number}_bytes")) for number in (1, 2))
-    figures = {"moves/stage1_bytes": float(first), "moves/stage2_bytes": float(second)}
+    metrics = {"moves/stage1_bytes": float(first), "moves/stage2_bytes": float(second)}
     if first + second:
-        figures["moves/stage1_bytes_share"] = first / (first + second)
-    return figures
+        metrics["moves/stage1_bytes_share"] = first / (first + second)
+    return metrics
 
 
 def _times(done: Sequence[MoveRecord]) -> dict[str, float]:
-    figures = {}
+    metrics = {}
     for name in ("stage1_s", "attach_s", "downtime_s"):
         values = _values(done, name)
         if values:
-            figures[f"moves/{name}_median"] = median(values)
+            metrics[f"moves/{name}_median"] = median(values)
     downtimes = _values(done, "downtime_s")
     if downtimes:
-        figures["moves/downtime_s_max"] = max(downtimes)
-    return figures
+        metrics["moves/downtime_s_max"] = max(downtimes)
+    return metrics
 
 
 def _hidden(timeline: Timeline) -> dict[str, float]:
@@ -279,4 +279,4 @@ def _hidden(timeline: Timeline) -> dict[str, float]:
 
 
 def _values(moves: Sequence[MoveRecord], name: str) -> list[float]:
-    return [record.figures[name] for record in moves if name in record.figures]
+    return [record.metrics[name] for record in moves if name in record.metrics]

@@ -72,7 +72,7 @@ class Observer:
         self._lock = threading.Lock()
         self._iteration, self._phase, self._done, self._total = 0, STARTING, 0, 0
         self._phase_since = self._progress_at = clock()
-        self._figures: Mapping[str, float] = {}
+        self._metrics: Mapping[str, float] = {}
         self._events: deque[EventRow] = deque(maxlen=KEPT_EVENTS)
         self._system: System | None = None
         self._asked: Any = None
@@ -94,12 +94,12 @@ class Observer:
                 self._phase_since = self._clock()
             self._iteration, self._phase, self._done, self._total = iteration, phase, done, total
 
-    def iteration(self, iteration: int, figures: Mapping[str, float]) -> None:
-        """Hear the figures of a finished iteration."""
+    def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Hear the metrics of a finished iteration."""
         self.progress(iteration, "save", 0, 1)
-        self._figures = dict(figures)
+        self._metrics = dict(metrics)
         run_metrics.add("iterations")
-        logger.info("iteration %d ended", iteration + 1, extra={"fields": {"figures": self._figures}})
+        logger.info("iteration %d ended", iteration + 1, extra={"fields": {"figures": self._metrics}})
 
     def note(self, text: str) -> None:
         """Hear a line for people."""
@@ -182,7 +182,7 @@ class Observer:
             progress_at=self._progress_at,
             weight_version=0 if self._system is None else self._system.target.manifest.weight_version,
             scheduler_silent_s=silent_s,
-            figures=self._figures,
+            figures=self._metrics,
             instances=rows,
             waits=() if ended else tuple(WaitRow(**wait._asdict()) for wait in open_waits()),
             events=tuple(self._events),
@@ -303,7 +303,7 @@ def set_gauges(page: LivePage, *, outlived: bool) -> None:
     if not page.ended:
         with suppress(RlhfSpecError):
             # whoever writes metrics.jsonl has refused what is not declared
-            run_metrics.set_figures(page.figures)
+            run_metrics.set_metrics(page.figures)
 
 
 def _ray_address() -> str:

@@ -17,7 +17,7 @@ from rlhfspec.actors.waiting.waiting import get
 from rlhfspec.cluster.folder.iteration_logs import append_moves, odd_moves
 from rlhfspec.cluster.folder.layout import KEPT_TRACES, RunDir
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.iteration_metrics import move_figures
+from rlhfspec.cluster.observe.iteration_metrics import move_metrics
 from rlhfspec.cluster.observe.timeline import Timeline, build_timeline, trace_text, write_trace
 from rlhfspec.core.errors import RlhfSpecError, StorageError, describe_error
 from rlhfspec.core.files import storage_errors, write_whole
@@ -48,7 +48,7 @@ class Recorder:
         instances: Mapping[str, Handle],
         left: Mapping[str, FinalReport] | None = None,
     ) -> dict[str, float]:
-        """Take what happened in one iteration's generation; return the figures of its moves.
+        """Take what happened in one iteration's generation; return the metrics of its moves.
 
         `left`: what instances told that left meanwhile.
         """
@@ -64,7 +64,7 @@ class Recorder:
         append_moves(self._run_dir.moves_file, iteration, collected.moves)
         for line in odd_moves(collected.moves):
             self._report.note(line)
-        return move_figures(
+        return move_metrics(
             collected.moves, stats=collected.stats, planning_s=collected.planning_s, timeline=timeline
         )
 

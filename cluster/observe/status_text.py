@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfspec.cluster.observe.console import describe_figures
+from rlhfspec.cluster.observe.console import describe_metrics
 from rlhfspec.cluster.observe.diagnosis import Diagnosis
 from rlhfspec.cluster.observe.live_page import STALE_AFTER_S, STARTING, LivePage
 from rlhfspec.cluster.observe.processes import Frame, SeenProcess, ThreadStack
@@ -47,7 +47,7 @@ def status_view(
     return Group(*parts)
 
 
-def told_lines(page: LivePage, now: float) -> list[str]:
+def stale_lines(page: LivePage, now: float) -> list[str]:
     """Whether the page is of now; what to do when it is not."""
     age_s = max(0.0, now - page.told_at)
     if page.ended or age_s <= STALE_AFTER_S:
@@ -68,13 +68,13 @@ def span(seconds: float) -> str:
 
 def page_lines(page: LivePage, now: float) -> list[str]:
     """What it does, for whom it waits and since when, a line each."""
-    told = told_lines(page, now)
+    shown = stale_lines(page, now)
     # of an old page, ages are those of when it was told
     now = now if now - page.told_at <= STALE_AFTER_S and not page.ended else page.told_at
-    lines = [f"run       {page.run}  {page.folder} on {page.host}", *told]
+    lines = [f"run       {page.run}  {page.folder} on {page.host}", *shown]
     lines.append(f"iteration {_where(page, now)}")
     if page.figures:
-        lines.append(f"last      {describe_figures(page.figures)}")
+        lines.append(f"last      {describe_metrics(page.figures)}")
     rate = sum(row.tokens_per_s for row in page.instances)
     lines.append(f"weights   version {page.weight_version}; {rate:,.0f} tokens/s now")
     lines += [

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Figures = Mapping[str, float]
+Metrics = Mapping[str, float]
 NO_SIGNAL = "learner/no_signal"
 MANY_CUT = 0.5
 "Of an iteration's responses: more than this share is told."
@@ -18,51 +18,49 @@ _CUT_ADVICE = "raise it, or see in samples/ whether responses end as the model's
 class _Cause(NamedTuple):
     """One way in which nothing can be learned; the first that holds is what to mend first."""
 
-    holds: Callable[[Figures], bool]
+    holds: Callable[[Metrics], bool]
     what: str
     advice: str
 
 
 _CAUSES = (
     _Cause(
-        lambda figures: (
-            _are_equal(figures, "reward/min", "reward/max") and figures.get("rollout/num_samples", 0.0) > 1
-        ),
+        lambda row: _are_equal(row, "reward/min", "reward/max") and row.get("rollout/num_samples", 0.0) > 1,
         "all rewards are equal",
         "see in samples/ whether the reward can tell responses apart, and whether any prompt is neither too hard nor "
         "too easy",
     ),
     _Cause(
-        lambda figures: _are_equal(figures, "learner/num_zero_advantage_groups", "learner/num_groups"),
+        lambda row: _are_equal(row, "learner/num_zero_advantage_groups", "learner/num_groups"),
         "the rewards of no prompt's responses differ",
         "raise rollout.samples_per_prompt or sampling.temperature, or take prompts that are solved at times",
     ),
     _Cause(
-        lambda figures: figures.get("mismatch/masked_share") == 1.0,
+        lambda row: row.get("mismatch/masked_share") == 1.0,
         "algorithm.correction masks every token",
         "see mismatch/ratio_mean, and widen the mask or lower rollout.max_staleness",
     ),
     _Cause(
-        lambda figures: figures.get("learner/lr") == 0.0,
+        lambda row: row.get("learner/lr") == 0.0,
         "the learning rate is 0",
         "see trainer.learning_rate and trainer.schedule",
     ),
     _Cause(
-        lambda figures: figures.get("learner/grad_norm") == 0.0,
+        lambda row: row.get("learner/grad_norm") == 0.0,
         "the gradient is 0",
         "see algorithm.truncated, algorithm.clip_ratio and the advantages in metrics.jsonl",
     ),
 )
 
 
-def with_signal(figures: Figures) -> dict[str, float]:
-    """The figures of an iteration, and whether its rewards could teach nothing."""
-    return {**figures, NO_SIGNAL: float(bool(_causes(figures)))}
+def with_signal(row: Metrics) -> dict[str, float]:
+    """The metrics of an iteration, and whether its rewards could teach nothing."""
+    return {**row, NO_SIGNAL: float(bool(_causes(row)))}
 
 
-def signal_line(iteration: int, figures: Figures) -> str | None:
+def signal_line(iteration: int, row: Metrics) -> str | None:
     """What a person is told of an iteration (counted from 0) that could teach nothing, or was mostly cut."""
-    causes, cut = _causes(figures), figures.get("rollout/length_cut_share", 0.0)
+    causes, cut = _causes(row), row.get("rollout/length_cut_share", 0.0)
     of_cut = f"{cut:.0%} of the responses were cut at sampling.max_new_tokens" if cut > MANY_CUT else ""
     if not causes:
         return f"iteration {iteration + 1}: {of_cut}; {_CUT_ADVICE}" if of_cut else None
@@ -73,14 +71,14 @@ def signal_line(iteration: int, figures: Figures) -> str | None:
     return f"iteration {iteration + 1}: its rewards taught nothing: {what}; {advice}"
 
 
-def signal_rows(metrics: Iterable[Figures]) -> list[tuple[str, str]]:
+def signal_rows(metrics: Iterable[Metrics]) -> list[tuple[str, str]]:
     """Rows of the closing table: iterations that could teach nothing, and those that were mostly cut."""
     firsts: Counter[str] = Counter()
     num_rows = num_cut = 0
-    for figures in metrics:
+    for row in metrics:
         num_rows += 1
-        num_cut += figures.get("rollout/length_cut_share", 0.0) > MANY_CUT
-        firsts.update(cause.what for cause in _causes(figures)[:1])
+        num_cut += row.get("rollout/length_cut_share", 0.0) > MANY_CUT
+        firsts.update(cause.what for cause in _causes(row)[:1])
     rows = []
     if firsts:
         why = ", ".join(f"{what} ({count})" for what, count in firsts.most_common())
@@ -90,13 +88,13 @@ def signal_rows(metrics: Iterable[Figures]) -> list[tuple[str, str]]:
     return rows
 
 
-def _causes(figures: Figures) -> list[_Cause]:
-    return [cause for cause in _CAUSES if cause.holds(figures)]
+def _causes(row: Metrics) -> list[_Cause]:
+    return [cause for cause in _CAUSES if cause.holds(row)]
 
 
-def _are_equal(figures: Figures, one: str, other: str) -> bool:
+def _are_equal(row: Metrics, one: str, other: str) -> bool:
     """Whether both are known and the same."""
-    return one in figures and figures[one] == figures.get(other)
+    return one in row and row[one] == row.get(other)
 
 
 STEP_PARTS = ("generate", "score", "update", "publish", "refit", "evaluate")
@@ -214,7 +212,7 @@ UPDATE_PARTS = (
 _SMALL_PACK_TOKENS = 256
 
 
-def update_line(metrics: Sequence[Figures]) -> str | None:
+def update_line(metrics: Sequence[Metrics]) -> str | None:
     """Where the updates' seconds went, and what to change where one cause stands out; None: nothing was timed."""
     total = {part: _total(metrics, f"update/{part}_s") for part in UPDATE_PARTS}
     whole_s = sum(total.values())
@@ -306,9 +304,9 @@ SILENT_ADVICE = (
 )
 
 
-def is_silent(figures: Mapping[str, float]) -> bool:
+def is_silent(row: Mapping[str, float]) -> bool:
     """Whether a step had no gradient, and so learned nothing."""
-    return figures.get("train/grad_norm") == 0.0
+    return row.get("train/grad_norm") == 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

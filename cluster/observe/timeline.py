@@ -314,7 +314,7 @@ def _describe(one: Interval, record: MoveRecord | None) -> dict[str, Any]:
             "why_ended": record.why_ended,
             "predicted_gain_s": record.gain_s,
         }
-        args |= record.figures
+        args |= record.metrics
     return args
 
 

@@ -158,9 +158,9 @@ def ray_session(
     Raises PlacementError when Ray cannot be started here, or the cluster at `cluster.address` cannot be reached.
     """
     namespace = f"rlhfspec-{run_id}-{secrets.token_hex(2)}"
-    told = actor_environment(run_id, logs)
+    variables = actor_environment(run_id, logs)
     if ray.is_initialized():
-        yield RaySession(namespace=namespace, is_local=False, dashboard_url=None, environment=told)
+        yield RaySession(namespace=namespace, is_local=False, dashboard_url=None, environment=variables)
         return
     address = joined_address(cluster)
     is_up = False
@@ -169,11 +169,11 @@ def ray_session(
             if address:
                 with _joined(address, namespace, on_sigterm) as session:
                     is_up = True
-                    yield replace(session, environment=told)
+                    yield replace(session, environment=variables)
             else:
                 with _local(cluster, namespace, on_sigterm, store_bytes or object_store_bytes()) as session:
                     is_up = True
-                    yield replace(session, environment=told)
+                    yield replace(session, environment=variables)
     except SystemExit as error:
         if is_up or error.code == TERMINATED:
             raise

@@ -80,7 +80,7 @@ def _given(ports: Mapping[str, int]) -> Iterator[None]:
 def _patience() -> Iterator[None]:
     """Let `ray.init` wait: how long it does for its raylet and dashboard cannot be told to it."""
     asked, dashboard_s = services.get_node, ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
-    services.get_node = _asking_for_long(asked, set(_ended_children()))
+    services.get_node = _patiently(asked, set(_ended_children()))
     ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = max(dashboard_s, START_S)
     try:
         yield
@@ -88,7 +88,7 @@ def _patience() -> Iterator[None]:
         services.get_node, ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = asked, dashboard_s
 
 
-def _asking_for_long(ask: Callable[[str, str], Any], ended_before: set[int]) -> Callable[[str, str], Any]:
+def _patiently(ask: Callable[[str, str], Any], ended_before: set[int]) -> Callable[[str, str], Any]:
     """What asks for a node until it is there; Ray takes a RuntimeError for 'not yet' and gives up after 30 s."""
 
     def ask_on(gcs_address: str, node_id: str) -> Any:

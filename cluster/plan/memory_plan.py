@@ -1,4 +1,4 @@
-"""What a run will hold in memory and on disk, reckoned from shapes before anything is started.
+"""What a run will hold in memory and on disk, estimated from shapes before anything is started.
 
 Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a process are measured
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
@@ -227,7 +227,7 @@ def require_gpu_room(
 
 
 class MemoryNeeds:
-    """What the parts of a run hold, reckoned from its config and the shapes of its models."""
+    """What the parts of a run hold, estimated from its config and the shapes of its models."""
 
     def __init__(self, config: Config, models: ModelShapes, *, max_total_tokens: int) -> None:
         """`max_total_tokens` is the longest prompt plus the longest response."""

@@ -21,7 +21,7 @@ from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.core.settings.section import Section
 from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel
 
-PLACES = frozenset({"run.output_dir", "run.cache_dir", "run.copy_to"})
+PATHS = frozenset({"run.output_dir", "run.cache_dir", "run.copy_to"})
 "Keys of folders that need not be there; of lists of sections without the number."
 FILES = frozenset(
     {
@@ -73,7 +73,7 @@ def _absolute(value: Any, key: str, folder: Path) -> Any:
     if not isinstance(value, str) or value in _WORDS or "://" in value or value.startswith("~"):
         return value
     is_here = key in FILES and (_stands(folder / value) or _holds_subset(folder, value))
-    if not (key in PLACES or is_here) or Path(value).is_absolute():
+    if not (key in PATHS or is_here) or Path(value).is_absolute():
         return value
     return str(folder / value)
 

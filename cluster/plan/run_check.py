@@ -78,7 +78,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     if config.run.copy_to is not None:
         require_place(config.run.copy_to, output_dir)
     topology = plan_topology(config)
-    _require_place_here(topology, config.cluster)
+    _require_room_here(topology, config.cluster)
     models = check_models(config)
     inputs = read_inputs(config, models.tokenizer)
     _require_context(
@@ -146,7 +146,7 @@ def _report(sections: Mapping[str, Iterable[str | None]]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def require_place_in_cluster(plan: RunPlan) -> None:
+def require_room_in_cluster(plan: RunPlan) -> None:
     """Reserve what the run wants in the cluster that it would join, and give it back: as the run's start does.
 
     Nothing is asked where the run starts a Ray of its own. Raises PlacementError: the cluster cannot be joined, or does
@@ -178,7 +178,7 @@ def _made_environment(settings: EnvironmentConfig) -> Environment | None:
     return environment
 
 
-def _require_place_here(topology: Topology, cluster: ClusterConfig) -> None:
+def _require_room_here(topology: Topology, cluster: ClusterConfig) -> None:
     """Require a machine that holds all actors, or a cluster that can be reached. Raises PlacementError."""
     address = joined_address(cluster)
     if is_local(cluster):

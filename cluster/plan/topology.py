@@ -31,7 +31,7 @@ _SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PlacementSlot:
     """One actor's place: its name, its bundle, its threads."""
 
     name: str
@@ -49,11 +49,11 @@ class Place:
 class Topology:
     """All places of a run."""
 
-    scheduler: Place
-    trainer: tuple[Place, ...]
-    generation: tuple[Place, ...]
-    reward: tuple[Place, ...]
-    environment: tuple[Place, ...] = ()
+    scheduler: PlacementSlot
+    trainer: tuple[PlacementSlot, ...]
+    generation: tuple[PlacementSlot, ...]
+    reward: tuple[PlacementSlot, ...]
+    environment: tuple[PlacementSlot, ...] = ()
     strategy: str
     placement_timeout_s: float
     pins_pools: bool = False
@@ -61,7 +61,7 @@ class Topology:
     "generation instances that may come during the run, each with a bundle of its own"
 
     @property
-    def pools(self) -> dict[str, tuple[Place, ...]]:
+    def pools(self) -> dict[str, tuple[PlacementSlot, ...]]:
         """The places of each pool that has any; the scheduler stands beside the trainers."""
         pools = {
             "generation": self.generation,
@@ -79,7 +79,7 @@ class Topology:
         return [{POOL_LABEL: pool_of[place.bundle]} for place in self.places]
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[PlacementSlot, ...]:
         """Every place, in the order of the bundles."""
         return tuple(
             sorted(
@@ -100,7 +100,7 @@ class Topology:
             total.update(place.resources())
         return dict(total)
 
-    def added(self, number: int) -> Place:
+    def added(self, number: int) -> PlacementSlot:
         """The place of a generation instance that is numbered so and comes during the run."""
         return replace(self.generation[0], name=f"gen-{number}", bundle=0)
 
@@ -254,7 +254,7 @@ class PlacementContext:
     "variables that tell actors their run (`actors.waiting.actor_start`)"
 
 
-def actor_options(place: Place, context: PlacementContext) -> dict[str, Any]:
+def actor_options(place: PlacementSlot, context: PlacementContext) -> dict[str, Any]:
     """Options for `Actor.options(...)`: name, bundle, threads, silenced libraries."""
     threads = str(place.num_threads)
     return {
@@ -273,8 +273,8 @@ def actor_options(place: Place, context: PlacementContext) -> dict[str, Any]:
     }
 
 
-def _place(name: str, bundle: int, num_cpus: float, num_gpus: float, num_threads: int) -> Place:
-    return Place(
+def _place(name: str, bundle: int, num_cpus: float, num_gpus: float, num_threads: int) -> PlacementSlot:
+    return PlacementSlot(
         name=name,
         bundle=bundle,
         num_cpus=max(num_cpus, MIN_CPUS),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from rlhfspec.cluster.folder.rollouts import Recorded, places_in, read_recorded, rollout_files
+from rlhfspec.cluster.folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
 from rlhfspec.cluster.folder.sample_table import SampleRow, choose_samples
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.records import Completion
@@ -59,8 +59,8 @@ def read_iterations(run: Path, decode: Decode | None, note: Callable[[str], None
     for order in (files, files[:0:-1]):
         for file in order:
             try:
-                places = places_in(file)
-                recorded = read_recorded(places) if places else []
+                locations = locations_in(file)
+                recorded = read_recorded(locations) if locations else []
             except DataError as error:
                 note(str(error))
                 continue
@@ -84,9 +84,9 @@ def read_decoder(folders: Iterable[Path]) -> Decode | None:
 
 
 def _of_iteration(recorded: Sequence[Recorded], decode: Decode | None) -> IterationSamples:
-    number = recorded[0].place.iteration
+    number = recorded[0].location.iteration
     rows = [SampleRow.of(one.rollout, one.advantage) for one in recorded]
-    by_index = {one.place.key.sample_index: one for one in recorded}
+    by_index = {one.location.key.sample_index: one for one in recorded}
     chosen = choose_samples(rows, SHOWN, seed=number)
     return IterationSamples(
         iteration=number + 1,

@@ -48,7 +48,7 @@ def as_trainer_lost(system: System, error: RlhfSpecError) -> TrainerLost | None:
 
 
 @contextmanager
-def telling_trainer_loss(system: System) -> Iterator[None]:
+def noting_trainer_loss(system: System) -> Iterator[None]:
     """Raise TrainerLost in the place of what the block raises when a trainer is dead or frozen."""
     try:
         yield

@@ -105,7 +105,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
             "--set run.iterations=..."
         )
     resumed = ResumedRun(config=config, run_dir=run_dir, state=state, is_time_guessed=is_time_guessed)
-    return _told(resumed, note)
+    return _noted(resumed, note)
 
 
 def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> ResumedRun | None:
@@ -143,7 +143,7 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
             note(f"--resume auto: {folder} has no state to go on from; a new run begins")
             return None
         resumed = ResumedRun(config=config, run_dir=run_dir, state=state, is_time_guessed=is_time_guessed)
-        return _told(resumed, note)
+        return _noted(resumed, note)
     return None
 
 
@@ -213,7 +213,7 @@ def _runs_of(base: Path, name: str) -> list[Path]:
     return [base / found for found in of_run(names, name) if (base / found / "config.yaml").is_file()]
 
 
-def _told(resumed: ResumedRun, note: Callable[[str], None]) -> ResumedRun:
+def _noted(resumed: ResumedRun, note: Callable[[str], None]) -> ResumedRun:
     done, total = resumed.state.num_iterations, resumed.config.run.iterations
     if done > total:
         raise ConfigError(

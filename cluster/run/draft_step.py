@@ -44,7 +44,7 @@ FORGET = 0.9
 
 
 def refit_draft(system: System, rollouts: Any, *, iteration_s: float, report: Reporter) -> dict[str, float]:
-    """Refit the draft model and publish it where new weights were taken; return the figures.
+    """Refit the draft model and publish it where new weights were taken; return the metrics.
 
     A refit that ends in what is not finite is given up: the former draft model stays, and a note says so.
 
@@ -74,12 +74,12 @@ def refit_draft(system: System, rollouts: Any, *, iteration_s: float, report: Re
         system.refit_overhead_s = time.perf_counter() - began_s - refit.refit_s
     else:
         system.refit_overhead_s *= FORGET
-    return refit_figures(refit)
+    return refit_metrics(refit)
 
 
-def refit_figures(report: RefitReport) -> dict[str, float]:
+def refit_metrics(report: RefitReport) -> dict[str, float]:
     """The report as metrics; a divergence that was not computed is left out."""
-    figures = {
+    metrics = {
         "draft/weight_version": float(report.weight_version),
         "draft/refit_taken": float(report.outcome == "taken"),
         "draft/refit_steps": float(report.num_steps),
@@ -88,8 +88,8 @@ def refit_figures(report: RefitReport) -> dict[str, float]:
     }
     for name, value in (("kl_before", report.kl_before), ("kl_after", report.kl_after)):
         if value is not None:
-            figures[f"draft/{name}"] = value
-    return figures
+            metrics[f"draft/{name}"] = value
+    return metrics
 
 
 Outcome = Literal["taken", "worse", "nothing", "no_time"]
@@ -109,9 +109,9 @@ class HeadStep:
     present: float = math.nan
     tried: float = math.nan
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """As metrics; what was not computed is left out."""
-        figures = {
+        metrics = {
             "draft/weight_version": float(self.weight_version),
             "draft/refit_taken": float(self.outcome == "taken"),
             "draft/spot_instances": float(self.num_trained),
@@ -120,11 +120,11 @@ class HeadStep:
             "draft/spot_s": self.train_s,
         }
         losses = {"draft/kl_before": self.present, "draft/kl_after": self.tried}
-        return figures | {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+        return metrics | {name: loss for name, loss in losses.items() if math.isfinite(loss)}
 
 
 def train_head(system: System, *, iteration_s: float, report: Reporter) -> dict[str, float]:
-    """Publish what instances have learned, where it is no worse; return the figures.
+    """Publish what instances have learned, where it is no worse; return the metrics.
 
     An instance that is lost, or does not answer in time, is left out: what the others learned stands.
 
@@ -138,14 +138,14 @@ def train_head(system: System, *, iteration_s: float, report: Reporter) -> dict[
     began_s = time.perf_counter()
     if system.refit_overhead_s > system.config.drafter_training.budget_share * iteration_s:
         system.refit_overhead_s *= FORGET
-        return HeadStep(outcome="no_time", weight_version=draft.manifest.weight_version).figures()
+        return HeadStep(outcome="no_time", weight_version=draft.manifest.weight_version).metrics()
     step = _Step(system, report)
     done = step.take()
     seconds = time.perf_counter() - began_s
     # collecting and comparing cost what they cost, whatever comes of them; where nobody had learned anything, a meeting
     # that has something to collect costs as much as before, or more
     system.refit_overhead_s = seconds if done.num_trained else max(seconds, system.refit_overhead_s)
-    return done.figures()
+    return done.metrics()
 
 
 class _Step:
@@ -159,10 +159,10 @@ class _Step:
 
     def take(self) -> HeadStep:
         """Collect, average, compare, publish."""
-        told: dict[str, HeadProgress] = {}
+        reports: dict[str, HeadProgress] = {}
         average = HeadAverage(self._present())
         for name, progress, tensors in self._collected():
-            told[name] = progress
+            reports[name] = progress
             if progress.failure:
                 self._say(f"{name} trains the draft head no more: {progress.failure}")
             try:
@@ -174,26 +174,26 @@ class _Step:
         nothing = HeadStep(
             outcome="nothing",
             weight_version=version,
-            num_trained=sum(one.num_tokens > 0 for one in told.values()),
-            num_steps=sum(one.num_steps for one in told.values()),
-            num_tokens=sum(one.num_tokens for one in told.values()),
-            train_s=sum(one.train_s for one in told.values()),
+            num_trained=sum(one.num_tokens > 0 for one in reports.values()),
+            num_steps=sum(one.num_steps for one in reports.values()),
+            num_tokens=sum(one.num_tokens for one in reports.values()),
+            train_s=sum(one.train_s for one in reports.values()),
         )
         if learned is None:
             return nothing
         tried = put_head(learned, weight_version=version + 1)
-        found = self._compared(tried, told)
+        found = self._compared(tried, reports)
         if not found.num_tokens:
             self._say(
                 "what instances learned of the draft head is not published yet: none has a sequence held out to "
                 "compare heads on; they train on"
             )
-            self._tell("train_on_head")
+            self._order("train_on_head")
             return nothing
         compared = replace(nothing, present=found.present, tried=found.tried)
         if not is_no_worse(found.tried, found.present):
             # NaN is worse, too
-            self._tell("give_up_head")
+            self._order("give_up_head")
             return replace(compared, outcome="worse")
         self._system.draft = tried
         self._system.generation.publish(tried)
@@ -209,10 +209,10 @@ class _Step:
     def _collected(self) -> Iterator[tuple[str, HeadProgress, dict[str, np.ndarray]]]:
         refs = {name: one.take_head.remote(self._timeout_s) for name, one in self._instances.items()}
         ends_s = awake_s() + self._timeout_s
-        for name, (told, tensors) in refs.items():
+        for name, (report, tensors) in refs.items():
             try:
                 left_s = max(0.0, ends_s - awake_s())
-                progress, arrays = self._answer([told, tensors], name, "hand over its draft head", left_s)
+                progress, arrays = self._answer([report, tensors], name, "hand over its draft head", left_s)
             except NodeDied:
                 raise
             except (RlhfSpecError, RayTaskError) as error:
@@ -220,11 +220,11 @@ class _Step:
             else:
                 yield name, progress, arrays
 
-    def _compared(self, tried: PublishedWeights, told: Mapping[str, HeadProgress]) -> HeadComparison:
+    def _compared(self, tried: PublishedWeights, reports: Mapping[str, HeadProgress]) -> HeadComparison:
         """By the instance that has held out most; by the next one where it is lost. Nothing held out: no numbers."""
-        by_size = sorted(told, key=lambda name: (-told[name].held_out_tokens, name))
+        by_size = sorted(reports, key=lambda name: (-reports[name].held_out_tokens, name))
         for name in by_size:
-            if not told[name].held_out_tokens or told[name].failure:
+            if not reports[name].held_out_tokens or reports[name].failure:
                 continue
             ref = self._instances[name].compare_head.remote(
                 self._timeout_s, tried.manifest, *tried.chunk_refs
@@ -237,7 +237,7 @@ class _Step:
                 self._say(f"{name} could not compare draft heads: {last_line(error)}")
         return HeadComparison(present=math.nan, tried=math.nan, num_tokens=0)
 
-    def _tell(self, outcome: str) -> None:
+    def _order(self, outcome: str) -> None:
         """Let all know what became of their heads; who cannot be told is found when it is asked next."""
         refs = [getattr(one, outcome).remote(self._timeout_s) for one in self._instances.values()]
         ray.wait(refs, num_returns=len(refs), timeout=self._timeout_s)
@@ -246,6 +246,6 @@ class _Step:
         return get(ref, waiter="the loop", waited_for=who, order=order, timeout_s=timeout_s)
 
     def _say(self, text: str) -> None:
-        if text not in self._system.told_faults:
-            self._system.told_faults.add(text)
+        if text not in self._system.noted_faults:
+            self._system.noted_faults.add(text)
             self._report.note(text)

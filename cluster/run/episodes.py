@@ -88,9 +88,9 @@ class Episodes:
         """Turns that environments are at."""
         return self._pool.num_asked
 
-    def prove(self, *, timeout_s: float) -> None:
+    def check(self, *, timeout_s: float) -> None:
         """Let every actor make an environment. Raises what that raises."""
-        self._pool.prove(timeout_s=timeout_s)
+        self._pool.check(timeout_s=timeout_s)
 
     def begin(self, requests: Sequence[SampleRequest]) -> None:
         """Begin an iteration's episodes: their first turns are asked for as environments are reset."""
@@ -152,7 +152,7 @@ class Episodes:
         """Return the policy's own words in an ended episode, and who said what since the prompt."""
         return self._spoken[key]
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For `metrics.jsonl`, of the iteration that `begin` began."""
         return {
             "environment/turns_mean": self._num_turns / max(self._num_ended, 1),

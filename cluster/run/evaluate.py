@@ -2,7 +2,7 @@
 
 Every evaluation asks for the same samples under the same keys, of a stream of their own: equal weights give equal
 tokens, and training is the same to the bit with evaluations or without. A key that is asked for again comes under
-higher epochs (`core.records.next_asking`).
+higher epochs (`core.records.next_round`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.iteration_metrics import evaluation_figures
+from rlhfspec.cluster.observe.iteration_metrics import evaluation_metrics
 from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
 from rlhfspec.cluster.resume.checkpoints import save_best
@@ -23,7 +23,7 @@ from rlhfspec.cluster.resume.run_state import EvaluationMarks
 from rlhfspec.cluster.run.stream import Collected, RolloutStream
 from rlhfspec.cluster.system.system import System
 from rlhfspec.core.files import append_whole, storage_errors
-from rlhfspec.core.records import EPOCHS_OF_AN_ASKING, SampleKey, SampleRequest, Stream
+from rlhfspec.core.records import EPOCHS_OF_A_ROUND, SampleKey, SampleRequest, Stream
 from rlhfspec.core.settings.evaluation import MAX_SAMPLES_PER_PROMPT
 
 _ALWAYS_THERE = "eval/reward_mean"
@@ -34,11 +34,11 @@ class Evaluated:
     """One evaluation."""
 
     collected: Collected
-    figures: dict[str, float]
+    metrics: dict[str, float]
     seconds: float
 
 
-def evaluation_requests(evaluation: EvaluationPrompts, *, asking: int) -> list[SampleRequest]:
+def evaluation_requests(evaluation: EvaluationPrompts, *, round_number: int) -> list[SampleRequest]:
     """The samples of an evaluation, those of one prompt side by side; `asking` counts evaluations of a run from 0.
 
     A sample's index depends on its prompt's place and its own number alone: more samples a prompt, or more prompts,
@@ -54,7 +54,7 @@ def evaluation_requests(evaluation: EvaluationPrompts, *, asking: int) -> list[S
             prompt=prompt,
             sampling=evaluation.sampling,
             group_id=place,
-            epoch=asking * EPOCHS_OF_AN_ASKING,
+            epoch=round_number * EPOCHS_OF_A_ROUND,
         )
         for place, prompt in enumerate(evaluation.prompts)
         for number in range(evaluation.samples_per_prompt)
@@ -65,8 +65,8 @@ def evaluate(stream: RolloutStream, requests: Sequence[SampleRequest]) -> Evalua
     """Generate and score the samples with the weights that the instances hold. Raises what the stream raises."""
     began_s = time.perf_counter()
     collected = stream.collect(requests, label="evaluate")
-    figures = evaluation_figures(collected.rollouts, collected.skipped_groups)
-    return Evaluated(collected=collected, figures=figures, seconds=time.perf_counter() - began_s)
+    metrics = evaluation_metrics(collected.rollouts, collected.skipped_groups)
+    return Evaluated(collected=collected, metrics=metrics, seconds=time.perf_counter() - began_s)
 
 
 class Evaluator:
@@ -105,7 +105,7 @@ class Evaluator:
         return self._evaluate(self._system.evaluation, num_iterations=0)
 
     def after(self, iteration: int) -> dict[str, float]:
-        """Evaluate after an iteration, counted from 0, where one is due; the figures and `time/evaluate_s`."""
+        """Evaluate after an iteration, counted from 0, where one is due; the metrics and `time/evaluate_s`."""
         num_iterations = iteration + 1
         is_last = num_iterations == self._system.config.run.iterations
         if self._system.evaluation is None or (num_iterations % self._settings.every and not is_last):
@@ -119,37 +119,37 @@ class Evaluator:
     def _evaluate(self, evaluation: EvaluationPrompts, *, num_iterations: int) -> dict[str, float]:
         began_s = time.perf_counter()
         system = self._system
-        requests = evaluation_requests(evaluation, asking=self._num_done)
+        requests = evaluation_requests(evaluation, round_number=self._num_done)
         self._num_done += 1
         done = evaluate(self._stream, requests)
         self._recorder.pass_over(system.generation.instances)
         self._write_samples(done, num_iterations)
-        is_best = self._take_mark(done.figures) and num_iterations > 0
+        is_best = self._take_mark(done.metrics) and num_iterations > 0
         if is_best and self._settings.keep_best:
             save_best(system, self._run_dir)
         row = {
             "num_iterations": num_iterations,
             "weight_version": system.target.manifest.weight_version,
             "is_best": float(is_best),
-            **done.figures,
+            **done.metrics,
             "time/evaluate_s": time.perf_counter() - began_s,
         }
         append_whole(self._run_dir.evaluations_file, json.dumps(row) + "\n")
         self._report.note(_line(num_iterations, done, self._metric, is_best=is_best))
-        return done.figures | {"time/evaluate_s": row["time/evaluate_s"]}
+        return done.metrics | {"time/evaluate_s": row["time/evaluate_s"]}
 
-    def _take_mark(self, figures: dict[str, float]) -> bool:
+    def _take_mark(self, metrics: dict[str, float]) -> bool:
         """Whether this is better than every evaluation before it."""
-        if self._metric not in figures:
+        if self._metric not in metrics:
             # trained weights are worth more than the choice of the best: it goes on by what every reward has
             self._report.note(
                 f"evaluation.metric is {self._metric}, but not every reward has a part 'correct' to make it of; the "
                 f"best checkpoint is from here on chosen by {_ALWAYS_THERE}"
             )
             self._metric, self._best = _ALWAYS_THERE, None
-        if self._best is not None and figures[self._metric] <= self._best:
+        if self._best is not None and metrics[self._metric] <= self._best:
             return False
-        self._best = figures[self._metric]
+        self._best = metrics[self._metric]
         return True
 
     def _write_samples(self, done: Evaluated, num_iterations: int) -> None:
@@ -161,8 +161,8 @@ class Evaluator:
 
 def _line(num_iterations: int, done: Evaluated, metric: str, *, is_best: bool) -> str:
     shown = dict.fromkeys([metric, "eval/reward_mean", "eval/accuracy", "eval/pass_at_k"])
-    figures = "  ".join(
-        f"{name.removeprefix('eval/')} {done.figures[name]:.3f}" for name in shown if name in done.figures
+    metrics = "  ".join(
+        f"{name.removeprefix('eval/')} {done.metrics[name]:.3f}" for name in shown if name in done.metrics
     )
     when = f"after iteration {num_iterations}" if num_iterations else "before the first iteration"
-    return f"evaluation {when}: {figures}  ({done.seconds:.1f} s{', the best so far' if is_best else ''})"
+    return f"evaluation {when}: {metrics}  ({done.seconds:.1f} s{', the best so far' if is_best else ''})"

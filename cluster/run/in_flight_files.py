@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhfspec.cluster.folder.rollouts import places_in, read_recorded, write_rollouts
+from rlhfspec.cluster.folder.rollouts import locations_in, read_recorded, write_rollouts
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.files import write_whole
 from rlhfspec.core.records import (
@@ -75,9 +75,9 @@ def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParam
                 f"batch_N{_UNSCORED}: go on with the version that wrote it"
             )
         batch = int(found[1])
-        places = places_in(file)
-        for one in read_recorded(places) if places else []:
-            rollout, key = one.rollout, one.place.key
+        locations = locations_in(file)
+        for one in read_recorded(locations) if locations else []:
+            rollout, key = one.rollout, one.location.key
             if found[2] is None:
                 ready.setdefault(batch, {})[key] = rollout
                 continue

@@ -11,7 +11,7 @@ from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.resume.checkpoints import kept_models, save_checkpoints
-from rlhfspec.cluster.resume.restarts import as_trainer_lost, telling_trainer_loss
+from rlhfspec.cluster.resume.restarts import as_trainer_lost, noting_trainer_loss
 from rlhfspec.cluster.resume.run_state import RunState
 from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper, take_up
 from rlhfspec.cluster.run.evaluate import Evaluator
@@ -34,7 +34,7 @@ class Run:
         self.system, self.run_dir, self.report = system, run_dir, report
         self.schedule, self.stream = schedule_of(system), RolloutStream(system, report)
         if resume is not None:
-            with telling_trainer_loss(system):
+            with noting_trainer_loss(system):
                 take_up(system, resume, self.schedule)
         self.first = 0 if resume is None else resume.num_iterations
         "iterations that were finished before"
@@ -43,7 +43,7 @@ class Run:
         self.recorder = Recorder(run_dir, report, step_log=config.run.step_log)
         self.evaluator = Evaluator(system, self.stream, run_dir, report, self.recorder, marks)
         self.states = StateKeeper(system, run_dir, report.note)
-        system.trainers.meanwhile = self.stream.attend
+        system.trainers.meanwhile = self.stream.poll_pool
         self.boundary: Boundary | None = None
         "the last one at which instances and trainers held the same version"
 

@@ -16,7 +16,7 @@ from rlhfspec.actors.waiting.process_metrics import give_back_free_memory
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.run_status import STOPPING
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.iteration_metrics import iteration_figures, with_evaluation
+from rlhfspec.cluster.observe.iteration_metrics import iteration_metrics, with_evaluation
 from rlhfspec.cluster.observe.observer import Observer, observing
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
@@ -133,20 +133,20 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
         for iteration in range(run.first, settings.iterations):
             system.is_learning = False
             try:
-                figures = with_signal(step(run, iteration))
+                metrics = with_signal(step(run, iteration))
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {settings.iterations}: {error}") from error
             # instances and trainers hold the same version again
             system.is_learning, boundary = False, run.stand_at(iteration + 1)
             try:
-                figures = with_evaluation(figures, run.evaluator.after(iteration))
+                metrics = with_evaluation(metrics, run.evaluator.after(iteration))
             finally:
                 # one that fails is over as well
                 run.boundary = replace(boundary, evaluations=run.evaluator.marks)
                 # what was trained is told, however an evaluation ends
-                run.log.write(iteration, figures)
-            report.iteration(iteration, figures)
-            if (line := signal_line(iteration, figures)) is not None:
+                run.log.write(iteration, metrics)
+            report.iteration(iteration, metrics)
+            if (line := signal_line(iteration, metrics)) is not None:
                 report.note(line)
             if settings.checkpoint_every and (iteration + 1) % settings.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
@@ -156,7 +156,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
 
 
 def step(run: Run, iteration: int) -> dict[str, float]:
-    """Sample, score, update, publish, refit; return the iteration's figures.
+    """Sample, score, update, publish, refit; return the iteration's metrics.
 
     Where the schedule runs ahead, the phase beside the update samples later batches; weights are published, and the
     draft refit, while no sample is open.
@@ -197,18 +197,18 @@ def step(run: Run, iteration: int) -> dict[str, float]:
         "evaluate": 0.0,
         "iteration": ended_s - began_s,
     }
-    figures = iteration_figures(update.sampled, phases[-1].stats, learned, seconds) | parts
+    metrics = iteration_metrics(update.sampled, phases[-1].stats, learned, seconds) | parts
     whole_s = max(seconds["update"], update.seconds)
-    figures["update/outside_s"] = max(0.0, whole_s - sum(learned.part_seconds.values()))
+    metrics["update/outside_s"] = max(0.0, whole_s - sum(learned.part_seconds.values()))
     if schedule.max_staleness:
-        figures = _ahead(figures, phases) | {
+        metrics = _ahead(metrics, phases) | {
             "time/update_hidden_s": update.seconds - min(seconds["update"], update.seconds),
             "time/batch_wait_s": update.began_s - began_s,
         }
     kept = run.log.record(iteration, update.learned, learned)
     num_skipped = num_late_skipped + sum(phase.num_skipped for phase in phases)
-    of_pool = _pool_figures(run, phases[-1], num_skipped)
-    return figures | schedule.figures() | of_pool | moves | draft | kept
+    of_pool = _pool_metrics(run, phases[-1], num_skipped)
+    return metrics | schedule.metrics() | of_pool | moves | draft | kept
 
 
 def _phase(run: Run, number: int, *, beside: Update | None = None) -> Collected:
@@ -227,10 +227,10 @@ def _remember(run: Run, iteration: int, rollouts: Sequence[Rollout]) -> None:
 
 
 def _publish(run: Run, learned: UpdateReport) -> dict[str, float]:
-    """Bring every instance the trainers' version; no sample is open. The figures of what it took."""
+    """Bring every instance the trainers' version; no sample is open. The metrics of what it took."""
     system = run.system
     run.report.progress("publish", 0, 1)
-    # a joiner may come while the trainer is further on: what instances decode from must be at hand then
+    # an instance may join while the trainer is further on: what instances decode from must be at hand then
     broadcast = (
         None
         if run.schedule.max_staleness
@@ -242,18 +242,18 @@ def _publish(run: Run, learned: UpdateReport) -> dict[str, float]:
     return {f"time/publish_{part}_s": seconds for part, seconds in system.target.part_seconds.items()}
 
 
-def _ahead(figures: dict[str, float], phases: Sequence[Collected]) -> dict[str, float]:
+def _ahead(metrics: dict[str, float], phases: Sequence[Collected]) -> dict[str, float]:
     """Where generation runs ahead: of what was decoded here, which is not what was learned from here."""
     decoded = sum(phase.stats.num_emitted_tokens for phase in phases)
-    figures["rollout/goodput_tokens_per_s"] = decoded / max(figures["time/generate_s"], 1e-9)
+    metrics["rollout/goodput_tokens_per_s"] = decoded / max(metrics["time/generate_s"], 1e-9)
     if not phases[-1].stats.num_decode_steps:
         # the last update has nothing beside it
         for name in ("goodput_tokens_per_s", "mean_acceptance_length", "acceptance_rate"):
-            del figures[f"rollout/{name}"]
-    return figures
+            del metrics[f"rollout/{name}"]
+    return metrics
 
 
-def _pool_figures(run: Run, phase: Collected, num_skipped: int) -> dict[str, float]:
+def _pool_metrics(run: Run, phase: Collected, num_skipped: int) -> dict[str, float]:
     """Of the pool, the data and the environment."""
     system = run.system
     return {
@@ -261,5 +261,5 @@ def _pool_figures(run: Run, phase: Collected, num_skipped: int) -> dict[str, flo
         "reward/num_skipped": float(num_skipped),
         "data/epoch": system.cursor.num_passes,
         **phase.environment,
-        **system.generation.figures(),
+        **system.generation.metrics(),
     }

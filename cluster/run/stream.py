@@ -30,7 +30,7 @@ _MAX_SKIP_NOTES = 5
 "Samples of a phase that are named when they are skipped; the rest is counted."
 _BESIDE_S = 0.05
 "The same beside an update, which may end the phase."
-_ASKING_S = 0.02
+_QUESTIONS_S = 0.02
 "The same while environments are asked, whose answers nobody waits for."
 
 
@@ -53,7 +53,7 @@ class Collected:
     skipped_groups: tuple[int, ...] = ()
     "the group of each of these"
     environment: dict[str, float] = field(default_factory=dict)
-    "figures of its episodes; empty without an environment"
+    "metrics of its episodes; empty without an environment"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class RolloutStream:
             score_s=time.perf_counter() - phase.generated_s,
             num_skipped=len(phase.skipped_groups),
             skipped_groups=tuple(phase.skipped_groups),
-            environment=system.episodes.figures() if system.episodes is not None else {},
+            environment=system.episodes.metrics() if system.episodes is not None else {},
         )
 
     def receive(self, schedule: Schedule) -> tuple[list[Rollout], int]:
@@ -156,7 +156,7 @@ class RolloutStream:
         self._receive(phase, wait_s=0.0, may_fail_later=True)
         return phase.rollouts, len(phase.skipped_groups)
 
-    def attend(self) -> None:
+    def poll_pool(self) -> None:
         """Look after the pool while the loop waits for something else and no sample is open; the trainer is busy.
 
         Raises RlhfSpecError where a sample was open after all: its completion would be lost.
@@ -198,12 +198,12 @@ class RolloutStream:
     def _generate(self, phase: _Phase) -> None:
         """Take what was completed; environments answer, what is whole goes to be scored."""
         system, episodes = self._system, self._system.episodes
-        is_asking = episodes is not None and episodes.num_asked > 0
-        taken = self._take(wait_s=_ASKING_S if is_asking else phase.wait_s)
+        has_questions = episodes is not None and episodes.num_asked > 0
+        taken = self._take(wait_s=_QUESTIONS_S if has_questions else phase.wait_s)
         if taken.completions or system.scheduler.stats.num_emitted_tokens != phase.stats.num_emitted_tokens:
             phase.wait.answered()
             phase.wait.restart()
-        elif is_asking or not system.generation.instances:
+        elif has_questions or not system.generation.instances:
             # environments have limits of their own, and so has a pool without instances
             phase.wait.restart()
         phase.wait.look()
@@ -312,7 +312,7 @@ class RolloutStream:
             self._ask(phase, further)
 
     def _take(self, *, wait_s: float, may_fetch: bool = True) -> Taken:
-        """Ask the scheduler for news; replace what was lost, let the pool grow and shrink, say what is odd."""
+        """Ask the scheduler for updates; replace what was lost, let the pool grow and shrink, say what is odd."""
         system, note = self._system, self._report.note
         taken = system.scheduler.take(wait_s)
         for line in system.scheduler.updates():

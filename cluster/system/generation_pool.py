@@ -20,10 +20,10 @@ from rlhfspec.actors.actor_messages import FinishedText, GenerationSpec, Instanc
 from rlhfspec.actors.generation.generation_actor import GenerationActor
 from rlhfspec.actors.waiting.deaths import DEATHS, last_line
 from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.cluster.plan.topology import Place, PlacementContext, Topology, actor_options
+from rlhfspec.cluster.plan.topology import PlacementContext, PlacementSlot, Topology, actor_options
 from rlhfspec.cluster.system.instance_table import InstanceTable
 from rlhfspec.cluster.system.phases import FinalReport, StartingInstance
-from rlhfspec.cluster.system.places import Places
+from rlhfspec.cluster.system.placement_slots import PlacementSlots
 from rlhfspec.cluster.system.pool_changes import PoolChanges
 from rlhfspec.cluster.system.scheduler_client import SchedulerClient
 from rlhfspec.cluster.weights.publish import PublishedWeights, publish
@@ -40,7 +40,7 @@ class GenerationPool:
         cluster: ClusterConfig,
         topology: Topology,
         context: PlacementContext,
-        places: Places,
+        places: PlacementSlots,
         scheduler: SchedulerClient,
         instances: InstanceTable,
         spec_for: Callable[[str], GenerationSpec],
@@ -57,8 +57,8 @@ class GenerationPool:
         self._less_than_bits: list[str] = []
         self._rounds_by = ""
         self._began_s = 0.0
-        self._told: list[Any] = []
-        self._said_untold = False
+        self._pending: list[Any] = []
+        self._has_noted_failure = False
         self._changes = PoolChanges(
             cluster,
             topology,
@@ -104,9 +104,9 @@ class GenerationPool:
         """What instances that have left since the last call did before, by name."""
         return self._changes.leaving.take()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The pool's changes since the last call; empty where it is fixed and nothing has happened."""
-        return self._changes.figures()
+        return self._changes.metrics()
 
     def keep(self, weights: PublishedWeights) -> None:
         """Take note of a version that every instance has got by another way: replacements get it."""
@@ -127,14 +127,14 @@ class GenerationPool:
                 for rollout in rollouts
             ]
         )
-        self._told = self._still_told() + [
+        self._pending = self._unanswered() + [
             handle.remember.remote(texts, self._cluster.order_timeout_s) for handle in instances.values()
         ]
 
-    def _still_told(self) -> list[Any]:
+    def _unanswered(self) -> list[Any]:
         """What of `remember` has no answer yet; the first that failed is said, a death elsewhere."""
         ready, pending = (
-            ray.wait(self._told, num_returns=len(self._told), timeout=0) if self._told else ([], [])
+            ray.wait(self._pending, num_returns=len(self._pending), timeout=0) if self._pending else ([], [])
         )
         for ref in ready:
             try:
@@ -142,8 +142,8 @@ class GenerationPool:
             except DEATHS:
                 continue
             except Exception as error:
-                if not self._said_untold:
-                    self._said_untold = True
+                if not self._has_noted_failure:
+                    self._has_noted_failure = True
                     self._note(
                         "an instance could not be told what others have finished, it drafts from its own alone: "
                         f"{last_line(error)}; the run goes on, and later ones are not said"
@@ -171,7 +171,7 @@ class GenerationPool:
         refs: list[Any] = [handle.stop.remote(1.0) for handle in self.instances.values()]
         ray.wait(refs, num_returns=len(refs), timeout=2.0)
 
-    def _order(self, name: str, place: Place, group: PlacementGroup | None) -> StartingInstance:
+    def _order(self, name: str, place: PlacementSlot, group: PlacementGroup | None) -> StartingInstance:
         """Start the process of an instance; `group`: its own bundle, where it has one."""
         context = self._context if group is None else replace(self._context, group=group)
         spec = self._spec_for(name)
@@ -186,12 +186,12 @@ class GenerationPool:
             began_s=time.monotonic(),
         )
 
-    def _note_numerics(self, name: str, told: InstanceNumerics) -> None:
-        self._rounds_by = self._rounds_by or told.rounds_by
-        less = [] if told.promise.startswith("invariant") else [told.promise]
-        if told.rounds_by != self._rounds_by:
+    def _note_numerics(self, name: str, numerics: InstanceNumerics) -> None:
+        self._rounds_by = self._rounds_by or numerics.rounds_by
+        less = [] if numerics.promise.startswith("invariant") else [numerics.promise]
+        if numerics.rounds_by != self._rounds_by:
             less.append(
-                f"it rounds by {told.rounds_by}, the first instance by {self._rounds_by}: tokens of a sample may "
+                f"it rounds by {numerics.rounds_by}, the first instance by {self._rounds_by}: tokens of a sample may "
                 "depend on its instance; install the same packages on nodes of one kind"
             )
         for reason in less:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.cluster.plan.topology import Place
+from rlhfspec.cluster.plan.topology import PlacementSlot
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.policies.scheduling.members import KEPT_GONE, InstanceState
 
@@ -23,7 +23,7 @@ class Instance:
 
     handle: Handle
     num_slots: int
-    place: Place | None = None
+    place: PlacementSlot | None = None
     "where it runs; None once a replacement runs there"
     sentinel: Any = None
     "reference to the end of its decode loop"

@@ -21,12 +21,12 @@ from rlhfspec.actors.generation.trace_events import TraceEvent
 from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.waiting.waiting import get, no_answer, wait_any
 from rlhfspec.actors.waiting.watch import LOOK_S, OpenWait
-from rlhfspec.cluster.plan.topology import Place
-from rlhfspec.cluster.system.places import Places, is_placed
+from rlhfspec.cluster.plan.topology import PlacementSlot
+from rlhfspec.cluster.system.placement_slots import PlacementSlots, is_placed
 from rlhfspec.cluster.weights.publish import PublishedWeights, confirm
 from rlhfspec.core.errors import InstanceLost, NodeDied, RlhfSpecError, WaitTimeout
 
-SAID_AFTER_S = 20.0
+LOGGED_AFTER_S = 20.0
 "Without a place for so long, what is missing is said; the wish stays open, since nodes may still come."
 GRACE_S = 5.0
 "For the final report of one that leaves."
@@ -39,7 +39,7 @@ class StartingInstance:
     """One instance on its way."""
 
     name: str
-    place: Place
+    place: PlacementSlot
     group: PlacementGroup | None
     "its own bundle; None: one of the run's first places"
     spec: GenerationSpec
@@ -54,7 +54,7 @@ class StartingInstance:
     "by model: the version that was sent last, and the answer to come"
     words: list[Any] = field(default_factory=list)
     "answers to come: its numerics, its node"
-    is_said: bool = False
+    is_logged: bool = False
 
     @property
     def started_s(self) -> float:
@@ -85,9 +85,9 @@ class StartingInstances:
 
     def __init__(
         self,
-        places: Places,
+        places: PlacementSlots,
         note: Callable[[str], None],
-        order: Callable[[str, Place, PlacementGroup | None], StartingInstance],
+        order: Callable[[str, PlacementSlot, PlacementGroup | None], StartingInstance],
         *,
         start_timeout_s: float,
     ) -> None:
@@ -110,7 +110,7 @@ class StartingInstances:
         """Whether one of them has."""
         return any(one.placed_s is not None for one in self._coming)
 
-    def start(self, name: str, place: Place, group: PlacementGroup | None = None) -> None:
+    def start(self, name: str, place: PlacementSlot, group: PlacementGroup | None = None) -> None:
         """Order an instance, in a single bundle where `group` is one, and look after it."""
         self._coming.append(self._order(name, place, group))
 
@@ -262,8 +262,8 @@ class StartingInstances:
             else:
                 there = one.placed_s is not None or is_placed(one.group)
             one.placed_s = (one.placed_s or now_s) if there else None
-        if one.placed_s is None and not one.is_said and one.started_s > SAID_AFTER_S:
-            one.is_said = True
+        if one.placed_s is None and not one.is_logged and one.started_s > LOGGED_AFTER_S:
+            one.is_logged = True
             self._note(
                 f"{self.explain(one)}; the run goes on with {num_there} instances, and it joins when there is room"
             )

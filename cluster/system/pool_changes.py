@@ -16,10 +16,10 @@ from rlhfspec.actors.actor_messages import LostInstance, Taken
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.actors.waiting.restart_budget import RestartBudget
 from rlhfspec.actors.waiting.waiting import awake_s
-from rlhfspec.cluster.plan.topology import Place, Topology
+from rlhfspec.cluster.plan.topology import PlacementSlot, Topology
 from rlhfspec.cluster.system.instance_table import Instance, InstanceTable
 from rlhfspec.cluster.system.phases import LeavingInstances, Ready, StartingInstance, StartingInstances
-from rlhfspec.cluster.system.places import Places, announced_ends
+from rlhfspec.cluster.system.placement_slots import PlacementSlots, announced_ends
 from rlhfspec.cluster.system.scheduler_client import SchedulerClient
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.config import ClusterConfig
@@ -70,11 +70,11 @@ class PoolChanges:
         self,
         cluster: ClusterConfig,
         topology: Topology,
-        places: Places,
+        places: PlacementSlots,
         scheduler: SchedulerClient,
         instances: InstanceTable,
         *,
-        order: Callable[[str, Place, PlacementGroup | None], StartingInstance],
+        order: Callable[[str, PlacementSlot, PlacementGroup | None], StartingInstance],
         note: Callable[[str], None],
     ) -> None:
         """`order` starts an actor by its name; `note` takes a line for a person."""
@@ -124,7 +124,7 @@ class PoolChanges:
         """The first instances serve: start what the pool is to begin with beyond them."""
         self._start_up_s = start_up_s
         self._start(self._settings.num_actors - self._settings.least)
-        self._tell()
+        self._expect_starts()
 
     def look(self, taken: Taken, weights: Mapping[str, PublishedWeights], *, may_fetch: bool) -> list[Ready]:
         """Carry out what is due; the instances that may join now.
@@ -161,7 +161,7 @@ class PoolChanges:
         else:
             self._wait_for_one()
         if not ready:
-            self._tell()
+            self._expect_starts()
         return ready
 
     def join(self, ready: Ready) -> None:
@@ -177,7 +177,7 @@ class PoolChanges:
         relieved = self._relieved.pop(one.name, None)
         if relieved is not None and relieved in self._staying:
             self._scheduler.leave(relieved, f"{one.name} stands in a place of the run's own in its stead")
-        self._tell()
+        self._expect_starts()
 
     def lose(self, lost: LostInstance) -> str | None:
         """An instance is gone: give its place back; the name of the one that takes its place at once, if one does.
@@ -210,7 +210,7 @@ class PoolChanges:
         self._starting.start(name, place)
         return name
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What has changed since the last call."""
         if not self._settings.is_elastic and not any(self._counts.values()):
             return {}
@@ -235,7 +235,7 @@ class PoolChanges:
         wait_s = min(BLOCKED_S * 2.0 ** (self._num_failed - 1), most_s)
         return max(0.0, self._failed_s + wait_s - time.monotonic())
 
-    def _tell(self) -> None:
+    def _expect_starts(self) -> None:
         """Let the scheduler know what it decides by."""
         if not self._settings.is_elastic:
             return
@@ -274,12 +274,12 @@ class PoolChanges:
             added = self._next_place()
             self._starting.start(added.name, *self._places.take(added, ending=self._ending))
 
-    def _next_place(self) -> Place:
+    def _next_place(self) -> PlacementSlot:
         """A place of its own, under a name that no instance has had."""
         self._next_number += 1
         return self._topology.added(self._next_number - 1)
 
-    def _start_in(self, place: Place, why: str) -> None:
+    def _start_in(self, place: PlacementSlot, why: str) -> None:
         """Start one in a vacant first place that is on no node: it waits there, so it cannot fail at once again."""
         name = self._next_place().name
         self._note(f"{why}; {name} starts there when there is room")

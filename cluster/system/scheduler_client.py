@@ -85,12 +85,12 @@ class SchedulerClient:
         """Add an instance of the table whose weights have been confirmed. Raises SchedulerLost."""
         row = self._instances[instance]
         row.state = InstanceState.SERVING
-        self._tell("join", instance, row.handle, row.num_slots)
+        self._send("join", instance, row.handle, row.num_slots)
 
     def lose(self, instance: str, reason: str) -> None:
         """Give an instance up whose weight load failed. Raises SchedulerLost."""
         self._instances[instance].state = InstanceState.GONE
-        self._tell("lose", instance, reason)
+        self._send("lose", instance, reason)
 
     def leave(self, instance: str, reason: str) -> None:
         """Have an instance emptied; `take` tells when it may be ended. Raises SchedulerLost."""
@@ -98,13 +98,13 @@ class SchedulerClient:
             InstanceState.LEAVING,
             reason,
         )
-        self._tell("leave", instance, reason)
+        self._send("leave", instance, reason)
 
     def expect(self, starts: Starts, may_leave: tuple[str, ...]) -> None:
         """Tell what is on its way, and whose places can be given back. Raises SchedulerLost."""
         if (starts, may_leave) != self._expected:
             self._expected = (starts, may_leave)
-            self._tell("expect", starts, may_leave)
+            self._send("expect", starts, may_leave)
 
     def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
         """Ask for new samples; they complete through `take`. Raises SchedulerLost."""
@@ -113,19 +113,19 @@ class SchedulerClient:
             self._delivered.clear()
             self._is_cut = False
         self._asked.update((request.key, request) for request in requests)
-        self._tell("enqueue", requests)
+        self._send("enqueue", requests)
 
     def cut(self) -> None:
         """Have every open sample end where it is; `take` brings what there is of each. Raises SchedulerLost."""
         self._is_cut = True
-        self._tell("cut")
+        self._send("cut")
 
     def take(self, wait_s: float) -> Taken:
-        """Return the news since the last call, waiting up to `wait_s` for some.
+        """Return the updates since the last call, waiting up to `wait_s` for some.
 
         Raises what made generation impossible; SchedulerLost when no restart is left.
         """
-        taken = self._tell("take", wait_s) or Taken()
+        taken = self._send("take", wait_s) or Taken()
         self._planning_s = taken.planning_s
         self._delivered.update((completion.key, completion) for completion in taken.completions)
         for name, stats in taken.stats.items():
@@ -145,7 +145,7 @@ class SchedulerClient:
         """End the polling."""
         self._handle.stop.remote()
 
-    def _tell(self, order: str, *arguments: Any) -> Any:
+    def _send(self, order: str, *arguments: Any) -> Any:
         """Send one wish and return its answer; None when a new scheduler has learnt it from the notes."""
         try:
             self._require_alive()

@@ -26,7 +26,7 @@ from rlhfspec.cluster.plan.topology import PlacementContext, Topology, actor_opt
 from rlhfspec.cluster.run.episodes import Episodes, start_episodes
 from rlhfspec.cluster.system.generation_pool import GenerationPool
 from rlhfspec.cluster.system.instance_table import InstanceTable
-from rlhfspec.cluster.system.places import Places, cores_of, lost_machines
+from rlhfspec.cluster.system.placement_slots import PlacementSlots, cores_of, lost_machines
 from rlhfspec.cluster.system.scheduler_client import SchedulerClient, scheduler_name
 from rlhfspec.cluster.system.trainer_pool import TrainerPool
 from rlhfspec.cluster.weights.first_weights import first_draft, load_and_put
@@ -84,7 +84,7 @@ class System(GeneratingSystem):
     "Ray's ids of those that are gone with the scheduler's, a reward actor's or a trainer's place on them"
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
-    told_faults: set[str] = field(default_factory=set)
+    noted_faults: set[str] = field(default_factory=set)
     "of the draft head's training, that were told"
 
     @property
@@ -139,7 +139,7 @@ class _Placed:
 
     topology: Topology
     context: PlacementContext
-    places: Places
+    places: PlacementSlots
     note: Callable[[str], None]
 
 
@@ -149,7 +149,7 @@ def _placed(
 ) -> Iterator[_Placed]:
     """Reserve all bundles, and give them back; within the block, waits are watched."""
     group = place(topology, is_local=session.is_local, patience_s=patience_s, note=note)
-    places = Places(group, pinned_to="generation" if topology.pins_pools else None)
+    places = PlacementSlots(group, pinned_to="generation" if topology.pins_pools else None)
     try:
         context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
@@ -215,9 +215,9 @@ def _make_generation(plan: RunPlan, made: _Placed) -> dict[str, Any]:
 def _bring_up_generation(system: GeneratingSystem) -> None:
     start_timeout_s = system.config.cluster.start_timeout_s
     if system.rewards is not None:
-        system.rewards.prove(timeout_s=start_timeout_s)
+        system.rewards.check(timeout_s=start_timeout_s)
     if system.episodes is not None:
-        system.episodes.prove(timeout_s=start_timeout_s)
+        system.episodes.check(timeout_s=start_timeout_s)
     system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
 
 
@@ -234,7 +234,7 @@ def _bring_up(system: System) -> None:
 
 
 def _rewards(plan: RunPlan, made: _Placed) -> RewardPool[Scored] | None:
-    cluster, reward, time_told = plan.config.cluster, plan.reward, plan.config.run.template_time
+    cluster, reward, template_time = plan.config.cluster, plan.reward, plan.config.run.template_time
     if reward.kind == "environment":
         return None
 
@@ -242,7 +242,7 @@ def _rewards(plan: RunPlan, made: _Placed) -> RewardPool[Scored] | None:
         where = made.topology.reward[actor]
         name = f"{where.name}-r{number}" if number else where.name
         return RewardActor.options(**actor_options(where, made.context) | {"name": name}).remote(
-            name, reward, os.getcwd(), time_told
+            name, reward, os.getcwd(), template_time
         )
 
     return RewardPool(

@@ -20,7 +20,7 @@ from rlhfspec.actors.waiting.heartbeat import Heartbeat
 from rlhfspec.actors.waiting.remote import Handle
 from rlhfspec.actors.waiting.waiting import awake_s, get, get_all, wait_any
 from rlhfspec.actors.workers.trainer_actor import TrainerActor
-from rlhfspec.cluster.plan.topology import Place, PlacementContext, actor_options
+from rlhfspec.cluster.plan.topology import PlacementContext, PlacementSlot, actor_options
 from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights, confirm
 from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.errors import InstanceLost, WaitTimeout
@@ -49,7 +49,11 @@ class TrainerPool:
 
     @classmethod
     def start(
-        cls, spec: TrainerSpec, places: tuple[Place, ...], context: PlacementContext, cluster: ClusterConfig
+        cls,
+        spec: TrainerSpec,
+        places: tuple[PlacementSlot, ...],
+        context: PlacementContext,
+        cluster: ClusterConfig,
     ) -> TrainerPool:
         """Make the actors; they come up while the caller goes on."""
         trainers = {

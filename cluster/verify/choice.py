@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollouts import Place, places_in, rollout_files
+from rlhfspec.cluster.folder.rollouts import SampleLocation, locations_in, rollout_files
 from rlhfspec.cluster.folder.run_time import of_folder
 from rlhfspec.cluster.verify.kept_weights import KeptWeights
 from rlhfspec.cluster.verify.verification import Difference, Verification
@@ -39,62 +39,64 @@ class RecordedRun:
         return str(file.relative_to(self.folder))
 
 
-def all_places(run: RecordedRun, verification: Verification) -> list[Place]:
+def all_locations(run: RecordedRun, verification: Verification) -> list[SampleLocation]:
     """All samples; files that cannot be read, foreign keys and second copies are differences."""
-    places: dict[object, Place] = {}
+    locations: dict[object, SampleLocation] = {}
     run_seed, max_staleness = run.config.run.seed, run.config.rollout.max_staleness
     for file in rollout_files(run.folder):
         name = run.relative(file)
         try:
-            found = places_in(file)
+            found = locations_in(file)
         except DataError as error:
             verification.differences.append(
                 Difference(file=name, what="file", expected="rollouts of a run", got=str(error))
             )
             continue
         verification.num_recorded += len(found)
-        for place in found:
-            index = place.key.sample_index
-            if place.key.run_seed != run_seed:
-                what, expected, got = "run seed", str(run_seed), str(place.key.run_seed)
-            elif max_staleness and not 0 <= place.iteration - min(place.weight_versions) <= max_staleness:
-                what, expected = "oldest weight version", f"{place.iteration - max_staleness} or later"
-                got = str(min(place.weight_versions))
-            elif place.key in places:
-                other = run.relative(places[place.key].file)
+        for location in found:
+            index = location.key.sample_index
+            if location.key.run_seed != run_seed:
+                what, expected, got = "run seed", str(run_seed), str(location.key.run_seed)
+            elif (
+                max_staleness and not 0 <= location.iteration - min(location.weight_versions) <= max_staleness
+            ):
+                what, expected = "oldest weight version", f"{location.iteration - max_staleness} or later"
+                got = str(min(location.weight_versions))
+            elif location.key in locations:
+                other = run.relative(locations[location.key].file)
                 what, expected, got = "copies of the sample", "1", f"another one in {other}"
             else:
-                places[place.key] = place
+                locations[location.key] = location
                 continue
             verification.differences.append(
                 Difference(file=name, sample=index, what=what, expected=expected, got=got)
             )
-    return list(places.values())
+    return list(locations.values())
 
 
 def verifiable(
-    places: Sequence[Place],
+    locations: Sequence[SampleLocation],
     metrics: Mapping[int, Mapping[str, float]],
     weights: KeptWeights,
     run: RecordedRun,
     verification: Verification,
-) -> list[Place]:
+) -> list[SampleLocation]:
     """Samples that can be generated again here; the others are counted by reason. `metrics` by iteration."""
     why_not, max_staleness = why_not_here(run), run.config.rollout.max_staleness
     loose = {iteration for iteration, row in metrics.items() if row.get("rollout/invariant") == 0.0}
-    needed = {version for place in places for version in place.weight_versions}
+    needed = {version for location in locations for version in location.weight_versions}
     missing = sorted(needed - weights.targets.keys() - weights.damaged)
     good = []
-    for place in places:
+    for location in locations:
         if why_not:
             verification.unverified[why_not] += 1
-        elif loose & set(range(place.iteration - max_staleness, place.iteration + 1)):
+        elif loose & set(range(location.iteration - max_staleness, location.iteration + 1)):
             verification.unverified[
                 "the run promised no bits in their iteration (rollout/invariant is 0)"
             ] += 1
-        elif weights.targets.keys() >= set(place.weight_versions):
-            good.append(place)
-        elif damaged := weights.damaged & set(place.weight_versions):
+        elif weights.targets.keys() >= set(location.weight_versions):
+            good.append(location)
+        elif damaged := weights.damaged & set(location.weight_versions):
             verification.unverified[f"the weights of {_versions(sorted(damaged))} are damaged"] += 1
         else:
             which = _versions(missing)
@@ -127,10 +129,10 @@ def _versions(numbers: Sequence[int]) -> str:
     return f"versions {numbers[0]} to {numbers[-1]}" + ("" if whole else f" ({len(numbers)} of them)")
 
 
-def drawn(places: Sequence[Place], *, share: float, seed: int) -> list[Place]:
+def drawn(locations: Sequence[SampleLocation], *, share: float, seed: int) -> list[SampleLocation]:
     """A random share, at least one sample, in the order of files and rows."""
-    if not places:
+    if not locations:
         return []
-    count = min(len(places), max(1, round(share * len(places))))
-    chosen = np.random.default_rng(seed).choice(len(places), size=count, replace=False)
-    return [places[index] for index in sorted(chosen.tolist())]
+    count = min(len(locations), max(1, round(share * len(locations))))
+    chosen = np.random.default_rng(seed).choice(len(locations), size=count, replace=False)
+    return [locations[index] for index in sorted(chosen.tolist())]

@@ -124,12 +124,12 @@ class Regenerator:
         Raises OtherWeights: the parameters are not those that the run noted; ModelError, NotFiniteError: the weights
         cannot be loaded.
         """
-        self._drafter.responses = {s.place.key: s.rollout.completion.token_ids for s in work.samples}
-        again = {s.place.key: _Again(s, self._sampling, work.weight_version) for s in work.samples}
+        self._drafter.responses = {s.location.key: s.rollout.completion.token_ids for s in work.samples}
+        again = {s.location.key: _Again(s, self._sampling, work.weight_version) for s in work.samples}
         refused: dict[SampleKey, str] = {}
         self._load(work.weight_version)
         self._generate(again, refused)
-        found = [again.get(sample.place.key) for sample in work.samples]
+        found = [again.get(sample.location.key) for sample in work.samples]
         return Regenerated(
             work=work,
             completions=[None if one is None else one.completion() for one in found],

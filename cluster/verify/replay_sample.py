@@ -13,7 +13,7 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollouts import Recorded, read_recorded
 from rlhfspec.cluster.plan.drafts import MtpLayer, what_drafts
 from rlhfspec.cluster.plan.inputs import read_tokenizer
-from rlhfspec.cluster.verify.choice import RecordedRun, all_places, why_not_here
+from rlhfspec.cluster.verify.choice import RecordedRun, all_locations, why_not_here
 from rlhfspec.cluster.verify.kept_weights import KeptWeights, find_weights
 from rlhfspec.cluster.verify.regeneration import Regenerator, Work
 from rlhfspec.cluster.verify.verification import Difference, Verification, completion_differences
@@ -69,7 +69,9 @@ def replay_sample(run: RecordedRun, sample_index: int) -> Replayed:
     Raises DataError: the run has no such sample, or its file cannot be read; ModelError for a tokenizer.
     """
     verification, config = Verification(seed=0), run.config
-    found = [place for place in all_places(run, verification) if place.key.sample_index == sample_index]
+    found = [
+        location for location in all_locations(run, verification) if location.key.sample_index == sample_index
+    ]
     if not found:
         unread = "; ".join(str(one) for one in verification.differences if one.sample is None)
         raise DataError(
@@ -78,9 +80,9 @@ def replay_sample(run: RecordedRun, sample_index: int) -> Replayed:
         )
     (sample,) = read_recorded(found)
     tokenizer = read_tokenizer(config.models, config.run.template_time)
-    file = run.relative(sample.place.file)
+    file = run.relative(sample.location.file)
     weights = find_weights(run.folder, config.models.target)
-    lacking = (_without_weights(weights, version) for version in sample.place.weight_versions)
+    lacking = (_without_weights(weights, version) for version in sample.location.weight_versions)
     why_not = why_not_here(run) or next(filter(None, lacking), "")
     if why_not:
         return _only_recorded(sample, file, tokenizer, why_not)
@@ -127,10 +129,10 @@ def _generate(
     weights: KeptWeights,
     sample: Recorded,
 ) -> tuple[Completion, tuple[Step, ...], str]:
-    versions = tuple(dict.fromkeys(sample.place.weight_versions))
+    versions = tuple(dict.fromkeys(sample.location.weight_versions))
     config = run.config
     policy, said = _policy(config.speculation)
-    draft, whose = _draft(run, sample.place.iteration)
+    draft, whose = _draft(run, sample.location.iteration)
     sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
     regenerator = Regenerator(
         run,
@@ -208,11 +210,11 @@ class _WatchedDrafter:
 
 def sample_lines(replayed: Replayed) -> Iterator[str]:
     """All that is known of the sample, then its decode steps."""
-    place, rollout = replayed.sample.place, replayed.sample.rollout
+    where, rollout = replayed.sample.location, replayed.sample.rollout
     completion, reward = rollout.completion, rollout.reward
     parts = ", ".join(f"{name} {value:g}" for name, value in reward.parts.items())
     advantage = replayed.sample.advantage
-    yield f"sample {place.key.sample_index} of iteration {place.iteration + 1} ({replayed.file}, row {place.row})"
+    yield f"sample {where.key.sample_index} of iteration {where.iteration + 1} ({replayed.file}, row {where.row})"
     yield f"prompt {rollout.prompt.prompt_id} ({len(rollout.prompt.token_ids)} tokens): {rollout.prompt.text}"
     yield f"response ({completion.num_tokens} tokens, {completion.finish_reason}): {rollout.response_text}"
     yield f"reward {reward.value:g}" + (f" ({parts})" if parts else "")

@@ -52,10 +52,10 @@ class RewardsAgain:
             recorded = sample.rollout.prompt
             prompt = self.prompts.get(recorded.prompt_id, recorded)
             prompts.append(prompt)
-            found += _prompt_differences(file, sample.place.key.sample_index, recorded, prompt)
+            found += _prompt_differences(file, sample.location.key.sample_index, recorded, prompt)
         facts = [ResponseFacts.of(completion) for completion in completions]
         for sample, again in zip(samples, self._stage.score_each(prompts, texts, facts), strict=True):
-            index, recorded = sample.place.key.sample_index, sample.rollout.reward
+            index, recorded = sample.location.key.sample_index, sample.rollout.reward
             if isinstance(again, Reward):
                 found += reward_differences(file, index, recorded, again)
             else:

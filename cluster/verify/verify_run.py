@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollouts import Place, Recorded, read_recorded
+from rlhfspec.cluster.folder.rollouts import Recorded, SampleLocation, read_recorded
 from rlhfspec.cluster.placement.machine import memory_bytes, num_cores
 from rlhfspec.cluster.plan.inputs import read_tokenizer
 from rlhfspec.cluster.plan.model_files import count_params
-from rlhfspec.cluster.verify.choice import RecordedRun, all_places, drawn, verifiable
+from rlhfspec.cluster.verify.choice import RecordedRun, all_locations, drawn, verifiable
 from rlhfspec.cluster.verify.kept_weights import KeptWeights, find_weights
 from rlhfspec.cluster.verify.regeneration import (
     NotLoaded,
@@ -79,9 +79,9 @@ def verify_run(
     verification.notes += [
         f"checkpoint {name} has no manifest to be compared with" for name in weights.unverified
     ]
-    places = all_places(run, verification)
+    locations = all_locations(run, verification)
     metrics = _metrics(run.folder)
-    good = verifiable(places, metrics, weights, run, verification)
+    good = verifiable(locations, metrics, weights, run, verification)
     chosen = drawn(good, share=share, seed=seed)
     if samples := _read(run, chosen, verification):
         if any(sample.rollout.completion.sampled is not None for sample in samples):
@@ -95,16 +95,18 @@ def verify_run(
         tools = _Tools.start(run, weights, samples, verification, num_engines=num_engines)
         verification.start_s = time.perf_counter() - started_s
         _regenerate(works, tools, verification, tick)
-        verification.generated_s = _generated_s(metrics, places, chosen)
+        verification.generated_s = _generated_s(metrics, locations, chosen)
     verification.differences.sort(key=lambda one: (one.file, -1 if one.sample is None else one.sample))
     verification.seconds = time.perf_counter() - began_s - verification.start_s
     return verification
 
 
-def _read(run: RecordedRun, places: Sequence[Place], verification: Verification) -> list[Recorded]:
-    by_file: dict[Path, list[Place]] = defaultdict(list)
-    for place in places:
-        by_file[place.file].append(place)
+def _read(
+    run: RecordedRun, locations: Sequence[SampleLocation], verification: Verification
+) -> list[Recorded]:
+    by_file: dict[Path, list[SampleLocation]] = defaultdict(list)
+    for location in locations:
+        by_file[location.file].append(location)
     samples: list[Recorded] = []
     for file, those in by_file.items():
         try:
@@ -204,7 +206,7 @@ def _other_weights(answer: NotLoaded, tools: _Tools, verification: Verification)
 def _works(samples: Sequence[Recorded]) -> list[Work]:
     by_version: dict[int, list[Recorded]] = defaultdict(list)
     for sample in samples:
-        for version in dict.fromkeys(sample.place.weight_versions):
+        for version in dict.fromkeys(sample.location.weight_versions):
             by_version[version].append(sample)
     return [
         Work(weight_version=version, samples=those[start : start + _MOST_SAMPLES])
@@ -216,9 +218,9 @@ def _works(samples: Sequence[Recorded]) -> list[Work]:
 def _compare(answer: Regenerated, tools: _Tools, verification: Verification) -> None:
     by_file: dict[str, list[tuple[Recorded, Completion, str]]] = defaultdict(list)
     for sample, again in zip(answer.work.samples, answer.completions, strict=True):
-        file, recorded = tools.run.relative(sample.place.file), sample.rollout.completion
+        file, recorded = tools.run.relative(sample.location.file), sample.rollout.completion
         index = recorded.key.sample_index
-        is_last = answer.work.weight_version == sample.place.weight_versions[-1]
+        is_last = answer.work.weight_version == sample.location.weight_versions[-1]
         verification.num_regenerated += is_last
         if again is None:
             said = answer.refused[recorded.key]
@@ -257,18 +259,20 @@ def _compare(answer: Regenerated, tools: _Tools, verification: Verification) -> 
 
 
 def _metrics(run: Path) -> dict[int, dict[str, float]]:
-    """The figures of every iteration that is finished."""
+    """The metrics of every iteration that is finished."""
     file = RunDir(path=run).metrics_file
     rows = read_metrics(file) if file.is_file() else []
     return {int(row["iteration"]): row for row in rows if "iteration" in row}
 
 
 def _generated_s(
-    metrics: Mapping[int, Mapping[str, float]], places: Sequence[Place], chosen: Sequence[Place]
+    metrics: Mapping[int, Mapping[str, float]],
+    locations: Sequence[SampleLocation],
+    chosen: Sequence[SampleLocation],
 ) -> float:
     """What the run took to generate the chosen samples: their share of each iteration's seconds."""
-    whole = Counter(place.iteration for place in places)
-    part = Counter(place.iteration for place in chosen)
+    whole = Counter(location.iteration for location in locations)
+    part = Counter(location.iteration for location in chosen)
     return sum(
         metrics.get(iteration, {}).get("time/generate_s", 0.0) * count / whole[iteration]
         for iteration, count in part.items()

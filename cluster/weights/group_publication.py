@@ -63,12 +63,12 @@ class Broadcast:
         """
         if not (self._is_on or self._may_share) or not instances:
             return None
-        told = replace(layout.manifest, weight_version=weight_version, checksum=self._checksums)
-        buckets = told.in_chunks_of(DEVICE_BUCKET_BYTES)
+        announced = replace(layout.manifest, weight_version=weight_version, checksum=self._checksums)
+        buckets = announced.in_chunks_of(DEVICE_BUCKET_BYTES)
         try:
             if self._members != tuple(instances) and not self._gather(buckets, instances):
                 return None
-            return self._send(told if self._form_now == "gloo" else buckets, instances)
+            return self._send(announced if self._form_now == "gloo" else buckets, instances)
         except NumericsError:
             raise
         except RlhfSpecError as error:
@@ -125,15 +125,15 @@ class Broadcast:
         self._note(f"weights are broadcast through the host (Gloo), not over NCCL: {hindrance}")
         return "gloo"
 
-    def _send(self, told: Any, instances: Mapping[str, Handle]) -> PublishedWeights:
+    def _send(self, announced: Any, instances: Mapping[str, Handle]) -> PublishedWeights:
         began_s = awake_s()
-        order = f"pass on {told.model} version {told.weight_version}"
+        order = f"pass on {announced.model} version {announced.weight_version}"
         sender, following = self._trainers.first_name, self._trainers.follow()
         answers = self._all(
-            {sender: self._trainers.first.broadcast.remote(told)}
+            {sender: self._trainers.first.broadcast.remote(announced)}
             | following
             | {
-                name: handle.receive_weights.remote(self._timeout_s, told)
+                name: handle.receive_weights.remote(self._timeout_s, announced)
                 for name, handle in instances.items()
             },
             order,

@@ -29,7 +29,7 @@ NO_WORDS = torch.empty(2, 0, 0, dtype=torch.int32)
 MAX_NOISE_AHEAD = 1 << 18
 "Values of noise computed at once beyond what the next step needs."
 MAX_STEPS_AHEAD = 16
-MAX_DEPTH_TOLD = 255
+MAX_DEPTH_COUNTED = 255
 "Deeper ones count as this."
 
 
@@ -218,7 +218,7 @@ class RunningBatch:
         self.policy_logprobs[row, target] = policy
         self.sampling_logprobs[row, target] = sampling
         depths = np.where(taken < num_accepted[row], taken + 1, 0)
-        self.draft_depths[row, target] = np.minimum(depths, MAX_DEPTH_TOLD)
+        self.draft_depths[row, target] = np.minimum(depths, MAX_DEPTH_COUNTED)
         self.lengths[:live] += count
         self._inputs = None
         self.context_tokens += len(row)

@@ -107,29 +107,29 @@ class HiddenTaps:
         """Return what the last forward has set aside; a view until the next one."""
         return self._values[:num_tokens].view(num_tokens, -1)
 
-    def tell_filled(self, tokens: np.ndarray, pieces: Sequence[PrefillPiece], num_tokens: int) -> None:
+    def note_filled(self, tokens: np.ndarray, pieces: Sequence[PrefillPiece], num_tokens: int) -> None:
         """Tell the followers of a prefill's forward."""
         for follower in self.followers:
             follower.filled(tokens, pieces, self.rows(num_tokens))
 
-    def tell_copied(self, source: int, piece: PrefillPiece) -> None:
+    def note_copied(self, source: int, piece: PrefillPiece) -> None:
         """Tell the followers of a copy."""
         for follower in self.followers:
             follower.copied(source, piece)
 
-    def tell_verified(
+    def note_verified(
         self, batch: RunningBatch, hidden: Tensor, token_ids: np.ndarray, num_accepted: np.ndarray
     ) -> None:
         """Tell the followers of a decode step."""
         for follower in self.followers:
             follower.verified(batch, hidden, token_ids, num_accepted)
 
-    def tell_moved(self, source: int, target: int) -> None:
+    def note_moved(self, source: int, target: int) -> None:
         """Tell the followers of a sample's new slot."""
         for follower in self.followers:
             follower.moved(source, target)
 
-    def tell_left(self, slot: int, batch: RunningBatch) -> None:
+    def note_left(self, slot: int, batch: RunningBatch) -> None:
         """Tell the followers that a sample leaves."""
         for follower in self.followers:
             follower.left(slot, batch)

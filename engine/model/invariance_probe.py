@@ -39,7 +39,7 @@ WIDEST_TOKENS = 256
 "Of all samples' trees in the widest forward that is tried; prefill is tried with twice as many."
 
 
-def prove_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
+def check_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
     """Compare logits bitwise across batch, tree, prefill and view length; return the cases that passed.
 
     Uses the pool's slots and leaves junk in them: run it before the first sample.
@@ -288,8 +288,8 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    told = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
-    return "; ".join(line for line in lines if line.split(":")[0].strip() in told)
+    keys = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
+    return "; ".join(line for line in lines if line.split(":")[0].strip() in keys)
 
 
 @lru_cache(maxsize=1)

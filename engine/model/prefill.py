@@ -43,12 +43,12 @@ def fill_committed(
         on_device = upload([ids, positions], runner.device)
         runner.fill(on_device[0], on_device[1], plan)
         if runner.taps is not None:
-            runner.taps.tell_filled(tokens, pack, len(ids))
+            runner.taps.note_filled(tokens, pack, len(ids))
         total += len(ids)
     for source, piece in copies:
         runner.pool.copy_slot(source, piece.slot, piece.length)
         if runner.taps is not None:
-            runner.taps.tell_copied(source, piece)
+            runner.taps.note_copied(source, piece)
     return total
 
 

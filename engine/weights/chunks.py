@@ -164,12 +164,12 @@ class WeightPacker:
         """The bucket's bytes on the host, where they have their checksum."""
         chunk = bucket.numpy() if self._mirror is None else self._mirror.of(bucket)
         dtypes = {view.dtype for _, view in views}
-        told, is_finite = read_once(chunk, dtypes, self._whole if self._kind == "xxh3" else None)
+        digest, is_finite = read_once(chunk, dtypes, self._whole if self._kind == "xxh3" else None)
         if not is_finite:
             self._require_finite(views)
         if self._kind == "words":
             self._take(views)
-        self._note(len(chunk), told)
+        self._note(len(chunk), digest)
         return chunk
 
     def _take(self, views: Sequence[tuple[str, Tensor]]) -> Digest:
@@ -180,9 +180,9 @@ class WeightPacker:
         self._whole.add_sums(own)
         return own
 
-    def _note(self, num_bytes: int, told: str) -> None:
+    def _note(self, num_bytes: int, digest: str) -> None:
         self._sizes.append(num_bytes)
-        self._digests.append(told)
+        self._digests.append(digest)
 
 
 def pack_weights(

@@ -106,8 +106,8 @@ class Digest:
         if self._kind == "xxh3":
             return self._bytes.hexdigest()
         sums = torch.stack(self._sums).cpu().numpy() if self._sums else np.zeros((0, 2), np.int64)
-        told = np.concatenate([sums, np.array(self._sizes, dtype=np.int64).reshape(-1, 1)], axis=1)
-        return WORDS + digest(np.ascontiguousarray(told, dtype="<i8").reshape(-1).view(np.uint8))
+        table = np.concatenate([sums, np.array(self._sizes, dtype=np.int64).reshape(-1, 1)], axis=1)
+        return WORDS + digest(np.ascontiguousarray(table, dtype="<i8").reshape(-1).view(np.uint8))
 
 
 def word_sums(tensor: Tensor) -> Int[Tensor, " 2"]:

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.outside import cut
 from rlhfspec.learning.data.messages import Tools, Turn
-from rlhfspec.learning.data.template_time import told_time
+from rlhfspec.learning.data.template_time import template_time_of
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 "What messages call what the assistant thought before its content."
@@ -60,7 +60,7 @@ def render_chat(
             )
         )
 
-    with told_time(tokenizer, template or own_template(tokenizer, tools=tools), at):
+    with template_time_of(tokenizer, template or own_template(tokenizer, tools=tools), at):
         return write(_as_template_reads(write, turns))
 
 
@@ -82,7 +82,7 @@ def render_marked(
         )
         return whole, [(int(first), int(end)) for first, end in spans]
 
-    with told_time(tokenizer, template):
+    with template_time_of(tokenizer, template):
         return write(_as_template_reads(lambda turns: write(turns)[0], turns))
 
 

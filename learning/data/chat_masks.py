@@ -155,9 +155,9 @@ def _by_beginnings(
 def _before_the_first(tokenizer: PreTrainedTokenizerBase, through: str, origin: str) -> str:
     """What a template writes before the words of an assistant that begins: up to what it asks for an answer with."""
     user = [{"role": "user", "content": "-"}]
-    asked, told = (rendered(tokenizer, user, ask=ask, origin=origin) for ask in (True, False))
-    opening = asked.removeprefix(told)
-    if not opening or not asked.startswith(told) or opening not in through:
+    asked, unopened = (rendered(tokenizer, user, ask=ask, origin=origin) for ask in (True, False))
+    opening = asked.removeprefix(unopened)
+    if not opening or not asked.startswith(unopened) or opening not in through:
         raise DataError(
             f"{origin} begins with a message of the assistant, and where its words begin cannot be told from the chat "
             "template; expected a message of a system or user first, or {% generation %} marks in the template "

@@ -23,7 +23,7 @@ from rlhfspec.core.errors import DataError, ModelError
 
 _KEPT = "rlhfspec_template_time"
 "Attribute of a tokenizer whose templates are told a time."
-_TOLD: ContextVar[datetime | None] = ContextVar("told", default=None)
+_TIME: ContextVar[datetime | None] = ContextVar("template_time", default=None)
 _CLOCK = "strftime_now"
 _MARKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -48,7 +48,7 @@ def asks_the_time(template: str | None) -> bool:
 
 
 @contextmanager
-def told_time(
+def template_time_of(
     tokenizer: PreTrainedTokenizerBase, template: str | None, at: datetime | None = None
 ) -> Iterator[None]:
     """Render the template's text within: it is told `at`, else the tokenizer's time, else the clock's.
@@ -67,11 +67,11 @@ def told_time(
         return
     if asks_the_time(text):
         _require_clock()
-    before = _TOLD.set(at)
+    before = _TIME.set(at)
     try:
         yield
     finally:
-        _TOLD.reset(before)
+        _TIME.reset(before)
 
 
 @lru_cache(maxsize=64)
@@ -93,12 +93,12 @@ def _drawing(text: str) -> str | None:
 def _require_clock() -> None:
     """Raise ModelError where transformers' templates do not ask the clock that is told the time."""
     moment = datetime(1999, 12, 31)
-    before = _TOLD.set(moment)
+    before = _TIME.set(moment)
     try:
         render: Any = chat_template_utils.render_jinja_template
         (year,), _ = render(conversations=[[]], chat_template="{{ strftime_now('%Y') }}")
     finally:
-        _TOLD.reset(before)
+        _TIME.reset(before)
     if year != "1999":
         raise ModelError(
             "the chat template prints the time (strftime_now), and this version of transformers does not let a run "
@@ -111,7 +111,7 @@ class _Clock:
 
     @staticmethod
     def now() -> datetime:
-        at = _TOLD.get()
+        at = _TIME.get()
         return datetime.now() if at is None else _Moment.fromisoformat(at.isoformat())
 
 

@@ -34,7 +34,7 @@ def form_of(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def text_records(path: Path, told: Callable[[int], None], key: str) -> Iterator[Record]:
+def text_records(path: Path, progress: Callable[[int], None], key: str) -> Iterator[Record]:
     """Yield the records of a text file; `key` is the setting that named it.
 
     `told` hears of bytes read since it heard last. Raises DataError: the file cannot be read to its end, or is
@@ -47,7 +47,7 @@ def text_records(path: Path, told: Callable[[int], None], key: str) -> Iterator[
             if begin == b"[":
                 yield from _items(stream, path)
                 return
-            lines = _lines(file, stream, told)
+            lines = _lines(file, stream, progress)
             delimiter = _DELIMITERS.get(form_of(path))
             yield from _json_lines(lines, path) if delimiter is None else _table_rows(lines, path, delimiter)
     except OSError as error:
@@ -75,13 +75,13 @@ def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
 
 
 def _lines(
-    file: io.BufferedReader, stream: io.BufferedReader, told: Callable[[int], None]
+    file: io.BufferedReader, stream: io.BufferedReader, progress: Callable[[int], None]
 ) -> Iterator[bytes]:
     """Lines without a byte order mark before them."""
     before = 0
     for number, line in enumerate(stream):
         after = file.tell()
-        told(after - before)
+        progress(after - before)
         before = after
         yield line.removeprefix(_BYTE_ORDER_MARK) if number == 0 else line
 

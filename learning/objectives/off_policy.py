@@ -36,7 +36,7 @@ def importance_weights(
     mask: Bool[Tensor, "B R"],
     correction: CorrectionConfig,
 ) -> tuple[Float[Tensor, "B R"], dict[str, float]]:
-    """What each token's policy loss is multiplied by, constant for the gradient; 0 off the mask. And its figures.
+    """What each token's policy loss is multiplied by, constant for the gradient; 0 off the mask. And its metrics.
 
     A weight is pi / mu of the token or of its whole response, at most `weight_cap`; 1 where nothing is weighed. It is 0
     where the ratio that the mask looks at lies outside its band: of the token, of the response, or its geometric mean
@@ -56,7 +56,7 @@ def importance_weights(
         ratio, (low, high) = _ratio(difference, mask, correction.mask), correction.band
         kept = (ratio >= low) & (ratio <= high)
     weight = torch.where(mask & kept, weight, torch.zeros_like(weight)).detach()
-    return weight, _figures(weight, mask, clipped=clipped, kept=kept)
+    return weight, _metrics(weight, mask, clipped=clipped, kept=kept)
 
 
 def _ratio(
@@ -74,7 +74,7 @@ def _ratio(
     return difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
 
 
-def _figures(
+def _metrics(
     weight: Float[Tensor, "B R"],
     mask: Bool[Tensor, "B R"],
     *,
@@ -105,16 +105,16 @@ def recomputed(experience: Experience, logprobs: Float[Tensor, "B R"]) -> tuple[
     kl = kl_estimate(experience.sampler_logprobs, logprobs, "k3")[mask]
     difference = (logprobs - experience.sampler_logprobs)[mask]
     ratio = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
-    figures = {
+    metrics = {
         "mismatch/kl": float(kl.mean()),
         "mismatch/max_logprob_difference": float(difference.abs().max()),
         "mismatch/ratio_mean": float(ratio.mean()),
         "mismatch/ratio_max": float(ratio.max()),
     }
-    return replace(experience, old_logprobs=logprobs), figures
+    return replace(experience, old_logprobs=logprobs), metrics
 
 
-def lag_figures(
+def lag_metrics(
     experience: Experience, weight_version: int, correction: CorrectionConfig, *, recompute_old: bool
 ) -> dict[str, float]:
     """How many versions older than the learner's own weights those are that the tokens came from.

@@ -61,7 +61,7 @@ def objective(
     algorithm: AlgorithmConfig,
     kl_coef: float,
     entropy_coef: float,
-    figures: MinibatchFigures,
+    metrics: MinibatchMetrics,
 ) -> Float[Tensor, ""]:
     """These tokens' part of a minibatch's loss.
 
@@ -70,21 +70,21 @@ def objective(
     ratios = log_ratio(inputs.logprobs, inputs.old_logprobs, algorithm.ratio_level, inputs.sequences)
     policy = _policy_loss(ratios, inputs, algorithm)
     loss = policy.loss if inputs.importance is None else policy.loss * inputs.importance
-    figures.add("policy_loss", loss, inputs.weight)
+    metrics.add("policy_loss", loss, inputs.weight)
     if inputs.reference is not None:
         kl = kl_estimate(inputs.logprobs, inputs.reference, algorithm.kl_estimator)
         if algorithm.kl_bias_correction:
             kl = kl * log_ratio(inputs.logprobs, inputs.old_logprobs, "token").exp()
             # that ratio ends at the old policy; from there to the sampler it is the weight
             kl = kl if inputs.importance is None else kl * inputs.importance
-        figures.add("kl_loss", kl, inputs.weight)
+        metrics.add("kl_loss", kl, inputs.weight)
         loss = loss + kl_coef * kl
     total = (loss * inputs.weight).sum()
     if inputs.entropy is not None:
-        figures.add("entropy", inputs.entropy, inputs.share)
+        metrics.add("entropy", inputs.entropy, inputs.share)
         if entropy_coef > 0.0:
             total = total - entropy_coef * (inputs.entropy * inputs.share).sum()
-    figures.add_ratio(policy, inputs.logprobs - inputs.old_logprobs, inputs.share)
+    metrics.add_ratio(policy, inputs.logprobs - inputs.old_logprobs, inputs.share)
     return total
 
 
@@ -164,7 +164,7 @@ class OpenPart(NamedTuple):
 NOTHING = OpenPart({}, 0.0, None)
 
 
-class MinibatchFigures:
+class MinibatchMetrics:
     """Weighted sums within a minibatch, plain means over minibatches; read from a device once a minibatch.
 
     `ratio_min` and `ratio_max` are over all of them. `ratio_at_first_minibatch` is the policy ratio furthest from 1
@@ -318,7 +318,7 @@ class PolicyObjective:
     forward: PolicyForward
     weight_version: int
     "before the update"
-    figures: MinibatchFigures
+    metrics: MinibatchMetrics
     "are added to"
     laps: Laps
     observers: Sequence[LogitsObserver] = ()
@@ -358,7 +358,7 @@ class PolicyBatch:
 
     def problem(self, losses: Sequence[float]) -> str | None:
         """See `Batch`."""
-        self.part = self.of.figures.open_part()
+        self.part = self.of.metrics.open_part()
         for pack, loss in zip(self.packs, losses, strict=True):
             if not math.isfinite(loss):
                 samples = [self.of.experience.sample_indices[row] for row in pack.rows]
@@ -375,7 +375,7 @@ class PolicyBatch:
         sequences = Sequences.of(mask)
         packed = of.experience.packed(pack.rows)
         if not pack.is_filler:
-            of.figures.count(packed)
+            of.metrics.count(packed)
         packed, (of_token, num_tokens, *there) = packed.sent(
             model.device,
             sequences.of_token.numpy(),
@@ -408,7 +408,7 @@ class PolicyBatch:
             algorithm=algorithm,
             kl_coef=of.coefficients.kl,
             entropy_coef=of.coefficients.entropy_bonus(algorithm),
-            figures=of.figures,
+            metrics=of.metrics,
         )
 
     def _given(self, pack: Pack) -> dict[str, Tensor]:

@@ -86,8 +86,8 @@ class Preferences:
         chosen, rejected = scores[0::2], scores[1::2]
         (margins,) = upload([np.array([item.margin for item in items], dtype=np.float32)], scores.device)
         loss = bradley_terry_loss(chosen, rejected, margins, center_coefficient=self.center_coefficient)
-        figures = preference_figures(chosen, rejected)
-        return {"loss": loss.sum()} | {name: values.sum() for name, values in figures.items()}
+        metrics = preference_metrics(chosen, rejected)
+        return {"loss": loss.sum()} | {name: values.sum() for name, values in metrics.items()}
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ def bradley_terry_loss(
     return loss
 
 
-def preference_figures(
+def preference_metrics(
     chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"]
 ) -> dict[str, Float[Tensor, " N"]]:
     """For each pair: whether the chosen response scores higher, by how much, and the mean score of the two."""

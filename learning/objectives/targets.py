@@ -31,7 +31,7 @@ from rlhfspec.learning.trainer.policy_forward import FirstValues
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Per-token tensors [B, R], padded like the experience, and the figures found on the way."""
+    """Per-token tensors [B, R], padded like the experience, and the metrics found on the way."""
 
     advantages: Tensor
     reference: Tensor | None
@@ -41,7 +41,7 @@ class Targets:
     has_entropy_loss: bool
     learned: Tensor
     "[B], False for responses that are no part of the loss"
-    figures: dict[str, float]
+    metrics: dict[str, float]
     importance: Tensor | None = None
     "weights of the policy loss against the sampler (`learning.objectives.off_policy`), None where it is not corrected"
     engine: EngineValues | None = None
@@ -75,10 +75,10 @@ def update_targets(
     the coefficient as it stands.
     """
     reference = first.logprobs.get("reference")
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if reference is not None:
         kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
-        figures["reference_kl"] = float(kl[experience.mask].mean())
+        metrics["reference_kl"] = float(kl[experience.mask].mean())
     penalty = kl_penalty(experience, reference, algorithm, kl_coef)
     learned = (
         ~experience.truncated if algorithm.truncated == "mask" else torch.ones_like(experience.truncated)
@@ -94,23 +94,23 @@ def update_targets(
             algorithm=algorithm,
             trainer=trainer,
             generator=generator,
-            figures=figures,
+            metrics=metrics,
         )
         # trainers on unlike processors round unlike, and would drift apart
         trainers.take_first([advantages, *critic.head.parameters()])
     else:
         advantages = _advantages_without_critic(experience, penalty, learned, algorithm)
     if algorithm.compares_groups:
-        figures["num_groups"] = float(len(experience.group_ids.unique()))
+        metrics["num_groups"] = float(len(experience.group_ids.unique()))
         teaching = experience.group_ids[advantages.any(dim=1)].unique()
-        figures["num_zero_advantage_groups"] = figures["num_groups"] - float(len(teaching))
-    figures["truncated_share"] = float(experience.truncated.float().mean())
+        metrics["num_zero_advantage_groups"] = metrics["num_groups"] - float(len(teaching))
+    metrics["truncated_share"] = float(experience.truncated.float().mean())
     importance = None
     if algorithm.correction.compares:
         importance, found = importance_weights(
             experience.old_logprobs, experience.sampler_logprobs, experience.mask, algorithm.correction
         )
-        figures |= found
+        metrics |= found
     targets = Targets(
         advantages=advantages,
         importance=importance,
@@ -118,10 +118,10 @@ def update_targets(
         has_kl_loss=reference is not None and algorithm.kl_placement == "loss",
         has_entropy_loss=algorithm.has_entropy_bonus,
         learned=learned,
-        figures=figures,
+        metrics=metrics,
     )
     num_learned = len(targets.with_gradient(range(len(advantages))))
-    return replace(targets, figures=figures | {"num_skipped_samples": float(len(advantages) - num_learned)})
+    return replace(targets, metrics=metrics | {"num_skipped_samples": float(len(advantages) - num_learned)})
 
 
 def _advantages_without_critic(

@@ -16,7 +16,7 @@ _SAID = "what-the-assistant-said"
 _OPENED = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")
 "A tag that is open at the end of a text."
 
-Asking = Callable[[Sequence[Mapping[str, str]], bool], str]
+Render = Callable[[Sequence[Mapping[str, str]], bool], str]
 "Renders a conversation, with True up to where the assistant begins."
 
 
@@ -54,23 +54,23 @@ def text_without_special_tokens(tokenizer: PreTrainedTokenizerBase, completion: 
     )
 
 
-def chat_prefill(render: Asking, template: str) -> str:
+def chat_prefill(render: Render, template: str) -> str:
     """What a chat template begins the assistant's turn with behind its head, such as `<think>`; empty where nothing.
 
     `template` is its text. A template that refuses a plain conversation has none that could be told.
     """
     user, said = {"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}
     try:
-        told, asked = render([user], False), render([user], True)
+        unopened, opened = render([user], False), render([user], True)
         # of an earlier turn: templates leave the reasoning out there, or write an empty one in the last
         later = render([user, said, user], False)
     except Exception:  # templates are programs: they raise what they like
         return ""
-    if not asked.startswith(told):
+    if not opened.startswith(unopened):
         return ""
-    opening = asked[len(told) :]
-    if later.startswith(told) and _SAID in later:
-        head = later[len(told) : later.index(_SAID)]
+    opening = opened[len(unopened) :]
+    if later.startswith(unopened) and _SAID in later:
+        head = later[len(unopened) : later.index(_SAID)]
         behind = opening[_num_shared(opening, head) :]
         if behind.strip():
             return behind
@@ -78,16 +78,16 @@ def chat_prefill(render: Asking, template: str) -> str:
     return opened[0] if opened is not None and f"</{opened[1]}>" in template else ""
 
 
-def unbegun_turn(render: Asking) -> str:
+def unbegun_turn(render: Render) -> str:
     """The head of an assistant's turn that a chat template writes of turns and not where it is asked to begin one."""
     user, said = {"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}
     try:
-        told, asked, answered = render([user], False), render([user], True), render([user, said], False)
+        unopened, opened, answered = render([user], False), render([user], True), render([user, said], False)
     except Exception:  # templates are programs: they raise what they like
         return ""
-    if asked != told or not answered.startswith(told) or _SAID not in answered:
+    if opened != unopened or not answered.startswith(unopened) or _SAID not in answered:
         return ""
-    head = answered[len(told) : answered.index(_SAID)]
+    head = answered[len(unopened) : answered.index(_SAID)]
     return head if any(char.isalnum() for char in head) else ""
 
 

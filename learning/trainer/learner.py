@@ -23,11 +23,11 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.records import Rollout, UpdateReport
 from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
 from rlhfspec.learning.objectives.critic import Critic
-from rlhfspec.learning.objectives.off_policy import lag_figures, recomputed
+from rlhfspec.learning.objectives.off_policy import lag_metrics, recomputed
 from rlhfspec.learning.objectives.policy import (
     Coefficients,
     LogitsObserver,
-    MinibatchFigures,
+    MinibatchMetrics,
     PolicyObjective,
     added_up,
 )
@@ -130,7 +130,7 @@ class Learner(Trainer):
         self.laps.begin()
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
         self.laps.lap("collate")
-        mismatch = lag_figures(
+        mismatch = lag_metrics(
             experience, self.weight_version, self.algorithm.correction, recompute_old=recompute_old
         )
         first = self._first.of(experience, self._first_parts(recompute_old))
@@ -153,9 +153,9 @@ class Learner(Trainer):
         if self._scorer is not None:
             engine = EngineValues(self._scorer, experience, self.weights, first.logprobs["engine"])
             targets = replace(targets, engine=engine)
-            targets.figures["mismatch/bit_equal_share"] = engine.bit_equal_share
+            targets.metrics["mismatch/bit_equal_share"] = engine.bit_equal_share
         self.laps.lap("advantages")
-        figures = MinibatchFigures()
+        metrics = MinibatchMetrics()
         objective = PolicyObjective(
             experience=experience,
             targets=targets,
@@ -163,7 +163,7 @@ class Learner(Trainer):
             coefficients=self._coefficients,
             forward=self._forward,
             weight_version=self.weight_version,
-            figures=figures,
+            metrics=metrics,
             observers=self.observers,
             laps=self.laps,
             max_new_tokens=self._horizon.max_new_tokens,
@@ -173,7 +173,7 @@ class Learner(Trainer):
         steps_before = self.num_steps
         for rows in self._minibatches(experience.group_ids, generator):
             self._take_minibatch(objective, rows)
-        return self._close(experience, targets, figures, mismatch, num_steps=self.num_steps - steps_before)
+        return self._close(experience, targets, metrics, mismatch, num_steps=self.num_steps - steps_before)
 
     def load(self, folder: Path) -> LearnerState:
         """See `Trainer`; the same algorithm is expected."""
@@ -187,7 +187,7 @@ class Learner(Trainer):
         self,
         experience: Experience,
         targets: Targets,
-        figures: MinibatchFigures,
+        metrics: MinibatchMetrics,
         mismatch: Mapping[str, float],
         *,
         num_steps: int,
@@ -201,27 +201,27 @@ class Learner(Trainer):
             else None
         )
         for observer in self.observers:
-            targets.figures.update(observer.end(self.trainers))
+            targets.metrics.update(observer.end(self.trainers))
         self.weight_version += 1
         log_ratio_counts, work = zip(
-            *self.trainers.gather((figures.log_ratio_counts(), figures.work)), strict=True
+            *self.trainers.gather((metrics.log_ratio_counts(), metrics.work)), strict=True
         )
         self.laps.lap("checks")
         part_seconds = self.laps.end()
         coefficients = {"kl_coef": self._coefficients.kl, "entropy_coef": self._coefficients.entropy}
         self._coefficients.after_update(
-            targets.figures.get("reference_kl"), len(experience.lengths), self.algorithm
+            targets.metrics.get("reference_kl"), len(experience.lengths), self.algorithm
         )
         return UpdateReport(
             weight_version=self.weight_version,
             num_samples=len(experience.lengths),
             num_tokens=experience.num_tokens,
             num_optimizer_steps=num_steps,
-            figures={
+            metrics={
                 **mismatch,
-                **targets.figures,
+                **targets.metrics,
                 **coefficients,
-                **figures.means(),
+                **metrics.means(),
                 "lr": self.optimizer.param_groups[0]["lr"],
             },
             log_ratio_counts=added_up(log_ratio_counts),
@@ -268,7 +268,7 @@ class Learner(Trainer):
         batch = objective.batch(rows, num_steps=self.num_steps)
         self.laps.lap("collate")
         norm = self.learn(batch, f"at weight version {self.weight_version}")
-        closed = objective.figures.close_minibatch(
+        closed = objective.metrics.close_minibatch(
             self.trainers.gather(batch.part),
             grad_norm=norm,
             max_grad_norm=self.trainer.max_grad_norm,

@@ -65,7 +65,7 @@ class LearnerState:
         """
         if (folder / ".metadata").exists():
             raise ConfigError(f"{folder} holds a checkpoint of a trainer already; save into a new folder")
-        with _telling_failures(folder), self.trainers.naming("write a checkpoint"), _one_process_is_fine():
+        with _naming_failures(folder), self.trainers.naming("write a checkpoint"), _one_process_is_fine():
             # asking for the state of an optimizer that never stepped would make it step
             stepped = {name: pair for name, pair in self._optimizers().items() if pair[1].state}
             parts = self._parts() | _states_of(stepped)
@@ -154,7 +154,7 @@ def _one_process_is_fine() -> Iterator[None]:
 
 
 @contextmanager
-def _telling_failures(folder: Path) -> Iterator[None]:
+def _naming_failures(folder: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, OSError) as error:

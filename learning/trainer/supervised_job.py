@@ -90,7 +90,7 @@ class StepReport:
     """What one optimizer step did; step 0 is an evaluation before the first."""
 
     step: int
-    figures: dict[str, float]
+    metrics: dict[str, float]
     saved: str | None = None
     "a folder that was written after it"
 
@@ -123,22 +123,22 @@ def run_job(
                 "trainer.epochs or trainer.max_steps to go on"
             )
     elif job.held_out:
-        yield StepReport(step=0, figures=_named("eval", learner.evaluate(job.held_out)))
+        yield StepReport(step=0, metrics=_named("eval", learner.evaluate(job.held_out)))
     # all rows are read for it
     trained_on = _trained_on(job) if job.trainer.checkpoint_every and trainers.rank == 0 else {}
     while learner.num_steps < job.total_steps:
         batch = batch_of(job, learner.num_steps)
         began_s = time.perf_counter()
-        figures = _named("train", learner.step(batch))
+        metrics = _named("train", learner.step(batch))
         seconds = time.perf_counter() - began_s
-        figures["train/tokens_per_s"] = sum(item.num_tokens for item in batch) / seconds
-        figures["train/epoch"] = learner.num_steps / job.steps_per_epoch
-        figures["time/step_s"] = seconds
+        metrics["train/tokens_per_s"] = sum(item.num_tokens for item in batch) / seconds
+        metrics["train/epoch"] = learner.num_steps / job.steps_per_epoch
+        metrics["time/step_s"] = seconds
         is_last = learner.num_steps == job.total_steps
         if job.held_out and (is_last or _is_due(learner.num_steps, job.trainer.eval_every)):
-            figures |= _named("eval", learner.evaluate(job.held_out))
+            metrics |= _named("eval", learner.evaluate(job.held_out))
         saved = _save(learner, form, job, trained_on, is_last=is_last)
-        yield StepReport(step=learner.num_steps, figures=figures, saved=saved)
+        yield StepReport(step=learner.num_steps, metrics=metrics, saved=saved)
 
 
 def batch_of(job: SupervisedJob, step: int) -> list[Any]:
@@ -283,8 +283,8 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _named(area: str, figures: dict[str, float]) -> dict[str, float]:
-    return {f"{area}/{name}": value for name, value in figures.items()}
+def _named(area: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"{area}/{name}": value for name, value in metrics.items()}
 
 
 class SupervisedLearner(Trainer):

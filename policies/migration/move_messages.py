@@ -185,7 +185,7 @@ class MoveReport:
     source: str
     destination: str
     reason: str = ""
-    figures: dict[str, float] | None = None
+    metrics: dict[str, float] | None = None
     "what the move cost, as `actors.migration` measured it"
 
 

@@ -60,7 +60,7 @@ class LetGo:
 class StopShipping:
     """End the lease; tell the destination when it knows of the move."""
 
-    tell_destination: bool
+    notify_destination: bool
     reason: str
 
 
@@ -120,13 +120,13 @@ class SourceMove:
             case Landed() if self.stage is SourceStage.SHIPPING:
                 return self._enter(SourceStage.HANDED_OVER, now_s, LetGo())
             case Shipped() if event.error and self.stage is SourceStage.SHIPPING:
-                return self._keep(now_s, event.error, tell=True)
+                return self._keep(now_s, event.error, notify=True)
             case Refused():
-                return self._give_up(now_s, f"{self.order.destination} refused: {event.reason}", tell=False)
+                return self._give_up(now_s, f"{self.order.destination} refused: {event.reason}", notify=False)
             case CallOff():
-                return self._give_up(now_s, event.reason, tell=True)
+                return self._give_up(now_s, event.reason, notify=True)
             case SampleEnded() if self.stage in (SourceStage.PREPARING, SourceStage.SHIPPING):
-                return self._keep(now_s, "finished before it left", tell=True)
+                return self._keep(now_s, "finished before it left", notify=True)
             case Settle() if self.stage is SourceStage.HANDED_OVER:
                 action = TakeUp(epoch=event.epoch) if event.verdict is Verdict.OWN else Forget()
                 return self._enter(SourceStage.DONE, now_s, action)
@@ -144,19 +144,19 @@ class SourceMove:
             SourceStage.HANDED_OVER: f"the scheduler's verdict on what {self.order.destination} got",
         }[self.stage]
         return self._give_up(
-            now_s, f"{self.order.source} waited {waited_s:.1f} s for {waited_for}", tell=True
+            now_s, f"{self.order.source} waited {waited_s:.1f} s for {waited_for}", notify=True
         )
 
-    def _give_up(self, now_s: float, reason: str, *, tell: bool) -> list[SourceAction]:
+    def _give_up(self, now_s: float, reason: str, *, notify: bool) -> list[SourceAction]:
         if self.stage is SourceStage.HANDED_OVER:
             self._since_s = now_s
             return [Say(claim=Claim.TAKE_BACK, reason=reason)]
         if self.stage is SourceStage.DONE:
             return []
-        return self._keep(now_s, reason, tell=tell)
+        return self._keep(now_s, reason, notify=notify)
 
-    def _keep(self, now_s: float, reason: str, *, tell: bool) -> list[SourceAction]:
-        stop = StopShipping(tell_destination=tell, reason=reason)
+    def _keep(self, now_s: float, reason: str, *, notify: bool) -> list[SourceAction]:
+        stop = StopShipping(notify_destination=notify, reason=reason)
         return self._enter(SourceStage.DONE, now_s, stop, Say(claim=Claim.KEPT, reason=reason))
 
     def _enter(self, stage: SourceStage, now_s: float, *actions: SourceAction) -> list[SourceAction]:

@@ -87,8 +87,8 @@ class ScalingPolicy:
 
     def _observe_rates(self, view: PoolView) -> None:
         """Compare goodput with its prediction where samples run."""
-        told = [one for one in view.instances if one.goodput_tokens_per_s > 0 and len(one.keys)]
-        if told:
-            samples = np.array([one.goodput_samples for one in told])
-            context = samples * np.array([one.context_tokens.mean() for one in told])
-            self._curve.observe(samples, np.array([one.goodput_tokens_per_s for one in told]), context)
+        reporting = [one for one in view.instances if one.goodput_tokens_per_s > 0 and len(one.keys)]
+        if reporting:
+            samples = np.array([one.goodput_samples for one in reporting])
+            context = samples * np.array([one.context_tokens.mean() for one in reporting])
+            self._curve.observe(samples, np.array([one.goodput_tokens_per_s for one in reporting]), context)

@@ -77,7 +77,7 @@ class UsefulGroups:
         chosen = set((useful + rest)[: self._num_wanted])
         return [rollout for rollout in rollouts if rollout.completion.group_id in chosen]
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For `metrics.jsonl`."""
         num_useful = sum(self.is_useful(group) for group in self._open)
         return {
@@ -150,6 +150,6 @@ class InTurns(Schedule):
         self.left_out = [rollout for rollout in rollouts if rollout.completion.key not in chosen]
         return learned
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Of dynamic sampling."""
-        return {} if self._groups is None else self._groups.figures()
+        return {} if self._groups is None else self._groups.metrics()

@@ -153,7 +153,7 @@ class Schedule(ABC):
             self.why_unscored = f"the last: {outcome.reason}"
         return []
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Of the samples that wait, for `metrics.jsonl`."""
         return {
             "rollout/num_cut_samples": float(self.num_cut),

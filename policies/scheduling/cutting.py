@@ -26,8 +26,8 @@ def cut(ledger: Ledger, accepted: Accepted, event: Event) -> list[Order]:
         orders += ledger.end_move(key, MoveOutcome.LOST, "it was cut while nobody held it")
         orders.append(Deliver(completion=completion))
     serving = ledger.members.serving
-    told = {event.instance} & serving.keys() if isinstance(event, InstanceReported) else set()
+    notified = {event.instance} & serving.keys() if isinstance(event, InstanceReported) else set()
     if isinstance(event, CutAll):
-        told = set(serving)
-    held = {name: frozenset(serving[name].owned) for name in sorted(told) if serving[name].owned}
+        notified = set(serving)
+    held = {name: frozenset(serving[name].owned) for name in sorted(notified) if serving[name].owned}
     return orders + [CutOwned(instance=name, keys=keys) for name, keys in held.items()]

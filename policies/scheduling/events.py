@@ -178,7 +178,7 @@ class MoveRecord:
     "predicted"
     ordered_s: float
     ended_s: float
-    figures: dict[str, float]
+    metrics: dict[str, float]
     "what the instances measured: bytes, seconds by stage, downtime"
 
 

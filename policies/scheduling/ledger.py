@@ -87,10 +87,10 @@ class Ledger:
         return orders
 
     def end_move(
-        self, key: SampleKey, outcome: MoveOutcome, why: str, figures: dict[str, float] | None = None
+        self, key: SampleKey, outcome: MoveOutcome, why: str, metrics: dict[str, float] | None = None
     ) -> list[MoveEnded]:
         """End a sample's move, if it is being moved."""
-        return self.moves.end(key, outcome, why, now_s=self.now_s, figures=figures)
+        return self.moves.end(key, outcome, why, now_s=self.now_s, metrics=metrics)
 
     def find_waiting(self) -> None:
         """Queue exactly the samples without an owner."""
@@ -169,8 +169,8 @@ class Ledger:
                 if ruling is Ruling.GRANTED:
                     self._give(key, report.destination, report.epoch)
                 # a denial tells the owner's epoch: a newer copy that the claimant owns by now is not meant
-                told = epoch if ruling is Ruling.DENIED else report.epoch
-                orders = [_verdict_on(instance, report, ruling, told)]
+                owned_epoch = epoch if ruling is Ruling.DENIED else report.epoch
+                orders = [_verdict_on(instance, report, ruling, owned_epoch)]
                 if ruling is Ruling.GRANTED:
                     orders += self.if_alive(
                         report.source, verdict_for(report.source, report.move_id, key, report.epoch, False)
@@ -214,7 +214,7 @@ class Ledger:
         order = self.moves.of(report.key)
         if order is None or order.move_id != report.move_id:
             return []
-        return list(self.end_move(report.key, outcome, report.reason, report.figures))
+        return list(self.end_move(report.key, outcome, report.reason, report.metrics))
 
     def if_alive(self, instance: str, order: Order) -> list[Order]:
         """An order to an instance that serves; none for another."""

@@ -117,7 +117,7 @@ class OpenMoves:
         why: str,
         *,
         now_s: float,
-        figures: dict[str, float] | None = None,
+        metrics: dict[str, float] | None = None,
     ) -> list[MoveEnded]:
         """End a sample's move; no order comes of a sample that is not being moved."""
         found = self._open.pop(key, None)
@@ -134,7 +134,7 @@ class OpenMoves:
             gain_s=found.gain_s,
             ordered_s=found.ordered_s,
             ended_s=now_s,
-            figures=figures or {},
+            metrics=metrics or {},
         )
         return [MoveEnded(record=record)]
 

@@ -1,7 +1,7 @@
 """The central scheduler as a pure state machine: events in, orders out; no clock, no threads, no Ray.
 
 Laws: every sample is delivered exactly once each time that it is asked for (an evaluation asks for the same ones again,
-under higher epochs: `core.records.EPOCHS_OF_AN_ASKING`). A waiting sample is bound to an instance when a slot
+under higher epochs: `core.records.EPOCHS_OF_A_ROUND`). A waiting sample is bound to an instance when a slot
 frees there or soon will (pull; design 3.3), and a reallocation policy may move running ones. A sample
 belongs to `(sample, epoch, owner)` (`policies.scheduling.ledger`): when its owner is lost it is queued again
 under a higher epoch and recomputed from its prompt to the same tokens, because a rollout is a pure
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from rlhfspec.core.awake import AwakeClock
 from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest, next_asking
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest, next_round
 from rlhfspec.policies.migration.move_messages import MoveOutcome
 from rlhfspec.policies.reallocation.pool_records import Move, ReallocationPolicy
 from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
@@ -275,7 +275,7 @@ class Scheduler:
         self._accepted.let_go()
         for request in requests:
             accepted_epoch, _ = self._accepted.get(request.key) or (-1, "")
-            if request.key in self._ledger.samples or request.epoch < next_asking(accepted_epoch):
+            if request.key in self._ledger.samples or request.epoch < next_round(accepted_epoch):
                 raise RlhfSpecError(
                     f"sample {request.key} was handed to the scheduler twice; expected every sample index "
                     "once, or again under the epochs of a next asking; the data cursor must never reuse one"
@@ -352,23 +352,23 @@ class Scheduler:
         for order in orders:
             if self._reallocation is None or not isinstance(order, MoveEnded):
                 continue
-            figures = order.record.figures
-            if figures.get("computed_tokens"):
+            metrics = order.record.metrics
+            if metrics.get("computed_tokens"):
                 self._reallocation.note_prefill(
-                    num_tokens=int(figures["computed_tokens"]), seconds=figures["attach_s"]
+                    num_tokens=int(metrics["computed_tokens"]), seconds=metrics["attach_s"]
                 )
-            elif "stage1_s" in figures:
+            elif "stage1_s" in metrics:
                 self._reallocation.note_transfer(
-                    num_bytes=int(figures["stage1_bytes"] + figures["stage2_bytes"]),
-                    seconds=figures["stage1_s"] + figures["downtime_s"],
-                    cold=bool(figures["was_cold"]),
+                    num_bytes=int(metrics["stage1_bytes"] + metrics["stage2_bytes"]),
+                    seconds=metrics["stage1_s"] + metrics["downtime_s"],
+                    cold=bool(metrics["was_cold"]),
                 )
 
     def _complete(self, instance: str, completion: Completion) -> list[Order]:
         key, epoch = completion.key, completion.epoch
         if (accepted := self._accepted.get(key)) is not None:
-            of_another_asking = next_asking(epoch) != next_asking(accepted[0])
-            return [] if of_another_asking else compare(accepted, key, instance, epoch, digest(completion))
+            is_of_another_round = next_round(epoch) != next_round(accepted[0])
+            return [] if is_of_another_round else compare(accepted, key, instance, epoch, digest(completion))
         sample = self._ledger.samples.get(key)
         if sample is None and self._accepted.is_forgotten(key):
             return []

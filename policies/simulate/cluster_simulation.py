@@ -25,7 +25,7 @@ from rlhfspec.policies.schedule.rollout_schedule import Schedule
 from rlhfspec.policies.simulate.analytic_instance import Speculation, last_step_tokens, prompt_cost
 from rlhfspec.policies.simulate.compare import least_finish_s
 from rlhfspec.policies.simulate.described_cluster import DescribedCluster
-from rlhfspec.policies.simulate.scheduled_run import Batches, play_phases
+from rlhfspec.policies.simulate.scheduled_run import Batches, simulate_phases
 from rlhfspec.policies.simulate.simulated_pool import simulate
 from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
 from rlhfspec.policies.simulate.training_cost import (
@@ -42,14 +42,14 @@ POLLS = 200
 MOST_POLLS = 100_000
 LEAST_FREE = 6
 "Batches that a free schedule plays at least, those that fill and empty it aside."
-Told = Callable[[int], Callable[[int], None] | None]
+Progress = Callable[[int], Callable[[int], None] | None]
 "Of the number of a rollout, from 1 on: what is told how many of its samples are done."
 MOST_SAMPLES = 20_000_000
 "Of all rollouts together: an hour or two on one core."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedSteps:
+class SimulatedSteps:
     """One entry a step, of a run that has been going for a while."""
 
     rollout_s: tuple[float, ...]
@@ -73,7 +73,7 @@ class Phase:
     "share of the time, of all instances"
     moves: float
     "of a step"
-    steps: PlayedSteps
+    steps: SimulatedSteps
     "one by one"
 
     def tree(self) -> dict[str, float]:
@@ -127,7 +127,7 @@ class ClusterResult:
         return bound(self.rollout_share, self.rollout_speedup)
 
 
-class RolloutPlayer:
+class RolloutSimulation:
     """Of one way to decode."""
 
     def __init__(
@@ -167,28 +167,32 @@ class RolloutPlayer:
             # a profile is of an instance that is alone
             self._curve.factor /= cluster.machine.factor(cluster.config.pools.instances)
 
-    def play(self, samples: Samples) -> SimulationResult:
+    def simulate(self, samples: Samples) -> SimulationResult:
         """Play one rollout. Raises ConfigError where polls are absurdly many."""
         return simulate(self._own(samples), self._setup(samples), self._policy(), binding=self._binding)
 
     def steps(
-        self, batches: Sequence[Samples], training_s: Sequence[float], publication_s: float, told: Told
-    ) -> PlayedSteps:
+        self,
+        batches: Sequence[Samples],
+        training_s: Sequence[float],
+        publication_s: float,
+        progress_of: Progress,
+    ) -> SimulatedSteps:
         """Play the batches, which come again and again; step i learns from batch i, in `training_s[i]`."""
         step, size = self._cluster.config.step, self._cluster.config.lengths.group_samples
         own = Batches([self._own(batch) for batch in batches], training_s, group_samples=size)
         schedule, steps = self._schedule(own, batches)
-        phases = play_phases(
+        phases = simulate_phases(
             schedule,
             own,
             setup=self._setup,
             policy=self._policy,
             binding=self._binding,
-            progress=told,
+            progress=progress_of,
         )
         made = [*islice(phases, steps.start, steps.stop)]
         busy_s = [float(phase.result.busy_s.mean()) for phase in made]
-        return PlayedSteps(
+        return SimulatedSteps(
             rollout_s=tuple(
                 busy_s if schedule.ends_with_update else [phase.result.finish_s for phase in made]
             ),
@@ -296,9 +300,9 @@ def simulate_cluster(
     """
     config, target = cluster.config, cluster.instance.target
     draft = None if cluster.instance.draft is None else cluster.instance.draft.roofline
-    played = [cluster.samples(step) for step in range(config.step.steps)]
-    mean_tokens = float(np.mean([samples.context_tokens.mean() for samples in played]))
-    tokens = float(np.mean([samples.context_tokens.sum() for samples in played]))
+    batches = [cluster.samples(step) for step in range(config.step.steps)]
+    mean_tokens = float(np.mean([samples.context_tokens.mean() for samples in batches]))
+    tokens = float(np.mean([samples.context_tokens.sum() for samples in batches]))
     slots = cluster.slots(mean_tokens)
     training = _training(cluster, tokens=tokens, mean_tokens=mean_tokens)
     published_s = _publication(cluster)
@@ -311,13 +315,13 @@ def simulate_cluster(
     phases = {}
     for name, speculation in kinds.items():
 
-        def told(rollout: int, name: str = name) -> Callable[[int], None] | None:
+        def progress_of(rollout: int, name: str = name) -> Callable[[int], None] | None:
             return None if progress is None else partial(progress, f"{name} {rollout}")
 
-        player = RolloutPlayer(
+        simulation = RolloutSimulation(
             cluster, profile, speculation, slots=slots, mean_tokens=mean_tokens, earlier=earlier
         )
-        made = player.steps(played, trained, published_s, told)
+        made = simulation.steps(batches, trained, published_s, progress_of)
         phases[name] = _phase(made, float(np.mean(trained)) + published_s + config.step.other_s)
     return ClusterResult(
         speculative=phases.get("speculative", phases["plain"]),
@@ -371,7 +375,7 @@ def _publication(cluster: DescribedCluster) -> float:
     )
 
 
-def _phase(made: PlayedSteps, rest_s: float) -> Phase:
+def _phase(made: SimulatedSteps, rest_s: float) -> Phase:
     step_s = float(np.mean(made.step_s))
     return Phase(
         rollout_s=float(np.mean(made.rollout_s)),
@@ -399,7 +403,7 @@ def bound(rollout_share: float, rollout_speedup: float) -> float:
     return 1.0 / (rollout_share / rollout_speedup + 1.0 - rollout_share)
 
 
-def num_played(config: SimulatedClusterConfig) -> int:
+def num_simulated(config: SimulatedClusterConfig) -> int:
     """Samples of all rollouts; each is played plainly, and once more where something drafts."""
     step = config.step
     is_free = step.staleness > 0 and step.schedule == "free"
@@ -409,9 +413,9 @@ def num_played(config: SimulatedClusterConfig) -> int:
 
 def require_bounded(configs: Sequence[SimulatedClusterConfig]) -> int:
     """Samples of all these simulations together. Raises ConfigError for more than anybody waits for."""
-    total = sum(map(num_played, configs))
+    total = sum(map(num_simulated, configs))
     if total > MOST_SAMPLES:
-        largest = max(configs, key=num_played)
+        largest = max(configs, key=num_simulated)
         among = f" in {len(configs)} combinations" if len(configs) > 1 else ""
         raise ConfigError(
             f"{total:,} samples would be played{among}, at most {largest.lengths.samples:,} lengths.samples x "

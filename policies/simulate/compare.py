@@ -78,8 +78,8 @@ def compare(
             earlier_lengths=earlier_lengths,
         )
         binding: Binding = "static" if name == "static" else "pull"
-        told = None if progress is None else (lambda done, name=name: progress(name, done))
-        results[name] = simulate(samples, setup, policy, binding=binding, progress=told)
+        report = None if progress is None else (lambda done, name=name: progress(name, done))
+        results[name] = simulate(samples, setup, policy, binding=binding, progress=report)
     return Comparison(
         results=results,
         perfect_s=perfect_finish_s(samples, setup),

@@ -105,7 +105,7 @@ class Batches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedPhase:
+class SimulatedPhase:
     """A phase and the update of its number, which begins within it or when it ends."""
 
     result: SimulationResult
@@ -117,7 +117,7 @@ class PlayedPhase:
         return max(self.result.finish_s, self.result.learner_end_s)
 
 
-def play_phases(
+def simulate_phases(
     schedule: Schedule,
     batches: Batches,
     *,
@@ -125,7 +125,7 @@ def play_phases(
     policy: Callable[[], ReallocationPolicy | None],
     binding: Binding,
     progress: Callable[[int], Callable[[int], None] | None] = lambda number: None,
-) -> Iterator[PlayedPhase]:
+) -> Iterator[SimulatedPhase]:
     """Play a schedule's phases from the first on, as many as are asked for.
 
     Args:
@@ -144,9 +144,9 @@ def play_phases(
     for number in range(schedule.num_iterations):
         turns = schedule.begin(number)
         samples = batches.of_turns(turns)
-        told = progress(number + 1)
-        phase = _Phase(samples, setup(samples), policy(), binding, told, schedule, batches, number, turns)
-        yield PlayedPhase(result=phase.run(), learned=phase.learned)
+        report = progress(number + 1)
+        phase = _Phase(samples, setup(samples), policy(), binding, report, schedule, batches, number, turns)
+        yield SimulatedPhase(result=phase.run(), learned=phase.learned)
 
 
 class _Phase(SimulatedPool):

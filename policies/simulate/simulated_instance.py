@@ -47,9 +47,9 @@ class SimulatedInstance:
         self.now_s = now_s
         self.waiting: deque[int] = deque()
         "samples that it has and does not run yet"
-        self.untold: list[int] = []
+        self.unreported: list[int] = []
         "samples that have ended here, and the scheduler does not know it"
-        self.told_s = -math.inf
+        self.reported_s = -math.inf
         "when it told of some last"
         self.num_reserved = 0
         "slots kept for samples on their way here"

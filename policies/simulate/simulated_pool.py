@@ -57,7 +57,7 @@ class Kind(IntEnum):
     ARRIVE = 1
     JOIN = 2
     REPORT = 3
-    TOLD = 4
+    MESSAGE = 4
     SUBMIT = 5
     ORDER = 6
     STARTED = 7
@@ -184,20 +184,20 @@ class SimulatedPool:
         self._num_events += 1
 
     def _ask(self, samples: Iterable[int]) -> None:
-        self._tell(SamplesArrived(requests=tuple(self._requests[sample] for sample in samples)))
+        self._send(SamplesArrived(requests=tuple(self._requests[sample] for sample in samples)))
 
-    def _tell(self, event: Event) -> None:
+    def _send(self, event: Event) -> None:
         self._carry_out(self._scheduler.handle(event))
 
     def _say(self, instance: str, **what: Any) -> None:
         """An instance tells the scheduler something, in a message."""
         if self._setup.message_s:
-            self._at(self._now_s + self._setup.message_s, Kind.TOLD, self._hear, instance, what)
+            self._at(self._now_s + self._setup.message_s, Kind.MESSAGE, self._receive, instance, what)
         else:
-            self._hear(instance, what)
+            self._receive(instance, what)
 
-    def _hear(self, instance: str, what: dict[str, Any]) -> None:
-        self._tell(InstanceReported(instance=instance, now_s=self._now_s, **what))
+    def _receive(self, instance: str, what: dict[str, Any]) -> None:
+        self._send(InstanceReported(instance=instance, now_s=self._now_s, **what))
 
     def _carry_out(self, orders: Iterable[Order]) -> None:
         for order in orders:
@@ -219,7 +219,7 @@ class SimulatedPool:
         for name in self._scheduler.members.serving:
             instance = self._instances[name]
             instance.advance(self._now_s)
-            self._hear(name, {"progress": self._tokens_so_far(instance), "load": instance.load()})
+            self._receive(name, {"progress": self._tokens_so_far(instance), "load": instance.load()})
         if self._elastic is not None:
             staying = [*self._scheduler.members.serving.keys() - self._scheduler.members.leaving.keys()]
             starts = Starts(
@@ -265,7 +265,7 @@ class SimulatedPool:
         self._instances[name] = SimulatedInstance(
             name, self._line, self._setup.moves.bystander_share, now_s=self._now_s
         )
-        self._tell(InstanceJoined(instance=name, num_slots=self._setup.num_slots, now_s=self._now_s))
+        self._send(InstanceJoined(instance=name, num_slots=self._setup.num_slots, now_s=self._now_s))
 
     def _resize(self, change: Resize) -> None:
         assert self._elastic is not None
@@ -333,19 +333,19 @@ class SimulatedPool:
         self._reschedule(instance)
         self._start_next(instance)
         self._ended.add(sample)
-        instance.untold.append(sample)
+        instance.unreported.append(sample)
         is_last = not instance.running and not instance.waiting
         if is_last or not self._setup.report_interval_s:
             self._report(instance)
-        elif len(instance.untold) == 1:
-            at_s = max(self._now_s, instance.told_s + self._setup.report_interval_s)
+        elif len(instance.unreported) == 1:
+            at_s = max(self._now_s, instance.reported_s + self._setup.report_interval_s)
             self._at(at_s, Kind.REPORT, self._report, instance)
 
     def _report(self, instance: SimulatedInstance) -> None:
         """An instance tells what has ended there."""
-        ended, instance.untold = instance.untold, []
+        ended, instance.unreported = instance.unreported, []
         if ended:
-            instance.told_s = self._now_s
+            instance.reported_s = self._now_s
             lengths = self._samples.response_tokens[ended].tolist()
             self._say(
                 instance.name,
@@ -378,14 +378,14 @@ class SimulatedPool:
             self._warm.add(pair)
             here.num_transfers += 1
             there.num_transfers += 1
-            figures = {
+            metrics = {
                 "stage1_bytes": num_bytes,
                 "stage2_bytes": 0,
                 "stage1_s": seconds,
                 "downtime_s": truth.downtime_s,
                 "was_cold": cold,
             }
-            self._at(self._now_s + seconds, Kind.ARRIVE, self._arrive, order, figures)
+            self._at(self._now_s + seconds, Kind.ARRIVE, self._arrive, order, metrics)
             self._reschedule(here)
             self._reschedule(there)
             return
@@ -398,13 +398,13 @@ class SimulatedPool:
             seconds = float(truth.prefill.seconds(int(here.context_of(sample) + 1e-6)))
             left = here.remove(sample)
         self._between[sample] = left
-        figures = {"computed_tokens": int(left[1] + 1e-6), "attach_s": seconds}
-        self._at(there.block(seconds), Kind.JOIN, self._join, order, figures)
+        metrics = {"computed_tokens": int(left[1] + 1e-6), "attach_s": seconds}
+        self._at(there.block(seconds), Kind.JOIN, self._join, order, metrics)
         self._reschedule(there)
         self._reschedule(here)
         self._start_next(here)
 
-    def _arrive(self, order: MoveOrder, figures: dict[str, float]) -> None:
+    def _arrive(self, order: MoveOrder, metrics: dict[str, float]) -> None:
         """The caches of a migration are there: hand over, if there still is anything to."""
         here, there = self._instances[order.source], self._instances[order.destination]
         sample = order.key.sample_index
@@ -415,7 +415,7 @@ class SimulatedPool:
             self._counts["migrated"] += 1
             self._between[sample] = here.remove(sample)
             at_s = self._now_s + self._setup.moves.downtime_s
-            self._at(at_s, Kind.JOIN, self._join, order, figures)
+            self._at(at_s, Kind.JOIN, self._join, order, metrics)
             self._start_next(here)
         else:
             self._counts["void"] += 1
@@ -424,17 +424,17 @@ class SimulatedPool:
         self._reschedule(here)
         self._reschedule(there)
 
-    def _join(self, order: MoveOrder, figures: dict[str, float]) -> None:
+    def _join(self, order: MoveOrder, metrics: dict[str, float]) -> None:
         there, sample = self._instances[order.destination], order.key.sample_index
         there.advance(self._now_s)
         there.num_reserved -= 1
         self._add(there, sample, *self._between.pop(sample))
         self._reschedule(there)
         self._requests[sample] = replace(self._requests[sample], epoch=order.epoch + 1)
-        self._claim(Claim.COMMIT, order, order.epoch + 1, figures)
+        self._claim(Claim.COMMIT, order, order.epoch + 1, metrics)
 
     def _claim(
-        self, claim: Claim, order: MoveOrder, epoch: int, figures: dict[str, float] | None = None
+        self, claim: Claim, order: MoveOrder, epoch: int, metrics: dict[str, float] | None = None
     ) -> None:
         report = MoveReport(
             claim=claim,
@@ -443,7 +443,7 @@ class SimulatedPool:
             epoch=epoch,
             source=order.source,
             destination=order.destination,
-            figures=figures,
+            metrics=metrics,
         )
         self._say(order.destination if claim is Claim.COMMIT else order.source, moves=(report,))
 

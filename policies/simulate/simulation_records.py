@@ -103,7 +103,7 @@ class PoolSetup:
     order_delay_s: float = 0.02
     "from the look at the pool to the start of the moves planned on it"
     alone_curve: RateCurve | None = None
-    "of an instance while no other has work: instances of one machine share it; None: as ever"
+    "of an instance while no other has work: instances of one machine share it; None: the same"
     prompt_token_s: float = 0.0
     "seconds for which an instance computes a prompt token when a sample is bound to it"
     elastic: Elastic | None = None

@@ -66,9 +66,11 @@ def sweep(
     for number, row in enumerate(rows):
         if row.cluster is None:
             continue
-        told = None if progress is None else _named(progress, f"{number + 1} of {len(rows)}")
+        report = None if progress is None else _named(progress, f"{number + 1} of {len(rows)}")
         try:
-            rows[number] = replace(row, result=simulate_cluster(row.cluster, profile=profile, progress=told))
+            rows[number] = replace(
+                row, result=simulate_cluster(row.cluster, profile=profile, progress=report)
+            )
         except ConfigError as error:
             rows[number] = replace(row, refused=str(error))
     return rows

@@ -45,7 +45,7 @@ with fake_cloud(Path({folder!r}), cpus=2, most=1, idle_s=6.0, port=port) as addr
         asked.append(pool.requests(8))
         rollouts.append(pool.collect(asked[-1]))
         said |= dict(
-            notes=pool.notes, figures=pool.system.generation.figures(), seconds=time.monotonic() - began_s,
+            notes=pool.notes, metrics=pool.system.generation.metrics(), seconds=time.monotonic() - began_s,
             by=[sorted(set(r.completion.instance for r in one)) for one in rollouts],
             counts=[len(one) for one in rollouts],
             equal=[bits(one) == bits_alone(config, wish) for one, wish in zip(rollouts, asked)])

@@ -27,7 +27,7 @@ class Host:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.spare = None
+        self.spot_trainer = None
 
 
 @pytest.fixture(scope="module")

@@ -36,16 +36,16 @@ def test_it_compares_every_policy_and_writes_what_it_shows(
     assert "not measured" in shown
     tree = json.loads(out.read_text())
     assert list(tree["policies"]) == ["static", "pull", "recompute_only", "paper_rule", "finish_time"]
-    for name, figures in tree["policies"].items():
+    for name, metrics in tree["policies"].items():
         assert name in shown
-        assert f"{figures['finish_s']:.2f}" in shown
-        assert figures["finish_s"] >= tree["bound_s"]
-        assert len(figures["busy_s"]) == 2
+        assert f"{metrics['finish_s']:.2f}" in shown
+        assert metrics["finish_s"] >= tree["bound_s"]
+        assert len(metrics["busy_s"]) == 2
     assert tree["policies"]["static"]["over_static"] == 1.0
     assert tree["num_samples"] == 16
 
 
-def test_equal_seeds_give_equal_figures_and_others_do_not(tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_metrics_and_others_do_not(tmp_path: Path) -> None:
     trees = []
     for number, seed in enumerate((1, 1, 2)):
         out = tmp_path / f"{number}.json"

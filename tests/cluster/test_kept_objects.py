@@ -16,7 +16,7 @@ from made_rollouts import rollout
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.observe.console import PipeConsole, Reporter
-from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
+from rlhfspec.cluster.observe.iteration_metrics import iteration_metrics
 from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
 from rlhfspec.cluster.run.stream import Collected
@@ -67,17 +67,17 @@ class Written:
             num_samples=SAMPLES,
             num_tokens=32,
             num_optimizer_steps=1,
-            figures={"grad_norm": 0.0, "lr": 1e-5},
+            metrics={"grad_norm": 0.0, "lr": 1e-5},
             sample_advantages=tuple(float(index) for index in range(SAMPLES)),
         )
         self.log.rollouts(iteration, rollouts)
         moves = self.recorder.record(iteration, collected, {})
         self.report.progress("update", 0, 1)
-        figures = iteration_figures(rollouts, stats, update, SECONDS) | moves
-        figures = with_signal(figures | self.log.record(iteration, rollouts, update))
-        self.log.write(iteration, figures)
-        self.report.iteration(iteration, figures)
-        self.report.note(str(signal_line(iteration, figures)))
+        metrics = iteration_metrics(rollouts, stats, update, SECONDS) | moves
+        metrics = with_signal(metrics | self.log.record(iteration, rollouts, update))
+        self.log.write(iteration, metrics)
+        self.report.iteration(iteration, metrics)
+        self.report.note(str(signal_line(iteration, metrics)))
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ def test_speculation_with_refits_and_evaluations_on_two_instances_changes_neithe
     assert (manifest.weight_version, manifest.checksum) == (ITERATIONS, checksum)
 
 
-def test_the_figures_say_what_happened(trained):
+def test_the_metrics_say_what_happened(trained):
     first, *_, last = read_metrics(trained.run_dir.metrics_file)
     assert first["rollout/mean_acceptance_length"] > 1.0 and first["rollout/num_samples"] == SAMPLES
     assert first["reward/std"] > 0.0 and first["learner/grad_norm"] > 0.0
@@ -291,7 +291,9 @@ def evaluations(trained: Trained) -> list[dict]:
 
 def test_the_same_weights_give_the_same_samples_and_the_samples_differ_among_themselves(trained):
     system, before = trained.system, rows_of(trained.run_dir.evaluated_file(ITERATIONS))
-    again = evaluate(RolloutStream(system, Reporter()), evaluation_requests(system.evaluation, asking=900))
+    again = evaluate(
+        RolloutStream(system, Reporter()), evaluation_requests(system.evaluation, round_number=900)
+    )
     assert [row["response_token_ids"] for row in before] == [
         rollout.completion.token_ids.tolist() for rollout in again.collected.rollouts
     ]
@@ -327,7 +329,7 @@ def test_the_best_evaluated_weights_are_kept_and_the_newest_of_the_others(traine
     assert kept == ["draft", "draft_0001", "draft_0002", "target", "target_0001", "target_0002"]
 
 
-def test_every_move_that_the_figures_count_is_on_disk_with_its_reasons(trained):
+def test_every_move_that_the_metrics_count_is_on_disk_with_its_reasons(trained):
     rows = read_metrics(trained.run_dir.metrics_file)
     # a slow machine may see no move that pays: then nothing is written
     file = trained.run_dir.moves_file

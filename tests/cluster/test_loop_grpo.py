@@ -110,14 +110,14 @@ def test_a_group_is_one_prompt_with_samples_that_differ(trained):
 def test_every_figure_is_finite_and_the_groups_are_counted(trained):
     metrics = read_metrics(trained.run_dir.metrics_file)
     assert len(metrics) == 2
-    for iteration, figures in enumerate(metrics):
-        assert all(math.isfinite(value) for value in figures.values())
+    for iteration, row in enumerate(metrics):
+        assert all(math.isfinite(value) for value in row.values())
         equal = [len({row["reward"] for row in rows}) == 1 for rows in trained.groups(iteration).values()]
-        assert figures["learner/num_groups"] == GROUPS
-        assert figures["learner/num_zero_advantage_groups"] == sum(equal) < GROUPS
-        assert figures["learner/grad_norm"] > 0.0
-        assert abs(figures["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4, "sampled from what was merged"
-        assert "learner/value_loss" not in figures, "GRPO has no critic"
+        assert row["learner/num_groups"] == GROUPS
+        assert row["learner/num_zero_advantage_groups"] == sum(equal) < GROUPS
+        assert row["learner/grad_norm"] > 0.0
+        assert abs(row["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4, "sampled from what was merged"
+        assert "learner/value_loss" not in row, "GRPO has no critic"
     assert metrics[0]["learner/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[1]["learner/reference_kl"] > metrics[0]["learner/reference_kl"]
 
@@ -143,8 +143,8 @@ def test_the_merged_model_and_the_adapter_are_one_model_that_has_learned(trained
 @pytest.mark.slow
 def test_a_version_of_the_draft_model_goes_with_each_of_the_target(trained, tiny_pair):
     metrics = read_metrics(trained.run_dir.metrics_file)
-    assert [figures["draft/weight_version"] for figures in metrics] == [1.0, 2.0]
-    assert all(figures["draft/refit_taken"] == 1.0 for figures in metrics)
+    assert [row["draft/weight_version"] for row in metrics] == [1.0, 2.0]
+    assert all(row["draft/refit_taken"] == 1.0 for row in metrics)
     assert 0.0 < metrics[1]["draft/cotrain_kl"] < metrics[0]["draft/cotrain_kl"]
     assert trained.system.draft is not None
     published = trained.system.draft.manifest

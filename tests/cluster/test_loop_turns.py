@@ -146,12 +146,12 @@ def test_rewards_are_the_sums_of_the_steps(run_dir):
 def test_every_figure_is_finite_and_only_sampled_tokens_are_learned_from(run_dir):
     metrics = read_metrics(run_dir.metrics_file)
     assert len(metrics) == 2
-    for iteration, figures in enumerate(metrics):
-        assert all(math.isfinite(value) for value in figures.values())
+    for iteration, row in enumerate(metrics):
+        assert all(math.isfinite(value) for value in row.values())
         rows = pq.read_table(run_dir.rollouts_file(iteration)).to_pylist()
         num_sampled = sum(sum(row["response_sampled"]) for row in rows)
-        assert figures["rollout/response_tokens_mean"] == pytest.approx(num_sampled / SAMPLES)
-        assert abs(figures["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4
-        assert figures["environment/turns_mean"] > 1.0
-        assert 0.0 < figures["environment/given_token_share"] < 1.0
-        assert figures["environment/num_failed"] == 0.0
+        assert row["rollout/response_tokens_mean"] == pytest.approx(num_sampled / SAMPLES)
+        assert abs(row["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4
+        assert row["environment/turns_mean"] > 1.0
+        assert 0.0 < row["environment/given_token_share"] < 1.0
+        assert row["environment/num_failed"] == 0.0

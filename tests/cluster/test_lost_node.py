@@ -21,7 +21,7 @@ import ray
 from ray.cluster_utils import Cluster
 from steered_pool import SteeredPool, bits, bits_alone, tiny_config
 import rlhfspec.cluster.system.phases
-rlhfspec.cluster.system.phases.SAID_AFTER_S = 5.0
+rlhfspec.cluster.system.phases.LOGGED_AFTER_S = 5.0
 
 # an instance fills its node: scheduler and reward are on the head
 small = dict(object_store_memory=80 << 20)

@@ -191,7 +191,7 @@ def moves_of(
         check(outcome, alone(requests))
         moves += outcome.moves
         moved = [record for record in moves if record.outcome == "moved"]
-        if len(moved) >= 10 and any(record.figures.get("stage1_bytes") for record in moved):
+        if len(moved) >= 10 and any(record.metrics.get("stage1_bytes") for record in moved):
             return moves
     raise AssertionError(f"{len(moves)} moves in ten rollouts, of which too few came to their end")
 

@@ -85,7 +85,7 @@ class Ran:
         tables = (pq.read_table(self.run_dir.rollouts_file(i)) for i in range(ITERATIONS))
         return [table.sort_by("sample_index").select(["sample_index", *BITS]).to_pydict() for table in tables]
 
-    def figures(self, name: str) -> list[float]:
+    def metrics(self, name: str) -> list[float]:
         """Of every iteration."""
         return [row[name] for row in read_metrics(self.run_dir.metrics_file)]
 
@@ -128,8 +128,8 @@ def test_idle_instances_train_the_head_and_no_token_is_another(
     trained = run("on")
     same(trained, frozen)
     assert frozen.draft_version == 0 and trained.draft_version >= 1
-    assert sum(trained.figures("draft/spot_steps")) > 0 and sum(trained.figures("draft/spot_s")) > 0.0
-    assert trained.figures("draft/weight_version")[-1] == trained.draft_version
+    assert sum(trained.metrics("draft/spot_steps")) > 0 and sum(trained.metrics("draft/spot_s")) > 0.0
+    assert trained.metrics("draft/weight_version")[-1] == trained.draft_version
     # compared on what was held out, and only taken where it is no worse
     rows = read_metrics(trained.run_dir.metrics_file)
     taken = [row for row in rows if row["draft/refit_taken"] and "draft/kl_after" in row]

@@ -131,7 +131,7 @@ class FakeHost:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
-        self.spare = None
+        self.spot_trainer = None
         self.loaded: list[int] = []
 
     def remember(self, responses) -> None:

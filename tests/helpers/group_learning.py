@@ -82,8 +82,8 @@ def learn(learner, rollouts, save_as=None):
             for draft in cotrainers(learner):
                 draft.save(save_as / "draft")
         report = learner.update(rollouts, recompute_old=learner.algorithm.correction.compares)
-    report.figures.pop("draft/cotrain_s", None)
-    return *outcome(learner), report.figures
+    report.metrics.pop("draft/cotrain_s", None)
+    return *outcome(learner), report.metrics
 
 
 def resume(learner, folder: Path):
@@ -124,7 +124,7 @@ def learn_over_bfloat16(rank, rollouts):
             compute_dtype=torch.bfloat16,
             trainers=trainers_of(strategy),
         )
-        assert math.isfinite(learner.update(rollouts).figures["grad_norm"])
+        assert math.isfinite(learner.update(rollouts).metrics["grad_norm"])
         weights[strategy] = {name: tensor.float().clone().numpy() for name, tensor in learner.weights()}
         owners = [path for path, module in model.named_modules() if isinstance(module, FSDPModule)]
         for name, parameter in model.named_parameters():

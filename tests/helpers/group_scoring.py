@@ -24,13 +24,13 @@ def learn_scored(case, trainers=None):
         block_samples=3,
         max_tokens_per_forward=200,
     )
-    figures = []
+    metrics = []
     for version in range(3):
         sampling = SamplingParams(max_new_tokens=16)
         rollouts = sampled(published, sampling=sampling, batch=4, version=version, seed=version)
-        figures.append(learner.update(rollouts).figures)
+        metrics.append(learner.update(rollouts).metrics)
         published.load_state_dict(dict(learner.weights()))
-    return {name: tensor.numpy() for name, tensor in published.state_dict().items()}, figures
+    return {name: tensor.numpy() for name, tensor in published.state_dict().items()}, metrics
 
 
 def learn_scored_in_group(rank):

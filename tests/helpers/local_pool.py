@@ -64,7 +64,7 @@ class Host:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.spare = None
+        self.spot_trainer = None
 
     def load_weights(self, manifest, chunks):
         raise NotImplementedError

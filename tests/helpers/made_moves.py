@@ -27,7 +27,7 @@ def move(
     source: str = "gen-0",
     destination: str = "gen-1",
     why_ended: str = "it runs here",
-    figures: dict[str, float] | None = None,
+    metrics: dict[str, float] | None = None,
 ) -> MoveRecord:
     """A move of the sample with the number behind the dash."""
     order = MoveOrder(
@@ -46,7 +46,7 @@ def move(
         gain_s=2.0,
         ordered_s=50.0,
         ended_s=51.5,
-        figures=figures or {},
+        metrics=metrics or {},
     )
 
 
@@ -78,7 +78,7 @@ def two_instances() -> dict[str, list[TraceEvent]]:
 def three_moves() -> tuple[MoveRecord, ...]:
     """Of `two_instances`."""
     return (
-        move("0-3", figures=SHIPPED),
-        move("0-5", mode=MoveMode.RECOMPUTE, figures=RECOMPUTED),
+        move("0-3", metrics=SHIPPED),
+        move("0-5", mode=MoveMode.RECOMPUTE, metrics=RECOMPUTED),
         move("0-6", "kept", why_ended="finished before it left"),
     )

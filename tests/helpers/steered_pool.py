@@ -95,7 +95,7 @@ class SteeredPool(Reporter):
         ends_s = time.monotonic() + LIMIT_S
         while not ready():
             assert time.monotonic() < ends_s, self.notes
-            self.stream.attend()
+            self.stream.poll_pool()
             time.sleep(0.02)
 
     @property

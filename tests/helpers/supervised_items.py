@@ -84,14 +84,14 @@ def new_learner(
 
 def learn(learner: SupervisedLearner, items: list, save_as: Path | None = None):
     """The remaining steps; the weights, and the last figures with those of held-out items."""
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     while learner.num_steps < STEPS:
         if save_as is not None and learner.num_steps == SAVED_AFTER:
             learner.save(save_as)
         start = learner.num_steps % 2 * (len(items) - BATCH)
-        figures = learner.step(items[start : start + BATCH])
+        metrics = learner.step(items[start : start + BATCH])
     held_out = {f"eval/{name}": value for name, value in learner.evaluate(items[:3]).items()}
-    return {name: tensor.clone().numpy() for name, tensor in learner.weights()}, figures | held_out
+    return {name: tensor.clone().numpy() for name, tensor in learner.weights()}, metrics | held_out
 
 
 def learn_in_group(rank: int, folder: Path, resumed_from: Path):

@@ -11,7 +11,7 @@ import torch
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.objectives.losses import clipped_policy_loss
-from rlhfspec.learning.objectives.policy import Coefficients, MinibatchFigures, PolicyBatch, PolicyObjective
+from rlhfspec.learning.objectives.policy import Coefficients, MinibatchMetrics, PolicyBatch, PolicyObjective
 from rlhfspec.learning.objectives.targets import Targets
 from rlhfspec.learning.trainer.batching import Pack
 from rlhfspec.learning.trainer.experience import collate
@@ -38,9 +38,9 @@ def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):
         has_entropy_loss=True,
         learned=torch.ones(len(ones), dtype=torch.bool),
         importance=ones,
-        figures={},
+        metrics={},
     )
-    figures = MinibatchFigures()
+    metrics = MinibatchMetrics()
     objective = PolicyObjective(
         experience=experience,
         targets=targets,
@@ -48,7 +48,7 @@ def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):
         coefficients=Coefficients.first(learner.algorithm),
         forward=learner._forward,
         weight_version=0,
-        figures=figures,
+        metrics=metrics,
         laps=learner.laps,
         observers=[store],
     )
@@ -58,13 +58,13 @@ def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):
         loss = batch.loss(learner.model, pack)
         loss.backward()
     assert loss.device.type == "meta"
-    for read in (figures.open_part, store.step, lambda: float(loss.detach())):
+    for read in (metrics.open_part, store.step, lambda: float(loss.detach())):
         with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
             read()
 
 
 def test_sums_of_packs_are_those_of_the_minibatch():
-    figures = MinibatchFigures()
+    metrics = MinibatchMetrics()
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -1.5])
     old = logprobs - torch.tensor([0.0, 0.5, -0.1, 0.3])
     weight = torch.tensor([0.1, 0.2, 0.3, 0.4])
@@ -73,26 +73,26 @@ def test_sums_of_packs_are_those_of_the_minibatch():
 
     def add(part: slice, differences: torch.Tensor) -> None:
         policy = clipped_policy_loss(differences[part], advantages[part], clip_low=0.2, clip_high=0.2)
-        figures.add_ratio(policy, differences[part], weight[part])
+        metrics.add_ratio(policy, differences[part], weight[part])
 
     for part in (slice(0, 1), slice(1, 3), slice(3, 4)):
         add(part, differences)
-    part = figures.open_part()
+    part = metrics.open_part()
     assert part.weight == pytest.approx(1.0)
     assert part.ratios == pytest.approx((math.exp(-0.1), math.exp(0.5)))
     # the last ratio is as large, but its action is bad: there the loss keeps its gradient
     assert part.sums["clip_fraction"] == part.sums["clip_fraction_high"] == pytest.approx(0.2)
-    closed = figures.close_minibatch([part], grad_norm=1.0, max_grad_norm=0.5)
+    closed = metrics.close_minibatch([part], grad_norm=1.0, max_grad_norm=0.5)
     assert closed["grad_clipped_share"] == 1.0
-    assert figures.open_part() == ({}, 0.0, None)
+    assert metrics.open_part() == ({}, 0.0, None)
     add(slice(0, 4), differences - 5.0)
-    figures.close_minibatch([figures.open_part()], grad_norm=0.1, max_grad_norm=0.5)
-    means = figures.means()
+    metrics.close_minibatch([metrics.open_part()], grad_norm=0.1, max_grad_norm=0.5)
+    means = metrics.means()
     assert means["ratio_at_first_minibatch"] == pytest.approx(torch.tensor(0.5).exp()), "before any step"
     assert means["ratio_min"] == pytest.approx(torch.tensor(-5.1).exp())
     assert means["ratio_max"] == pytest.approx(torch.tensor(0.5).exp())
     assert means["grad_clipped_share"] == 0.5
     # log-ratios 0, 0.5, -0.1, 0.3, then five less: bins of 1/64 from -1/4 on, what is beyond in the outermost
-    counts = figures.log_ratio_counts()
+    counts = metrics.log_ratio_counts()
     assert sum(counts) == 8
     assert (counts[16], counts[31], counts[9], counts[0]) == (1, 2, 1, 4)

@@ -24,7 +24,7 @@ def test_an_update_points_where_the_hosts_does(make_model, make_rollouts, device
             pad_token_id=0,
         )
         before = torch.cat([p.detach().cpu().double().flatten() for p in learner.model.parameters()])
-        assert all(torch.isfinite(torch.tensor(v)) for v in learner.update(rollouts).figures.values())
+        assert all(torch.isfinite(torch.tensor(v)) for v in learner.update(rollouts).metrics.values())
         after = torch.cat([p.detach().cpu().double().flatten() for p in learner.model.parameters()])
         return learner, after - before
 

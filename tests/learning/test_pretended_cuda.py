@@ -22,8 +22,8 @@ from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, backw
 READS = {
     "engine/weights/chunks:not_finite": "one for all parameters, behind the last step",
     "learning/trainer/trainer_core:Trainer._clip": "losses and the gradient's norm, one a minibatch",
-    "learning/objectives/policy:MinibatchFigures.open_part": "figures, one a minibatch",
-    "learning/objectives/policy:MinibatchFigures.log_ratio_counts": "a histogram, one an update",
+    "learning/objectives/policy:MinibatchMetrics.open_part": "figures, one a minibatch",
+    "learning/objectives/policy:MinibatchMetrics.log_ratio_counts": "a histogram, one an update",
     "learning/trainer/policy_forward:PolicyForward.values": "of the reference, one a block of samples",
     "learning/objectives/critic:Critic.values": "of all tokens, one an update",
     "learning/objectives/critic:Critic.fit": "the value loss, one an update",

@@ -280,12 +280,12 @@ def _require_vocabulary(head: HeadWeights, name: str) -> None:
             f"the draft head {name} maps its vocabulary to token ids from {int(ids[0])} to {int(ids[-1])}, "
             f"its target has {vocab_size}; d2t must hold the target's id minus the draft's"
         )
-    told = head.tensors["t2d"].bool()
-    differ = told & ~vocabulary_tensors(ids.cpu(), vocab_size)["t2d"].to(told.device)
-    if int(told.sum()) != len(ids) or bool(differ.any()):
+    stated = head.tensors["t2d"].bool()
+    differ = stated & ~vocabulary_tensors(ids.cpu(), vocab_size)["t2d"].to(stated.device)
+    if int(stated.sum()) != len(ids) or bool(differ.any()):
         raise ModelError(
             f"the draft head {name} has a t2d that does not go with its d2t: expected the {len(ids)} ids of d2t, got "
-            f"{int(told.sum())} of which {int(differ.sum())} differ; leave t2d out of the file, it is made from d2t"
+            f"{int(stated.sum())} of which {int(differ.sum())} differ; leave t2d out of the file, it is made from d2t"
         )
 
 

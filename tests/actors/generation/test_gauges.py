@@ -115,7 +115,7 @@ def test_an_idle_instance_says_the_same_again_before_ray_forgets_it(notebook: No
         lambda: run_metrics.set_value("made_up", 1.0),
         lambda: run_metrics.add("iteration"),
         lambda: run_metrics.set_value("instance_serving", 1.0),
-        lambda: run_metrics.set_figures({"reward/mean": 1.0, "made/up": 1.0}),
+        lambda: run_metrics.set_metrics({"reward/mean": 1.0, "made/up": 1.0}),
     ],
 )
 def test_what_is_not_declared_cannot_be_exported_even_outside_of_a_run(wrong) -> None:

@@ -80,10 +80,10 @@ class Instance:
 
     def until_idle(self) -> None:
         """Wait until it has learned what there is."""
-        assert self.host.spare is not None
-        spare = self.host.spare._spare
-        with spare._changed:
-            assert spare._changed.wait_for(lambda: spare._allowed and not spare.is_active, timeout=LIMIT_S)
+        assert self.host.spot_trainer is not None
+        idle = self.host.spot_trainer._idle
+        with idle._changed:
+            assert idle._changed.wait_for(lambda: idle._allowed and not idle.is_active, timeout=LIMIT_S)
 
     def progress(self) -> tuple[HeadProgress, dict[str, np.ndarray]]:
         return self.order(CallOrder(what="hand over", call=self.host.head_progress))
@@ -128,7 +128,7 @@ def test_what_an_instance_learned_in_idle_time_makes_a_better_head(instance, hea
 
 def test_no_token_depends_on_training(instance) -> None:
     trained, plain = instance(trains=True), instance(trains=False)
-    assert plain.host.spare is None and plain.progress()[1] == {}
+    assert plain.host.spot_trainer is None and plain.progress()[1] == {}
     for one in (trained, plain):
         one.generate(0, 12)
     # work arrives while it trains

@@ -1,4 +1,4 @@
-"""Laws of the spot trainer: it computes in spare time alone and stops within an operation. No Ray, no engine."""
+"""Laws of the spot trainer: it computes in idle time alone and stops within an operation. No Ray, no engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from fake_engine import FakeEngine, FakeHost, make_request
 
 from rlhfspec.actors.generation.decode_loop import DecodeLoop
+from rlhfspec.actors.generation.idle_work import IdleWork
 from rlhfspec.actors.generation.loop_orders import CallOrder, StopOrder, SubmitOrder
-from rlhfspec.actors.generation.spare_time import SpareTime
 from rlhfspec.actors.generation.spot_trainer import SpotTrainer
 from rlhfspec.core.config import DrafterTrainingConfig
 from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
@@ -51,9 +51,9 @@ class Bench:
 
     def until_idle(self) -> None:
         """Wait until there is nothing more to do."""
-        spare = self.trainer._spare
-        with spare._changed:
-            assert spare._changed.wait_for(lambda: not spare.is_active, timeout=LIMIT_S)
+        idle = self.trainer._idle
+        with idle._changed:
+            assert idle._changed.wait_for(lambda: not idle.is_active, timeout=LIMIT_S)
 
 
 @pytest.fixture
@@ -144,9 +144,9 @@ def test_an_order_that_is_over_before_its_step_has_ended_does_not_end_training(b
     assert one.learner.began.acquire(timeout=LIMIT_S)
     one.trainer.stop_soon()
     one.learner.let_go.release(100)
-    spare = one.trainer._spare
-    with spare._changed:
-        assert spare._changed.wait_for(lambda: spare._allowed and not spare.is_active, timeout=LIMIT_S)
+    idle = one.trainer._idle
+    with idle._changed:
+        assert idle._changed.wait_for(lambda: idle._allowed and not idle.is_active, timeout=LIMIT_S)
     assert one.trainer.progress()[0].num_steps == PASSES
 
 
@@ -251,12 +251,12 @@ def test_a_thread_that_cannot_begin_is_told_as_a_failure() -> None:
     def begin() -> None:
         raise OSError("no such core")
 
-    spare = SpareTime(lambda should_stop: True, name="spare", begin=begin)
-    spare.more()
-    spare.allow()
-    spare.pause()
-    spare.close()
-    assert isinstance(spare.failure, OSError) and not spare.is_active
+    idle = IdleWork(lambda should_stop: True, name="idle", begin=begin)
+    idle.more()
+    idle.allow()
+    idle.pause()
+    idle.close()
+    assert isinstance(idle.failure, OSError) and not idle.is_active
 
 
 def test_an_iteration_ends_when_the_target_has_changed(bench) -> None:
@@ -283,7 +283,7 @@ def test_the_decode_loop_trains_while_it_has_no_samples_and_never_waits_for_it(b
     one = bench(num_operations=10**6, by_hand=True)
     engine = SpareEngine(one)
     host = FakeHost(engine)
-    host.spare = one.trainer
+    host.spot_trainer = one.trainer
     loop = DecodeLoop("gen-0", host, report_interval_s=0.0)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()

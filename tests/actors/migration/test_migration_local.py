@@ -122,7 +122,7 @@ def test_a_channel_outlives_samples_that_finish_while_they_are_shipped(make_pool
     pool.run(asked)
     ended = Counter((record.outcome, record.why_ended) for record in pool.outcome.moves)
     assert ended["kept", "finished before it left"] >= 2 and moved(pool)["migrate"] >= 2
-    cold = [r.figures["was_cold"] for r in pool.outcome.moves if "was_cold" in r.figures]
+    cold = [r.metrics["was_cold"] for r in pool.outcome.moves if "was_cold" in r.metrics]
     # a channel in each direction is opened once; moves prepared before it was known share its ticket
     assert len(pool.hub.wires) == 2, ended
     assert 0.0 in cold

@@ -137,7 +137,7 @@ def test_two_runs_use_one_server_at_once_and_each_gets_its_own(deploy):
 def test_an_application_that_is_not_there_is_an_error_after_retries(port):
     lost = pool(1, kind="serve", app="nobody", server={"retries": 1, "backoff_s": 0.1})
     with pytest.raises(RewardServerLost, match="application nobody did not answer in 2 tries"):
-        lost.prove(timeout_s=WAIT_S)
+        lost.check(timeout_s=WAIT_S)
 
 
 def replicas(name: str) -> int:
@@ -217,7 +217,7 @@ def test_a_dead_pool_actor_asks_the_server_again_for_what_it_had(deploy):
 
     first = make(0, 0)
     asked = RewardPool([first], timeout_s=WAIT_S, make=make, max_restarts=1)
-    asked.prove(timeout_s=WAIT_S)
+    asked.check(timeout_s=WAIT_S)
     send(asked, 8, 4)
     ray.kill(first)
     assert [r.value for _, r in sorted(receive(asked, 8).items())] == [float(len(t)) for t in samples(8)[1]]

@@ -78,8 +78,8 @@ class World:
         self.actors.append(Actor(f"reward-{place}-r{number}", frozen=True))
         return self.actors[-1]
 
-    def prove(self) -> None:
-        self.pool.prove(lambda actor: None, order="build", timeout_s=1.0)
+    def check(self) -> None:
+        self.pool.check(lambda actor: None, order="build", timeout_s=1.0)
 
     def look(self, seconds: int, *, step_s: float = 1.0) -> None:
         for _ in range(seconds):
@@ -89,7 +89,7 @@ class World:
 
 def test_a_frozen_actor_is_replaced_at_the_heartbeats_limit_and_all_it_had_is_asked_again(monkeypatch):
     world = World(monkeypatch)
-    world.prove()
+    world.check()
     world.actors[0].frozen = True
     world.pool.ask(0, "a")
     world.pool.ask(0, "b")
@@ -104,7 +104,7 @@ def test_a_frozen_actor_is_replaced_at_the_heartbeats_limit_and_all_it_had_is_as
 
 def test_a_replacement_that_starts_is_given_time_and_watched_from_its_first_sign_on(monkeypatch):
     world = World(monkeypatch)
-    world.prove()
+    world.check()
     world.actors[0].frozen = True
     world.pool.ask(0, "a")
     world.look(60)
@@ -118,7 +118,7 @@ def test_a_replacement_that_starts_is_given_time_and_watched_from_its_first_sign
 
 def test_a_slow_actor_that_lives_is_missed_and_lives_on(monkeypatch):
     world = World(monkeypatch, late=True)
-    world.prove()
+    world.check()
     world.pool.ask(0, "a")
     with pytest.raises(WaitTimeout, match=r"reward-0 to answer 'score a'.*mend it"):
         world.look(1)
@@ -127,7 +127,7 @@ def test_a_slow_actor_that_lives_is_missed_and_lives_on(monkeypatch):
 
 def test_a_late_actor_that_is_silent_too_is_frozen_and_replaced(monkeypatch):
     world = World(monkeypatch)
-    world.prove()
+    world.check()
     world.actors[0].frozen = True
     world.pool.ask(0, "a")
     world.look(3)
@@ -139,7 +139,7 @@ def test_a_late_actor_that_is_silent_too_is_frozen_and_replaced(monkeypatch):
 
 def test_a_pause_of_the_loop_condemns_nobody(monkeypatch):
     world = World(monkeypatch)
-    world.prove()
+    world.check()
     world.pool.ask(0, "a")
     world.look(1)
     world.actors[0].frozen = True
@@ -151,7 +151,7 @@ def test_a_pause_of_the_loop_condemns_nobody(monkeypatch):
 
 def test_replacements_are_bounded_within_an_hour_and_numbered_on_after_it(monkeypatch):
     world = World(monkeypatch, restarts=1)
-    world.prove()
+    world.check()
 
     def freeze() -> None:
         world.actors[-1].frozen = False

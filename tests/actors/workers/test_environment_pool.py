@@ -59,7 +59,7 @@ def answers(pool: EnvironmentPool, count: int) -> dict:
 
 def test_answers_come_back_beside_their_items_from_every_actor(make_pool):
     pool, _ = make_pool("sample_environments:Parrot", num_actors=2)
-    pool.prove(timeout_s=TIMEOUT_S)
+    pool.check(timeout_s=TIMEOUT_S)
     for index in range(4):
         pool.ask(index, key(index), prompt(), ())
     assert answers(pool, 4) == dict.fromkeys(range(4))
@@ -130,4 +130,4 @@ def test_a_dead_actors_episodes_are_played_again_by_the_next(make_pool, tmp_path
 def test_a_class_that_cannot_be_made_is_refused_before_anything_runs(make_pool, kind, what):
     pool, _ = make_pool(kind)
     with pytest.raises(ConfigError, match=what):
-        pool.prove(timeout_s=TIMEOUT_S)
+        pool.check(timeout_s=TIMEOUT_S)

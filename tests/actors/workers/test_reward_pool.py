@@ -44,7 +44,7 @@ def test_a_reward_function_in_the_drivers_folder_is_found_where_workers_have_ano
 
 def test_items_come_back_with_their_own_rewards_from_every_actor(make_pool):
     pool = make_pool("sample_rewards:vowel_share", num_actors=2)
-    pool.prove(timeout_s=60)
+    pool.check(timeout_s=60)
     assert pool.num_idle
     pool.submit([0, 1], prompts(2), ["aaaa", "xyzt"])
     assert pool.num_idle
@@ -66,7 +66,7 @@ def test_a_reward_that_is_not_finite_surfaces_as_itself_naming_the_sample(make_p
 
 def test_a_reward_function_that_cannot_be_imported_is_an_error_before_the_run(make_pool):
     with pytest.raises(ConfigError) as caught:
-        make_pool("sample_rewards:no_such_function").prove(timeout_s=60.0)
+        make_pool("sample_rewards:no_such_function").check(timeout_s=60.0)
     assert "no_such_function" in str(caught.value)
 
 
@@ -136,7 +136,7 @@ def test_a_slow_reward_actor_that_lives_is_missed_and_neither_killed_nor_asked_a
         max_restarts=3,
         note=lambda text: None,
     )
-    pool.prove(timeout_s=60.0)
+    pool.check(timeout_s=60.0)
     pool.submit([0], prompts(1), ["a"])
     ends_s = time.monotonic() + 60.0
     with pytest.raises(WaitTimeout, match=r"the loop waited 8 s for reward-0 .*it takes too long"):
@@ -157,7 +157,7 @@ def test_a_frozen_reward_actor_is_replaced_and_its_samples_are_scored_again(loca
         max_restarts=1,
         note=notes.append,
     )
-    pool.prove(timeout_s=60.0)
+    pool.check(timeout_s=60.0)
     pid = ray.get(first.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
     ray.get(other.score.remote([], []), timeout=60)
     os.kill(pid, signal.SIGSTOP)

@@ -208,8 +208,8 @@ def test_the_policy_learns_the_same_beside_a_draft_model_that_learns_with_it(
     together = new_trainer(drafter_training=DrafterTrainingConfig(mode="cotrain", learning_rate=1e-2))
     together.load_weights(first[0], *first[1])
     assert together.load_draft(first_draft[0], *first_draft[1]).checksum == first_draft[0].checksum
-    figures = together.update(ROLLOUTS).figures
-    assert together.checksum() == frozen and figures["draft/cotrain_kl"] > 0.0
+    metrics = together.update(ROLLOUTS).metrics
+    assert together.checksum() == frozen and metrics["draft/cotrain_kl"] > 0.0
     report = together.refit(ROLLOUTS, 0.0)
     assert (report.outcome, report.weight_version) == ("taken", 5)
     packed, chunks = published(together, "draft")
@@ -289,9 +289,9 @@ def test_scored_by_the_engine_log_probabilities_are_the_samplers(tiny_pair, dtyp
                 zip(requests, engine.generate(requests), strict=True)
             )
         ]
-        figures = trainer.update(rollouts).figures
-        assert figures["mismatch/bit_equal_share"] == 1.0
-        assert figures["ratio_at_first_minibatch"] == 1.0
+        metrics = trainer.update(rollouts).metrics
+        assert metrics["mismatch/bit_equal_share"] == 1.0
+        assert metrics["ratio_at_first_minibatch"] == 1.0
         manifest, chunks = published(trainer)
         engine.load_weights(manifest, unpack_weights(manifest, chunks))
 

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhfspec.actors.actor_messages import LoadedWeights
-from rlhfspec.cluster.folder.rollouts import places_in, read_recorded, write_rollouts
-from rlhfspec.cluster.observe.iteration_metrics import iteration_figures
+from rlhfspec.cluster.folder.rollouts import locations_in, read_recorded, write_rollouts
+from rlhfspec.cluster.observe.iteration_metrics import iteration_metrics
 from rlhfspec.cluster.weights.publish import confirm
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.errors import WeightsError
@@ -81,11 +81,11 @@ def test_depths_in_the_draft_come_back_where_they_are_known(tmp_path):
     depths = np.array([0, 1, 2, 0], dtype=np.uint8)
     known = replace(known, completion=replace(known.completion, draft_depths=depths))
     write_rollouts(path, [known, rollout(2)])
-    first, second = (one.rollout.completion.draft_depths for one in read_recorded(places_in(path)))
+    first, second = (one.rollout.completion.draft_depths for one in read_recorded(locations_in(path)))
     assert first is not None and first.tolist() == [0, 1, 2, 0] and second is None
 
 
-def test_figures_on_hand_made_numbers():
+def test_metrics_on_hand_made_numbers():
     rollouts = [rollout(0, reward=1.0, tokens=4, correct=1.0), rollout(1, reward=0.0, tokens=2, correct=0.0)]
     stats = GenerationStats(
         num_sample_steps=3, num_emitted_tokens=6, num_draft_tokens=12, num_accepted_tokens=3
@@ -95,21 +95,21 @@ def test_figures_on_hand_made_numbers():
         num_samples=2,
         num_tokens=6,
         num_optimizer_steps=1,
-        figures={"policy_loss": -0.5},
+        metrics={"policy_loss": -0.5},
     )
     seconds = {"generate": 2.0, "score": 0.5, "update": 1.0, "publish": 0.25, "iteration": 4.0}
-    figures = iteration_figures(rollouts, stats, update, seconds)
-    assert figures["reward/mean"] == 0.5 and figures["reward/std"] == 0.5
-    assert figures["reward/accuracy"] == 0.5
-    assert figures["rollout/mean_acceptance_length"] == 2.0 and figures["rollout/acceptance_rate"] == 0.25
-    assert figures["rollout/goodput_tokens_per_s"] == 3.0
-    assert figures["rollout/response_tokens_mean"] == 3.0 and figures["rollout/response_tokens_max"] == 4.0
-    assert figures["time/publish_s"] == 0.25 and figures["learner/policy_loss"] == -0.5
+    metrics = iteration_metrics(rollouts, stats, update, seconds)
+    assert metrics["reward/mean"] == 0.5 and metrics["reward/std"] == 0.5
+    assert metrics["reward/accuracy"] == 0.5
+    assert metrics["rollout/mean_acceptance_length"] == 2.0 and metrics["rollout/acceptance_rate"] == 0.25
+    assert metrics["rollout/goodput_tokens_per_s"] == 3.0
+    assert metrics["rollout/response_tokens_mean"] == 3.0 and metrics["rollout/response_tokens_max"] == 4.0
+    assert metrics["time/publish_s"] == 0.25 and metrics["learner/policy_loss"] == -0.5
 
 
 def test_accuracy_is_left_out_where_the_task_has_none():
-    update = UpdateReport(weight_version=1, num_samples=1, num_tokens=2, num_optimizer_steps=1, figures={})
-    assert "reward/accuracy" not in iteration_figures(
+    update = UpdateReport(weight_version=1, num_samples=1, num_tokens=2, num_optimizer_steps=1, metrics={})
+    assert "reward/accuracy" not in iteration_metrics(
         [rollout(0)], GenerationStats(), update, {"generate": 1.0}
     )
 

@@ -8,7 +8,7 @@ from made_rollouts import rollout
 
 from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
-from rlhfspec.cluster.observe.iteration_metrics import distribution_figures
+from rlhfspec.cluster.observe.iteration_metrics import distribution_metrics
 
 ROLLOUTS = [rollout(index, reward=float(index % 7), parts={"length": 2.0}) for index in range(20)]
 ROWS = [SampleRow.of(one, advantage=0.5) for one in ROLLOUTS]
@@ -52,17 +52,17 @@ def test_a_row_of_the_rollouts_file_gives_the_same_table(tmp_path):
     assert [SampleRow.of_row(row) for row in rows] == ROWS
 
 
-def test_figures_of_a_distribution():
+def test_metrics_of_a_distribution():
     rollouts = [rollout(i, reward=float(i), num_tokens=i + 1, is_cut=i == 9) for i in range(10)]
-    figures = distribution_figures(rollouts, [float(i - 2) for i in range(10)])
-    assert figures["rollout/length_cut_share"] == 0.1
-    assert figures["rollout/response_tokens_p50"] == 5.5 and figures["reward/p90"] == pytest.approx(8.1)
-    assert (figures["learner/advantage_min"], figures["learner/advantage_max"]) == (-2.0, 7.0)
-    assert "learner/advantage_mean" not in distribution_figures(rollouts, None)
+    metrics = distribution_metrics(rollouts, [float(i - 2) for i in range(10)])
+    assert metrics["rollout/length_cut_share"] == 0.1
+    assert metrics["rollout/response_tokens_p50"] == 5.5 and metrics["reward/p90"] == pytest.approx(8.1)
+    assert (metrics["learner/advantage_min"], metrics["learner/advantage_max"]) == (-2.0, 7.0)
+    assert "learner/advantage_mean" not in distribution_metrics(rollouts, None)
 
 
 def test_parts_are_means_over_the_samples_that_have_them():
     rollouts = [rollout(0, parts={"a": 1.0}), rollout(1, parts={"a": 0.0, "b": 4.0, "mean": 9.0})]
-    figures = distribution_figures(rollouts, None)
-    assert figures["reward/a"] == 0.5 and figures["reward/b"] == 4.0
-    assert "reward/mean" not in figures, "that is the mean of the rewards"
+    metrics = distribution_metrics(rollouts, None)
+    assert metrics["reward/a"] == 0.5 and metrics["reward/b"] == 4.0
+    assert "reward/mean" not in metrics, "that is the mean of the rewards"

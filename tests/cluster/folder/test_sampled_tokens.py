@@ -6,7 +6,7 @@ import numpy as np
 from made_rollouts import rollout
 
 from rlhfspec.cluster.folder.sample_table import SampleRow
-from rlhfspec.cluster.observe.iteration_metrics import distribution_figures, evaluation_figures
+from rlhfspec.cluster.observe.iteration_metrics import distribution_metrics, evaluation_metrics
 from rlhfspec.core.records import ResponseFacts, Rollout
 
 
@@ -16,10 +16,10 @@ def told(num_sampled: int, num_given: int) -> Rollout:
     return replace(made, completion=replace(made.completion, sampled=sampled))
 
 
-def test_figures_and_facts_count_sampled_tokens():
+def test_metrics_and_facts_count_sampled_tokens():
     one = told(3, 7)
-    assert evaluation_figures([one])["eval/response_tokens_mean"] == 3.0
-    assert distribution_figures([one], None)["rollout/response_tokens_p50"] == 3.0
+    assert evaluation_metrics([one])["eval/response_tokens_mean"] == 3.0
+    assert distribution_metrics([one], None)["rollout/response_tokens_p50"] == 3.0
     assert SampleRow.of(one, None).num_tokens == 3
     facts = ResponseFacts.of(one.completion)
     assert (facts.num_tokens, facts.num_given_tokens) == (3, 7)

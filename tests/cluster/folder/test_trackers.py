@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from made_rollouts import rollout
-from played_pool import weights
+from scripted_pool import weights
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.run_log import RunLog
@@ -26,7 +26,7 @@ UPDATE = UpdateReport(
     num_samples=6,
     num_tokens=24,
     num_optimizer_steps=2,
-    figures={},
+    metrics={},
     sample_advantages=tuple(float(index) - 2.5 for index in range(6)),
 )
 
@@ -48,7 +48,7 @@ class Failing:
     def __init__(self) -> None:
         self.taken: list[int] = []
 
-    def figures(self, step, figures) -> None:
+    def log_metrics(self, step, metrics) -> None:
         if self.taken:
             raise ConnectionError("the server is gone")
         self.taken.append(step)
@@ -98,14 +98,14 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(monke
     require_trackers(config().tracking)
 
 
-def test_an_iteration_leaves_samples_histograms_and_figures(tmp_path):
+def test_an_iteration_leaves_samples_histograms_and_metrics(tmp_path):
     log, run_dir = run_log(config(samples=4), tmp_path, Trackers({}, print))
-    figures = log.record(11, ROLLOUTS, UPDATE)
+    metrics = log.record(11, ROLLOUTS, UPDATE)
     text = (run_dir.path / "samples" / "iteration-00011.md").read_text()
     assert text.count("## Sample") == 4 and "advantage +2.500" in text
     (row,) = [json.loads(line) for line in run_dir.histograms_file.read_text().splitlines()]
     assert row["iteration"] == 11 and {"response_tokens", "reward", "advantage"} <= row.keys()
-    assert figures["learner/num_optimizer_steps"] == 2.0
+    assert metrics["learner/num_optimizer_steps"] == 2.0
 
 
 def test_no_samples_are_written_where_none_are_asked_for(tmp_path):

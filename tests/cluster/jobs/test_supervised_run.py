@@ -294,8 +294,8 @@ def test_two_actors_learn_what_one_process_does(files: Path, tmp_path: Path):
             for run_dir in (one, two)]  # fmt: skip
     for name, weight in both[0].items():
         torch.testing.assert_close(both[1][name], weight, rtol=0, atol=2e-4, msg=name)
-    figures = [read_metrics(run_dir.metrics_file)[-1]["eval/loss"] for run_dir in (one, two)]
-    assert figures[1] == pytest.approx(figures[0], rel=1e-3)
+    metrics = [read_metrics(run_dir.metrics_file)[-1]["eval/loss"] for run_dir in (one, two)]
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-3)
     # what two saved, one goes on with
     sets = ("trainer.max_steps=5", "cluster.trainer.num_actors=1")
     assert run("train-reward", "--resume", two.path, sets=sets) == 0

@@ -25,7 +25,7 @@ NOON = datetime(2026, 1, 2, 12, 0, 0)
 CONFIG = config_from_dict({"data": {"task": "chain"}, "models": {"draft": "demo"}})
 
 
-def figures(iteration: int, reward: float) -> dict[str, float]:
+def metrics(iteration: int, reward: float) -> dict[str, float]:
     return {
         "iteration": iteration,
         "reward/mean": reward,
@@ -44,7 +44,7 @@ def figures(iteration: int, reward: float) -> dict[str, float]:
     }
 
 
-TEN = [figures(i, reward=0.1 * i) for i in range(10)]
+TEN = [metrics(i, reward=0.1 * i) for i in range(10)]
 
 
 def text_reporter(*, terminal: bool) -> tuple[Reporter, io.StringIO]:

@@ -29,8 +29,8 @@ PARTS = {"generate": 4.0, "update": 2.0, "publish": 1.0, "score": 0.5, "refit": 
 def row(parts: dict[str, float], **more: float) -> dict[str, float]:
     """An iteration of 10 s of which these parts took their seconds."""
     seconds = PARTS | parts
-    figures = {f"time/{part}_s": value for part, value in seconds.items()}
-    return figures | {
+    metrics = {f"time/{part}_s": value for part, value in seconds.items()}
+    return metrics | {
         "time/iteration_s": 10.0,
         "reward/mean": 0.5,
         "rollout/num_samples": 10.0,

@@ -7,7 +7,7 @@ import pytest
 from made_rollouts import rollout
 from tiny_llama import tiny_llama
 
-from rlhfspec.cluster.observe.iteration_metrics import distribution_figures, iteration_figures
+from rlhfspec.cluster.observe.iteration_metrics import distribution_metrics, iteration_metrics
 from rlhfspec.cluster.observe.summary import UPDATE_PARTS, signal_line, summarise, update_line, with_signal
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.decode_records import GenerationStats
@@ -18,7 +18,7 @@ from rlhfspec.learning.trainer.learner import Learner
 SECONDS = dict.fromkeys(("generate", "score", "update", "publish", "refit", "evaluate", "iteration"), 1.0)
 
 
-def figures_of(rollouts: list[Rollout], **algorithm: object) -> dict[str, float]:
+def metrics_of(rollouts: list[Rollout], **algorithm: object) -> dict[str, float]:
     """What a run writes of an iteration that learned from these."""
     learner = Learner(
         tiny_llama(0),
@@ -29,10 +29,10 @@ def figures_of(rollouts: list[Rollout], **algorithm: object) -> dict[str, float]
         pad_token_id=0,
     )
     update = learner.update(rollouts)
-    figures = iteration_figures(rollouts, GenerationStats(), update, SECONDS)
-    figures |= distribution_figures(rollouts, update.sample_advantages)
-    figures["learner/num_optimizer_steps"] = float(update.num_optimizer_steps)
-    return with_signal(figures)
+    metrics = iteration_metrics(rollouts, GenerationStats(), update, SECONDS)
+    metrics |= distribution_metrics(rollouts, update.sample_advantages)
+    metrics["learner/num_optimizer_steps"] = float(update.num_optimizer_steps)
+    return with_signal(metrics)
 
 
 def batch(rewards: list[float], num_cut: int = 0) -> list[Rollout]:
@@ -64,34 +64,34 @@ SILENT = [
 
 @pytest.mark.parametrize(("algorithm", "rollouts", "reason"), SILENT)
 def test_an_iteration_that_teaches_nothing_says_why(algorithm, rollouts, reason) -> None:
-    figures = figures_of(rollouts, **algorithm)
-    require_declared(figures)
-    assert figures["learner/no_signal"] == 1.0
-    line = signal_line(4, figures)
+    metrics = metrics_of(rollouts, **algorithm)
+    require_declared(metrics)
+    assert metrics["learner/no_signal"] == 1.0
+    line = signal_line(4, metrics)
     assert line is not None and line.startswith(f"iteration 5: its rewards taught nothing: {reason}")
     assert "\n" not in line
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo", "reinforce_pp"])
 def test_an_iteration_that_teaches_says_nothing(kind) -> None:
-    figures = figures_of(batch(MIXED, 2), kind=kind)
-    assert figures["learner/no_signal"] == 0.0 and signal_line(0, figures) is None
+    metrics = metrics_of(batch(MIXED, 2), kind=kind)
+    assert metrics["learner/no_signal"] == 0.0 and signal_line(0, metrics) is None
 
 
 def test_mostly_cut_responses_are_told_even_where_they_teach() -> None:
-    figures = figures_of(batch(MIXED, 3), kind="grpo")
-    assert figures["learner/no_signal"] == 0.0
-    line = signal_line(0, figures)
+    metrics = metrics_of(batch(MIXED, 3), kind="grpo")
+    assert metrics["learner/no_signal"] == 0.0
+    line = signal_line(0, metrics)
     assert line is not None and "75% of the responses were cut at sampling.max_new_tokens; raise it" in line
 
 
 def test_one_sample_alone_is_no_equal_reward() -> None:
-    assert figures_of(batch([1.0]), kind="ppo")["learner/no_signal"] == 0.0
+    assert metrics_of(batch([1.0]), kind="ppo")["learner/no_signal"] == 0.0
 
 
 def test_the_summary_counts_reasons_from_the_metrics_alone() -> None:
-    rows = [figures_of(batch(EQUAL), kind="grpo") for _ in range(2)]
-    rows += [figures_of(batch(IN_GROUPS, 4), kind="grpo"), figures_of(batch(MIXED), kind="grpo")]
+    rows = [metrics_of(batch(EQUAL), kind="grpo") for _ in range(2)]
+    rows += [metrics_of(batch(IN_GROUPS, 4), kind="grpo"), metrics_of(batch(MIXED), kind="grpo")]
     for row in rows:
         # a folder of an earlier version does not say it
         del row["learner/no_signal"]
@@ -107,20 +107,20 @@ def test_the_summary_counts_reasons_from_the_metrics_alone() -> None:
 
 
 def test_a_rate_of_zero_and_a_mask_of_everything_are_named() -> None:
-    figures = figures_of(batch(MIXED), kind="grpo")
-    assert "the learning rate is 0" in str(signal_line(0, figures | {"learner/lr": 0.0}))
-    masked = figures | {"mismatch/masked_share": 1.0, "learner/grad_norm": 0.0}
+    metrics = metrics_of(batch(MIXED), kind="grpo")
+    assert "the learning rate is 0" in str(signal_line(0, metrics | {"learner/lr": 0.0}))
+    masked = metrics | {"mismatch/masked_share": 1.0, "learner/grad_norm": 0.0}
     assert "algorithm.correction masks every token" in str(signal_line(0, masked))
-    assert np.isclose(figures["learner/lr"], 1e-5)
+    assert np.isclose(metrics["learner/lr"], 1e-5)
 
 
 def test_the_parts_of_an_update_are_told_and_what_slows_it() -> None:
-    figures = figures_of(batch(MIXED), kind="ppo", kl_coef=0.1)
-    timed = {name for name in figures if name.startswith("update/") and name.endswith("_s")} - {
+    metrics = metrics_of(batch(MIXED), kind="ppo", kl_coef=0.1)
+    timed = {name for name in metrics if name.startswith("update/") and name.endswith("_s")} - {
         "update/tokens_per_s"
     }
     assert timed == {f"update/{part}_s" for part in UPDATE_PARTS if part != "outside"}
-    require_declared(figures)
+    require_declared(metrics)
     parts = {f"update/{part}_s": 0.0 for part in UPDATE_PARTS} | {
         "update/num_packs": 2.0,
         "update/num_tokens": 4e3,

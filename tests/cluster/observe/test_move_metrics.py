@@ -9,7 +9,7 @@ import pytest
 from made_moves import move, three_moves, two_instances
 
 from rlhfspec.cluster.folder.iteration_logs import append_moves, odd_moves
-from rlhfspec.cluster.observe.iteration_metrics import move_figures, overhead_share
+from rlhfspec.cluster.observe.iteration_metrics import move_metrics, overhead_share
 from rlhfspec.cluster.observe.timeline import build_timeline
 from rlhfspec.core.decode_records import GenerationStats
 
@@ -19,7 +19,7 @@ STATS = GenerationStats(prefill_s=1.0, draft_s=2.0, verify_s=9.0, accept_s=1.0, 
 def test_move_metrics_of_three_hand_made_moves() -> None:
     moves = three_moves()
     timeline = build_timeline(two_instances(), moves)
-    assert move_figures(moves, stats=STATS, planning_s=0.4, timeline=timeline) == pytest.approx(
+    assert move_metrics(moves, stats=STATS, planning_s=0.4, timeline=timeline) == pytest.approx(
         {
             "moves/num_moved": 2,
             "moves/num_kept": 1,
@@ -47,12 +47,12 @@ def test_move_metrics_of_three_hand_made_moves() -> None:
 
 def test_without_moves_there_are_counts_and_costs_and_nothing_made_up() -> None:
     timeline = build_timeline({"gen-0": []})
-    figures = move_figures((), stats=GenerationStats(verify_s=4.0), planning_s=0.1, timeline=timeline)
+    metrics = move_metrics((), stats=GenerationStats(verify_s=4.0), planning_s=0.1, timeline=timeline)
     counts = {"num_moved", "num_kept", "num_taken_back", "num_lost", "num_migrate", "num_recompute"}
-    assert {name for name, value in figures.items() if value == 0.0} == {
+    assert {name for name, value in metrics.items() if value == 0.0} == {
         f"moves/{name}" for name in counts | {"stage1_bytes", "stage2_bytes", "decode_thread_s"}
     }
-    assert {name: value for name, value in figures.items() if value} == {
+    assert {name: value for name, value in metrics.items() if value} == {
         "moves/planning_s": 0.1,
         "moves/overhead_share": 0.025,
     }
@@ -60,9 +60,9 @@ def test_without_moves_there_are_counts_and_costs_and_nothing_made_up() -> None:
 
 def test_bytes_shipped_for_failed_moves_are_not_counted_as_moved() -> None:
     moves = [move("0-1", "taken back"), move("0-2", "lost"), move("0-3", "kept"), move("0-4", "kept")]
-    figures = move_figures(moves, stats=STATS, planning_s=0.0, timeline=build_timeline({}))
+    metrics = move_metrics(moves, stats=STATS, planning_s=0.0, timeline=build_timeline({}))
     found = {
-        name: figures[f"moves/num_{name}"] for name in ("moved", "kept", "taken_back", "lost", "migrate")
+        name: metrics[f"moves/num_{name}"] for name in ("moved", "kept", "taken_back", "lost", "migrate")
     }
     assert found == {"moved": 0, "kept": 2, "taken_back": 1, "lost": 1, "migrate": 0}
 
@@ -93,7 +93,7 @@ def test_every_move_is_a_line_that_says_why(tmp_path: Path) -> None:
         "why_ended": "it runs here",
         "ordered_s": 50.0,
         "ended_s": 51.5,
-        "figures": three_moves()[0].figures,
+        "figures": three_moves()[0].metrics,
     }
     assert (second["iteration"], second["mode"]) == (1, "recompute")
     assert (third["outcome"], third["why_ended"]) == ("kept", "finished before it left")

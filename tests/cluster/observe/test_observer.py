@@ -49,7 +49,7 @@ def observer(tmp_path: Path) -> Observer:
     return Observer(run_dir, session, num_iterations=5, clock=lambda: 1000.0)
 
 
-def test_figures_of_the_last_iteration_are_set_at_each_look(observer: Observer, notebook: Notebook) -> None:
+def test_metrics_of_the_last_iteration_are_set_at_each_look(observer: Observer, notebook: Notebook) -> None:
     observer.iteration(0, {"reward/mean": 0.5, "time/update_s": 3.0})
     observer.iteration(1, {"reward/mean": 0.75})
     for _ in range(2):

@@ -88,9 +88,9 @@ def test_moves_of_every_iteration_are_kept_and_the_timeline_of_the_last(
 
     monkeypatch.setattr(recorder_module, "SPANS_TIMEOUT_S", 60.0)
     recorder.record(0, collected(move("0-1", "lost", why_ended="gen-1: died")), instances)
-    figures = recorder.record(1, collected(*three_moves()), instances)
-    assert figures["moves/num_moved"] == 2 and figures["moves/transfer_hidden_share"] == 1.0
-    assert figures["moves/overhead_share"] == 0.25 / 16.0
+    metrics = recorder.record(1, collected(*three_moves()), instances)
+    assert metrics["moves/num_moved"] == 2 and metrics["moves/transfer_hidden_share"] == 1.0
+    assert metrics["moves/overhead_share"] == 0.25 / 16.0
     lines = run_dir.moves_file.read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [0, 1, 1, 1]
     assert report.notes == ["move 0-1 of sample 1 from gen-0 to gen-1 was lost: gen-1: died"]

@@ -12,7 +12,7 @@ from live_pages import NOW, PAGE
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.live_page import STALE_AFTER_S, STARTING, LivePage
-from rlhfspec.cluster.observe.status_text import page_lines, told_lines
+from rlhfspec.cluster.observe.status_text import page_lines, stale_lines
 from rlhfspec.core.config import Config
 
 
@@ -57,9 +57,9 @@ def test_status_shows_where_the_run_is_for_whom_it_waits_and_what_happened(
 
 
 def test_only_an_old_page_of_a_run_that_has_not_ended_is_stale() -> None:
-    assert told_lines(PAGE, NOW + STALE_AFTER_S) == []
-    assert "told nothing for 10 min (process 7 on node)" in told_lines(PAGE, NOW + 600.0)[0]
-    assert told_lines(replace(PAGE, ended=True), NOW + 600.0) == []
+    assert stale_lines(PAGE, NOW + STALE_AFTER_S) == []
+    assert "told nothing for 10 min (process 7 on node)" in stale_lines(PAGE, NOW + 600.0)[0]
+    assert stale_lines(replace(PAGE, ended=True), NOW + 600.0) == []
 
 
 def test_without_a_name_the_newest_run_is_shown(

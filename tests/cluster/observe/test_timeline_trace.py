@@ -134,7 +134,7 @@ def test_a_transfer_says_why_it_was_ordered_and_how_it_ended(events: list[Event]
 
 
 def test_the_file_is_one_json_object_with_the_same_events(tmp_path: Path) -> None:
-    moves = (*three_moves()[:1], move("0-5", mode=MoveMode.RECOMPUTE, figures=RECOMPUTED))
+    moves = (*three_moves()[:1], move("0-5", mode=MoveMode.RECOMPUTE, metrics=RECOMPUTED))
     timeline = build_timeline(two_instances(), moves)
     write_trace(timeline, tmp_path / "timeline.json", title="iteration 3")
     trace = json.loads((tmp_path / "timeline.json").read_text())

@@ -17,7 +17,7 @@ from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.plan.inputs import read_inputs
-from rlhfspec.cluster.plan.names import FILES, PLACES, resolve_models, with_absolute_paths
+from rlhfspec.cluster.plan.names import FILES, PATHS, resolve_models, with_absolute_paths
 from rlhfspec.cluster.resume.resumed_run import newest_run, open_run
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
@@ -148,9 +148,9 @@ def test_every_path_of_every_config_is_known() -> None:
     assert {"data.path", "run.output_dir", "model.chat_template", "evaluation.data.sources.path"} <= set(
         marks
     )
-    assert set(marks) <= PLACES | FILES
+    assert set(marks) <= PATHS | FILES
     known = {key for kind in (Config, SftConfig, TrainRewardConfig) for key, _ in keys(kind)}
-    assert known >= PLACES | FILES, "no key that there is not"
+    assert known >= PATHS | FILES, "no key that there is not"
 
 
 def test_a_run_is_the_same_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from ray.util.placement_group import remove_placement_group
 
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.topology import place, plan_topology
-from rlhfspec.cluster.system.places import cores_of
+from rlhfspec.cluster.system.placement_slots import cores_of
 from rlhfspec.core.config_io import config_from_dict
 
 

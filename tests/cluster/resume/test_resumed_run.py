@@ -67,7 +67,7 @@ def write_config(folder: Path, pair: TinyPair, run: str, **changes: str) -> Path
     return file
 
 
-def figures(path: Path) -> list[dict]:
+def metrics(path: Path) -> list[dict]:
     """What the clock has no part in."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [
@@ -93,7 +93,7 @@ def sampled(run_dir: RunDir) -> list[list[list[int]]]:
 def same(one: RunDir, other: RunDir) -> None:
     assert other.status()["state"] == "finished"
     for name in ("metrics.jsonl", "weights.jsonl", "histograms.jsonl", "evaluations.jsonl"):
-        assert figures(other.path / name) == figures(one.path / name), name
+        assert metrics(other.path / name) == metrics(one.path / name), name
     for folder in ("rollouts", "samples", "evaluations"):
         names = sorted(path.name for path in (one.path / folder).iterdir())
         assert sorted(path.name for path in (other.path / folder).iterdir()) == names

@@ -64,19 +64,19 @@ def test_learning_and_publication_together_stay_within_the_share(monkeypatch):
 
 def test_a_refit_that_is_taken_is_published_and_checkpointed(monkeypatch):
     bench = Bench(monkeypatch)
-    figures = bench.refit()
+    metrics = bench.refit()
     assert bench.published == ["new draft"] and bench.system.draft == "new draft"
-    assert figures["draft/weight_version"] == 7 and figures["draft/refit_taken"] == 1
-    assert figures["draft/kl_before"] == 0.25 and "draft/kl_after" not in figures
+    assert metrics["draft/weight_version"] == 7 and metrics["draft/refit_taken"] == 1
+    assert metrics["draft/kl_before"] == 0.25 and "draft/kl_after" not in metrics
 
 
 @pytest.mark.parametrize("outcome", ["worse", "not_finite", "no_time", "one_sample"])
 def test_a_refit_that_is_not_taken_is_not_published(monkeypatch, outcome):
     bench = Bench(monkeypatch)
     bench.outcome = outcome
-    figures = bench.refit()
+    metrics = bench.refit()
     assert bench.published == [] and bench.system.draft == "version 0"
-    assert figures["draft/refit_taken"] == 0
+    assert metrics["draft/refit_taken"] == 0
 
 
 def test_a_publication_dearer_than_the_share_makes_refits_rare_but_does_not_end_them(monkeypatch):

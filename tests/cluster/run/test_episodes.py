@@ -106,7 +106,7 @@ def test_a_failed_episode_may_leave_the_batch_and_is_counted(at):
     assert episodes.advance(ended, queued.extend) == []
     ((skipped, unscored),) = episodes.skipped()
     assert skipped.key == request().key and unscored.reason == "broke" and episodes.skipped() == []
-    assert pool.forgotten == [skipped.key] and episodes.figures()["environment/num_failed"] == 1.0
+    assert pool.forgotten == [skipped.key] and episodes.metrics()["environment/num_failed"] == 1.0
 
 
 def test_parts_of_the_steps_are_summed_and_kept_with_the_reward():

@@ -124,11 +124,11 @@ def step(head: HeadWeights, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
             draft=PublishedWeights(manifest=manifest, chunk_refs=tuple(chunks)),
             generation=SimpleNamespace(instances=instances, publish=published.append),
             refit_overhead_s=overhead_s,
-            told_faults=set(),
+            noted_faults=set(),
         )
         notes: list[str] = []
         report: Any = SimpleNamespace(note=notes.append)
-        system.figures = train_head(system, iteration_s=iteration_s, report=report)
+        system.metrics = train_head(system, iteration_s=iteration_s, report=report)
         system.published, system.notes = published, notes
         return system
 
@@ -151,10 +151,10 @@ def test_the_mean_of_what_instances_learned_is_published_to_all(step, head: Head
     torch.testing.assert_close(draft_of(system).tensors["fc.weight"], head.tensors["fc.weight"])
     assert two["gen_1"].asked == ["take", "compare"], "it has held out most"
     assert two["gen_0"].asked == ["take"]
-    figures = system.figures
-    assert (figures["draft/spot_instances"], figures["draft/spot_tokens"]) == (2.0, 400.0)
-    assert (figures["draft/spot_steps"], figures["draft/spot_s"]) == (40.0, 1.5)
-    assert (figures["draft/kl_before"], figures["draft/kl_after"], figures["draft/refit_taken"]) == (
+    metrics = system.metrics
+    assert (metrics["draft/spot_instances"], metrics["draft/spot_tokens"]) == (2.0, 400.0)
+    assert (metrics["draft/spot_steps"], metrics["draft/spot_s"]) == (40.0, 1.5)
+    assert (metrics["draft/kl_before"], metrics["draft/kl_after"], metrics["draft/refit_taken"]) == (
         2.0,
         1.0,
         1.0,
@@ -167,7 +167,7 @@ def test_one_instance_lost_the_others_stand(step, head: HeadWeights, fault: Exce
     learned = Instance(moved_by=1.0, num_tokens=10, held_out=4)
     system = step(gen_0=learned, gen_1=Instance(num_tokens=90, fault=fault))
     torch.testing.assert_close(draft_of(system).tensors["fc.weight"], head.tensors["fc.weight"] + 1.0)
-    assert system.figures["draft/spot_tokens"] == 10.0
+    assert system.metrics["draft/spot_tokens"] == 10.0
     assert len(system.notes) == 1 and "gen_1 learned of the draft head is left out" in system.notes[0]
 
 
@@ -180,7 +180,7 @@ def test_a_head_that_is_worse_is_given_up_by_all(step, head: HeadWeights, verdic
     system = step(**both)
     assert system.published == [] and system.draft.manifest.weight_version == 4
     assert all(one.asked[-1] == "give up" for one in both.values())
-    assert system.figures["draft/refit_taken"] == 0.0 and "draft/kl_before" in system.figures
+    assert system.metrics["draft/refit_taken"] == 0.0 and "draft/kl_before" in system.metrics
 
 
 @pytest.mark.parametrize("verdict", [-1.0, 0.1])
@@ -209,8 +209,8 @@ def test_what_nobody_could_compare_is_not_published_and_instances_train_on(step)
     one = Instance(moved_by=1.0, num_tokens=10)
     system = step(gen_0=one)
     assert one.asked == ["take", "train on"] and system.published == []
-    assert system.draft.manifest.weight_version == 4 and system.figures["draft/refit_taken"] == 0.0
-    assert "draft/kl_before" not in system.figures
+    assert system.draft.manifest.weight_version == 4 and system.metrics["draft/refit_taken"] == 0.0
+    assert "draft/kl_before" not in system.metrics
     assert len(system.notes) == 1 and "none has a sequence held out" in system.notes[0]
 
 

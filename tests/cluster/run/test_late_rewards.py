@@ -183,7 +183,7 @@ def test_episodes_wait_for_the_rewards_of_their_phase() -> None:
         advance=lambda completions, queue: [(request(c.key.sample_index), c, "said") for c in completions],
         skipped=list,
         spoken=lambda key: ("said", ()),
-        figures=dict,
+        metrics=dict,
     )
 
     def meanwhile() -> None:

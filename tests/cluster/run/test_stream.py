@@ -224,11 +224,11 @@ def test_what_is_told_between_two_rollouts_is_kept_and_a_completion_then_is_a_fa
     made = system()
     made.scheduler.script = [Taken(moves=(move("0-0"),)), Taken(moves=(move("0-1"),)), taken(0), taken(1)]
     stream: Any = RolloutStream(made, Report())  # pyright: ignore[reportArgumentType]
-    stream.attend()
+    stream.poll_pool()
     found = stream.collect([request(0)])
     assert [record.order.move_id for record in found.moves] == ["0-0", "0-1"]
     with pytest.raises(RlhfSpecError, match="1 samples were completed while the loop waited"):
-        stream.attend()
+        stream.poll_pool()
 
 
 def test_a_lost_instance_is_replaced_once():
@@ -303,7 +303,7 @@ def test_an_episode_is_scored_by_the_policys_own_words():
         advance=lambda completions, queue: [(request(0), done(0), "said told more") for _ in completions],
         skipped=list,
         spoken=lambda key: ("said\nmore", turns),
-        figures=dict,
+        metrics=dict,
     )
     (rollout,) = collected(made, 0).rollouts
     ((responses, (facts,)),) = sent
@@ -320,7 +320,7 @@ def test_an_episode_that_is_left_out_counts_as_skipped():
         advance=lambda completions, queue: [(request(0), done(0), "said") for _ in completions],
         skipped=lambda: [refused.pop()] if refused else [],
         spoken=lambda key: ("said", ()),
-        figures=dict,
+        metrics=dict,
     )
     found = collected(made, 0, 1, report=report)
     assert len(found.rollouts) == 1 and found.num_skipped == 1

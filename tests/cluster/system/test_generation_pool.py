@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import ray
-from played_pool import LOST, PlayedPool, weights
 from ray.exceptions import RayActorError
+from scripted_pool import LOST, ScriptedPool, weights
 
 from rlhfspec.actors.waiting.restart_budget import WINDOW_S
 from rlhfspec.cluster.system.pool_changes import INCIDENT_S, IncidentBudget
@@ -13,8 +13,8 @@ from rlhfspec.core.errors import InstanceLost, RlhfSpecError, WaitTimeout
 
 
 @pytest.fixture
-def world(monkeypatch) -> PlayedPool:
-    return PlayedPool(monkeypatch)
+def world(monkeypatch) -> ScriptedPool:
+    return ScriptedPool(monkeypatch)
 
 
 def test_the_first_instances_come_up_together_in_their_order(world):
@@ -23,7 +23,7 @@ def test_the_first_instances_come_up_together_in_their_order(world):
 
 
 def test_a_first_instance_that_cannot_start_ends_the_start_with_its_reason(monkeypatch):
-    world = PlayedPool(monkeypatch, up=False)
+    world = ScriptedPool(monkeypatch, up=False)
     world.dead = {"gen-1"}
     world.pool.make_all()
     with pytest.raises(InstanceLost, match="gen-1 died"):

@@ -1,19 +1,19 @@
 """Where instances start that come during a run: a first place that is vacant before a bundle of their own. No Ray."""
 
 import pytest
-from played_pool import PlayedPool
+from scripted_pool import ScriptedPool
 
 from rlhfspec.policies.scaling.scaling_records import Resize
 
 
-def elastic(monkeypatch, **generation) -> PlayedPool:
-    return PlayedPool(monkeypatch, **{"num_actors": 2, "min_actors": 2, "max_actors": 4} | generation)
+def elastic(monkeypatch, **generation) -> ScriptedPool:
+    return ScriptedPool(monkeypatch, **{"num_actors": 2, "min_actors": 2, "max_actors": 4} | generation)
 
 
 @pytest.fixture
-def drained(monkeypatch) -> PlayedPool:
+def drained(monkeypatch) -> ScriptedPool:
     """A fixed pool whose first node has announced its end; its instance has left, its successor has no place."""
-    world = PlayedPool(monkeypatch)
+    world = ScriptedPool(monkeypatch)
     world.ends = {"node-0": 110.0}
     world.look()
     assert world.table["gen-0"].leaves_because == "its node node-0 ends in 110 s"
@@ -57,7 +57,7 @@ def test_a_successor_that_has_a_place_stays_there_and_the_next_one_takes_the_vac
 
 
 def test_an_instance_lost_while_it_is_emptied_gives_its_first_place_back(monkeypatch):
-    world = PlayedPool(monkeypatch)
+    world = ScriptedPool(monkeypatch)
     world.ends = {"node-0": 20.0}
     world.look()
     world.nodes.remove("node-0")
@@ -106,9 +106,9 @@ def test_a_pool_that_shrinks_gives_up_a_start_without_a_bundle_and_none_in_a_fir
 
 
 @pytest.fixture(params=["fixed", "elastic"])
-def relieving(request, monkeypatch) -> PlayedPool:
+def relieving(request, monkeypatch) -> ScriptedPool:
     """A successor serves in a bundle of its own; Ray has reserved the vacant first place again; the run goes on."""
-    world = PlayedPool(monkeypatch) if request.param == "fixed" else elastic(monkeypatch)
+    world = ScriptedPool(monkeypatch) if request.param == "fixed" else elastic(monkeypatch)
     world.pool.rollouts_ahead(5)
     world.ends = {"node-0": None}
     world.look()
@@ -211,7 +211,7 @@ def test_a_relief_whose_place_goes_again_leaves_the_successor_where_it_is(reliev
 
 
 def test_in_its_last_rollout_a_run_moves_nobody(monkeypatch):
-    world = PlayedPool(monkeypatch)
+    world = ScriptedPool(monkeypatch)
     world.ends = {"node-0": None}
     world.look()
     world.put("gen-2", "node-5")

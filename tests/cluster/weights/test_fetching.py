@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import ray
-from played_pool import PlayedPool, weights
+from scripted_pool import ScriptedPool, weights
 
 import rlhfspec.cluster.weights.publish as publishing
 from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights
@@ -86,7 +86,7 @@ def test_a_trainer_that_dies_is_told_and_asked_anew():
 def test_an_instance_that_joins_after_a_broadcast_gets_its_weights_without_a_pause_of_the_others(
     monkeypatch,
 ):
-    world = PlayedPool(monkeypatch)
+    world = ScriptedPool(monkeypatch)
     found, coming = broadcast(1, chunked(1))
     world.pool.keep(found)
     for name in ("gen-0", "gen-1"):
@@ -99,7 +99,7 @@ def test_an_instance_that_joins_after_a_broadcast_gets_its_weights_without_a_pau
 
 
 def test_a_trainer_that_dies_while_it_is_asked_is_no_fault_of_who_joins(monkeypatch):
-    world = PlayedPool(monkeypatch)
+    world = ScriptedPool(monkeypatch)
     world.pool.keep(broadcast(1, InstanceLost("trainer died"))[0])
     world.lose("gen-0")
     with pytest.raises(InstanceLost, match="trainer died"):

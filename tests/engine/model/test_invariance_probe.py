@@ -18,7 +18,7 @@ from rlhfspec.engine.attention.backends import (
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend, PoolAttention
-from rlhfspec.engine.model.invariance_probe import prove_invariance
+from rlhfspec.engine.model.invariance_probe import check_invariance
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
 from tests.helpers.backends import own_backend, torch_backend
@@ -41,7 +41,7 @@ def runner_of(pair, attention: Attention | None = None, capacity: int = 350) -> 
 @pytest.mark.parametrize("attention", [None, ordered_attention], ids=["of the back end", "library"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ordered_attention_passes_across_chunks_batches_and_trees(pairs, dtype: str, attention) -> None:
-    passed = "; ".join(prove_invariance(runner_of(pairs[dtype], attention), max_nodes=8))
+    passed = "; ".join(check_invariance(runner_of(pairs[dtype], attention), max_nodes=8))
     for case in (
         "prefill in pieces at context 5",
         "batch of 8 at context 126",
@@ -55,12 +55,12 @@ def test_a_small_pool_is_probed_as_far_as_it_goes(pairs) -> None:
     runner = ModelRunner(
         pairs["float32"].target, num_slots=1, capacity=16, backend=own_backend(), vocab_size=64
     )
-    assert prove_invariance(runner, max_nodes=4)
+    assert check_invariance(runner, max_nodes=4)
 
 
 def test_sdpa_fails(pairs) -> None:
     with pytest.raises(NumericsError, match=r"engine\.numerics=fast"):
-        prove_invariance(runner_of(pairs["float32"], sdpa_attention), max_nodes=8)
+        check_invariance(runner_of(pairs["float32"], sdpa_attention), max_nodes=8)
 
 
 def view_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
@@ -88,11 +88,11 @@ def width_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **set
 
 def test_the_widest_tree_of_the_policy_is_tried(pairs) -> None:
     runner = runner_of(pairs["float32"])
-    passed = "; ".join(prove_invariance(runner, max_nodes=64))
+    passed = "; ".join(check_invariance(runner, max_nodes=64))
     assert "tree of 64 with decoys in a batch of 1 at context 5" in passed
     assert "tree of 31 with decoys in a batch of 8 at context 5" in passed
     with pytest.raises(NumericsError, match=r"tree of 64 .* in a batch of 1 at context 5"):
-        prove_invariance(runner_of(pairs["float32"], width_dependent), max_nodes=64)
+        check_invariance(runner_of(pairs["float32"], width_dependent), max_nodes=64)
 
 
 def garbling(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
@@ -103,7 +103,7 @@ def garbling(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: 
 
 def test_fast_numerics_are_offered_only_where_the_difference_is_rounding(pairs) -> None:
     with pytest.raises(NumericsError, match="more than rounding") as raised:
-        prove_invariance(runner_of(pairs["float32"], garbling), max_nodes=8)
+        check_invariance(runner_of(pairs["float32"], garbling), max_nodes=8)
     assert "set engine.numerics=fast" not in str(raised.value)
 
 
@@ -117,7 +117,7 @@ def test_fast_numerics_are_offered_only_where_the_difference_is_rounding(pairs) 
 )
 def test_planted_dependences_are_named(pairs, attention: Attention, case: str) -> None:
     with pytest.raises(NumericsError, match=case):
-        prove_invariance(runner_of(pairs["float32"], attention), max_nodes=8)
+        check_invariance(runner_of(pairs["float32"], attention), max_nodes=8)
 
 
 @pytest.mark.parametrize("numerics", ["invariant", "fast"])

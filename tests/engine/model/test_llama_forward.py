@@ -10,7 +10,7 @@ from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import ModelError, NumericsError
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.invariance_probe import prove_invariance
+from rlhfspec.engine.model.invariance_probe import check_invariance
 from rlhfspec.engine.model.linears import MatrixLinear, PrepackedLinear, Rows, Same
 from rlhfspec.engine.model.llama_forward import LlamaForward
 from rlhfspec.engine.model.llama_model import can_serve
@@ -47,7 +47,7 @@ def test_loaded_weights_are_used(new_model) -> None:
 
 def test_an_inner_size_that_no_library_likes_is_served(new_model) -> None:
     """Library products round differently in company at an inner size of 100."""
-    assert prove_invariance(runner_of(new_model(1, "float32", intermediate_size=100)), max_nodes=8)
+    assert check_invariance(runner_of(new_model(1, "float32", intermediate_size=100)), max_nodes=8)
 
 
 def test_what_it_does_not_know_is_left_to_the_stock_module(new_model) -> None:
@@ -133,7 +133,7 @@ def test_without_invariant_prepacking_plain_matrices_serve(new_model) -> None:
     backend = NeighbourlyBackend(CPU)
     model = new_model(1, "float32")
     with pytest.raises(NumericsError):
-        prove_invariance(runner_of(copy.deepcopy(model), backend=backend), max_nodes=8)
+        check_invariance(runner_of(copy.deepcopy(model), backend=backend), max_nodes=8)
     engine = build_engine(
         model,
         None,

@@ -94,8 +94,8 @@ def test_the_targets_update_is_the_same_to_the_bit_and_takes_no_further_forward(
     weights, report, num_forwards = updated(cotrainer)
     expected, plain, num_expected = updated(None)
     assert same(weights, expected) and num_forwards == num_expected
-    assert plain.figures == {name: value for name, value in report.figures.items() if "draft/" not in name}
-    assert report.figures["draft/cotrain_kl"] > 0.0
+    assert plain.metrics == {name: value for name, value in report.metrics.items() if "draft/" not in name}
+    assert report.metrics["draft/cotrain_kl"] > 0.0
     assert not same(weights_of(cotrainer), before) and cotrainer.weight_version == 2
 
 
@@ -105,7 +105,7 @@ def test_the_draft_comes_nearer_to_the_target_on_responses_it_has_not_seen(make_
     held_out = sampled(make_rollouts, 16, seed=1)
     draft = cotrainer.model
     before = divergence(learner.model, draft, held_out)
-    seen = [learner.update(sampled(make_rollouts, seed=2 + i)).figures["draft/cotrain_kl"] for i in range(8)]
+    seen = [learner.update(sampled(make_rollouts, seed=2 + i)).metrics["draft/cotrain_kl"] for i in range(8)]
     assert seen[-1] < 0.7 * seen[0]
     assert divergence(learner.model, draft, held_out) < 0.7 * before
 
@@ -148,7 +148,7 @@ def test_a_draft_that_is_not_finite_is_given_up_and_the_target_learns_on(make_ro
         broken.model.get_output_embeddings().weight.fill_(float("inf"))
     before = weights_of(broken)
     learner, plain = new_learner(broken), new_learner()
-    assert "draft/cotrain_kl" not in learner.update(rollouts).figures
+    assert "draft/cotrain_kl" not in learner.update(rollouts).metrics
     plain.update(rollouts)
     assert same(weights_of(learner), weights_of(plain))
     assert broken.weight_version == 0 and same(weights_of(broken), before)

@@ -92,8 +92,8 @@ def test_keeping_soft_targets_changes_no_parameter_of_the_learner(make_model, ma
         for observers in ([], [store])
     ]
     rollouts = make_rollouts(make_model(), temperature=0.7)
-    figures = [learner.update(rollouts).figures for learner in learners]
-    assert figures[0] == figures[1]
+    metrics = [learner.update(rollouts).metrics for learner in learners]
+    assert metrics[0] == metrics[1]
     pairs = zip(*(learner.model.parameters() for learner in learners), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     # two minibatches: the targets of the first one are the initial policy's

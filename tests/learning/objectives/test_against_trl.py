@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhfspec.core.config import AlgorithmConfig
 from rlhfspec.learning.objectives.losses import Sequences, token_weights
-from rlhfspec.learning.objectives.policy import LossInputs, MinibatchFigures, objective
+from rlhfspec.learning.objectives.policy import LossInputs, MinibatchMetrics, objective
 
 FROZEN = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 OURS: Mapping[str, Mapping[str, object]] = {
@@ -57,7 +57,7 @@ def loss_and_gradient(settings: Mapping[str, object], numbers: Mapping[str, Any]
             algorithm=algorithm,
             kl_coef=algorithm.kl_coef,
             entropy_coef=algorithm.entropy_coef,
-            figures=MinibatchFigures(),
+            metrics=MinibatchMetrics(),
         )
         loss.backward()
         total = total + loss.detach()

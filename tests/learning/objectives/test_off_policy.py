@@ -51,8 +51,8 @@ def test_each_kind_by_hand(correction, expected):
 
 
 def test_what_was_cut_and_masked_is_counted():
-    _, figures = weights_of({"kind": "tis"})
-    assert figures == pytest.approx(
+    _, metrics = weights_of({"kind": "tis"})
+    assert metrics == pytest.approx(
         {
             "mismatch/importance_mean": (0.5 + 2.0 + 1.0 + 1.0 + 0.8) / 5,
             "mismatch/effective_share": 5.3**2 / (5 * (0.25 + 4.0 + 1.0 + 1.0 + 0.64)),
@@ -61,15 +61,15 @@ def test_what_was_cut_and_masked_is_counted():
             "mismatch/masked_response_share": 0.0,
         }
     )
-    _, figures = weights_of({"kind": "mis", "mask_low": 0.0, "mask_high": 1.2})
-    assert figures["mismatch/masked_share"] == pytest.approx(3 / 5)
-    assert figures["mismatch/masked_response_share"] == 0.5
+    _, metrics = weights_of({"kind": "mis", "mask_low": 0.0, "mask_high": 1.2})
+    assert metrics["mismatch/masked_share"] == pytest.approx(3 / 5)
+    assert metrics["mismatch/masked_response_share"] == 0.5
     # one token of three: the response is still learned from
-    _, figures = weights_of({"kind": "icepop", "mask_low": 0.6})
-    assert figures["mismatch/masked_share"] == pytest.approx(1 / 5)
-    assert figures["mismatch/masked_response_share"] == 0.0
-    _, figures = weights_of({"kind": "geometric"})
-    assert figures["mismatch/masked_response_share"] == 1.0 and figures["mismatch/effective_share"] == 0.0
+    _, metrics = weights_of({"kind": "icepop", "mask_low": 0.6})
+    assert metrics["mismatch/masked_share"] == pytest.approx(1 / 5)
+    assert metrics["mismatch/masked_response_share"] == 0.0
+    _, metrics = weights_of({"kind": "geometric"})
+    assert metrics["mismatch/masked_response_share"] == 1.0 and metrics["mismatch/effective_share"] == 0.0
 
 
 def test_a_geometric_mean_does_not_shrink_with_the_length():
@@ -88,9 +88,9 @@ def test_a_long_light_sequence_is_not_taken_for_masked():
         torch.zeros(1, 2000),
         torch.ones(1, 2000, dtype=torch.bool),
     )
-    weights, figures = weights_of({"kind": "mis", "mask_low": 0.0}, policy, sampling, mask)
+    weights, metrics = weights_of({"kind": "mis", "mask_low": 0.0}, policy, sampling, mask)
     assert 0.0 < float(weights.max()) < 1e-8
-    assert figures["mismatch/masked_share"] == 0.0
+    assert metrics["mismatch/masked_share"] == 0.0
 
 
 def with_logprobs(rollout, logprobs):
@@ -122,17 +122,17 @@ def new_learner(make_model, **algorithm):
 
 def updated(make_model, rollouts, *, recompute_old=False, **algorithm):
     learner = new_learner(make_model, **algorithm)
-    figures = learner.update(rollouts, recompute_old=recompute_old).figures
-    return figures, {name: tensor.clone() for name, tensor in learner.weights()}
+    metrics = learner.update(rollouts, recompute_old=recompute_old).metrics
+    return metrics, {name: tensor.clone() for name, tensor in learner.weights()}
 
 
 def test_recomputed_old_logprobs_undo_what_the_sampler_rounded(make_model, make_rollouts):
     rollouts = make_rollouts(make_model())
-    figures, weights = updated(make_model, off_by(rollouts, 0.1), recompute_old=True)
+    metrics, weights = updated(make_model, off_by(rollouts, 0.1), recompute_old=True)
     _, expected = updated(make_model, rollouts, recompute_old=True)
-    assert figures["ratio_at_first_minibatch"] == pytest.approx(1.0, abs=1e-5)
-    assert figures["mismatch/max_logprob_difference"] == pytest.approx(0.1, abs=1e-4)
-    assert figures["mismatch/kl"] == pytest.approx(math.expm1(-0.1) + 0.1, abs=1e-4)
+    assert metrics["ratio_at_first_minibatch"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch/max_logprob_difference"] == pytest.approx(0.1, abs=1e-4)
+    assert metrics["mismatch/kl"] == pytest.approx(math.expm1(-0.1) + 0.1, abs=1e-4)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
     plain, _ = updated(make_model, off_by(rollouts, 0.1))
     assert plain["ratio_at_first_minibatch"] == pytest.approx(math.exp(-0.1), abs=1e-4)
@@ -142,15 +142,15 @@ def test_masked_responses_teach_nothing(make_model, make_rollouts):
     rollouts = make_rollouts(make_model())
     # the sampler thought every token less likely than it is: each response's ratio is above the band
     odd = off_by(rollouts, -1.0)
-    figures, weights = updated(make_model, odd, recompute_old=True, correction={"kind": "mis"})
-    assert figures["mismatch/masked_response_share"] == 1.0 and figures["grad_norm"] == 0.0
+    metrics, weights = updated(make_model, odd, recompute_old=True, correction={"kind": "mis"})
+    assert metrics["mismatch/masked_response_share"] == 1.0 and metrics["grad_norm"] == 0.0
     start = dict(make_model().named_parameters())
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights.items())
-    figures, _ = updated(make_model, odd, recompute_old=True, correction={"kind": "tis"})
-    assert figures["mismatch/importance_mean"] == pytest.approx(2.0)
-    assert figures["mismatch/clipped_share"] == 1.0
-    assert figures["mismatch/ratio_mean"] == pytest.approx(math.e, rel=1e-4)
-    assert figures["mismatch/ratio_max"] == pytest.approx(math.e, rel=1e-4)
+    metrics, _ = updated(make_model, odd, recompute_old=True, correction={"kind": "tis"})
+    assert metrics["mismatch/importance_mean"] == pytest.approx(2.0)
+    assert metrics["mismatch/clipped_share"] == 1.0
+    assert metrics["mismatch/ratio_mean"] == pytest.approx(math.e, rel=1e-4)
+    assert metrics["mismatch/ratio_max"] == pytest.approx(math.e, rel=1e-4)
 
 
 def test_a_filter_is_in_no_weight(make_model, make_rollouts):
@@ -164,11 +164,11 @@ def test_a_filter_is_in_no_weight(make_model, make_rollouts):
         )
         for one in make_rollouts(make_model())
     ]
-    figures, _ = updated(
+    metrics, _ = updated(
         make_model, filtered, recompute_old=True, correction={"kind": "mis", "mask_low": 0.9}
     )
-    assert figures["mismatch/importance_mean"] == pytest.approx(1.0, abs=1e-4)
-    assert figures["mismatch/masked_share"] == 0.0
+    assert metrics["mismatch/importance_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["mismatch/masked_share"] == 0.0
 
 
 def with_the_trainers_own_logprobs(make_model, rollouts):
@@ -188,10 +188,10 @@ def test_nothing_changes_where_sampler_and_trainer_agree_to_the_bit(
 ):
     rollouts = with_the_trainers_own_logprobs(make_model, make_rollouts(make_model()))
     _, expected = updated(make_model, rollouts)
-    figures, weights = updated(make_model, rollouts, recompute_old=recompute_old, correction={"kind": kind})
-    assert figures["mismatch/importance_mean"] == figures["mismatch/effective_share"] == 1.0
-    assert figures["mismatch/masked_share"] == figures["mismatch/clipped_share"] == 0.0
-    assert figures["mismatch/lag_max"] == 0.0
+    metrics, weights = updated(make_model, rollouts, recompute_old=recompute_old, correction={"kind": kind})
+    assert metrics["mismatch/importance_mean"] == metrics["mismatch/effective_share"] == 1.0
+    assert metrics["mismatch/masked_share"] == metrics["mismatch/clipped_share"] == 0.0
+    assert metrics["mismatch/lag_max"] == 0.0
     start = dict(make_model().named_parameters())
     assert any(not torch.equal(tensor, start[name]) for name, tensor in weights.items())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
@@ -203,9 +203,9 @@ def test_a_tokens_lag_is_counted_from_the_version_it_came_from(make_model, make_
     rollouts = [with_spans(one, each) for one, each in zip(rollouts, spans, strict=True)]
     learner = new_learner(make_model)
     learner.weight_version = 2
-    figures = learner.update(rollouts).figures
-    assert figures["mismatch/lag_max"] == 2.0
-    assert figures["mismatch/lag_mean"] == (4 * 2 + 1 * 2 + 3 * 1) / 24
+    metrics = learner.update(rollouts).metrics
+    assert metrics["mismatch/lag_max"] == 2.0
+    assert metrics["mismatch/lag_mean"] == (4 * 2 + 1 * 2 + 3 * 1) / 24
 
 
 def test_stale_samples_are_not_corrected_by_weights_that_are_all_1(make_model, make_rollouts):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhfspec.learning.objectives.supervised_objectives import bradley_terry_loss, preference_figures
+from rlhfspec.learning.objectives.supervised_objectives import bradley_terry_loss, preference_metrics
 
 CHOSEN = [1.5, -0.25, 0.0, 3.0]
 REJECTED = [0.5, 0.75, 0.0, -2.0]
@@ -49,7 +49,7 @@ def test_mean_and_gradients_are_trl_s_with_and_without_centering(coefficient, me
 
 def test_a_tie_is_no_success_and_the_margin_is_the_difference_of_scores():
     chosen, rejected, _ = tensors()
-    figures = preference_figures(chosen, rejected)
-    assert figures["accuracy"].tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert figures["margin"].tolist() == [1.0, -1.0, 0.0, 5.0]
-    assert figures["mean_reward"].tolist() == [1.0, 0.25, 0.0, 0.5]
+    metrics = preference_metrics(chosen, rejected)
+    assert metrics["accuracy"].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert metrics["margin"].tolist() == [1.0, -1.0, 0.0, 5.0]
+    assert metrics["mean_reward"].tolist() == [1.0, 0.25, 0.0, 0.5]

@@ -15,7 +15,7 @@ from rlhfspec.core.config import AlgorithmConfig
 from rlhfspec.core.settings.correction import CorrectionConfig
 from rlhfspec.learning.objectives.losses import Sequences
 from rlhfspec.learning.objectives.off_policy import importance_weights
-from rlhfspec.learning.objectives.policy import LossInputs, MinibatchFigures, objective
+from rlhfspec.learning.objectives.policy import LossInputs, MinibatchMetrics, objective
 
 VOCAB = 4
 STEP = 1.0
@@ -88,7 +88,7 @@ def expected_gradient(table, recorded, correction):
         algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0),
         kl_coef=0.0,
         entropy_coef=0.0,
-        figures=MinibatchFigures(),
+        metrics=MinibatchMetrics(),
     )
     loss.backward()
     assert table.grad is not None

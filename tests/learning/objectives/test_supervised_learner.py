@@ -100,12 +100,12 @@ def test_the_optimizer_is_the_config_s(kind):
 @pytest.mark.parametrize("case", list(CASES), ids="-".join)
 def test_what_was_saved_is_gone_on_with_to_the_bit(case, tmp_path):
     items, lora = items_of(case[0]), CASES[case]
-    weights, figures = learn(new_learner(case[0], lora), items, tmp_path / "state")
+    weights, metrics = learn(new_learner(case[0], lora), items, tmp_path / "state")
     resumed = new_learner(case[0], lora)
     resumed.load(tmp_path / "state")
     assert resumed.num_steps == SAVED_AFTER
     again, same = learn(resumed, items)
-    assert figures == same
+    assert metrics == same
     assert all(np.array_equal(weights[name], again[name]) for name in weights)
 
 

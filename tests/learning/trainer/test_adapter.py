@@ -55,12 +55,12 @@ def test_only_adapters_learn_and_only_they_have_optimizer_state(make_model, make
     model = make_model()
     before = copied(unique_tensors(model))
     learner = learner_of(model, kind=kind)
-    figures = learner.update(make_rollouts(model, group_size=6)).figures
+    metrics = learner.update(make_rollouts(model, group_size=6)).metrics
     after = {name.replace(".base_layer", ""): tensor for name, tensor in learner.model.named_parameters()}
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     stepped = {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
     assert stepped == {id(p) for name, p in learner.model.named_parameters() if ".lora_" in name}
-    assert ("value_loss" in figures) == (kind == "ppo")
+    assert ("value_loss" in metrics) == (kind == "ppo")
     assert copied(learner.weights()).keys() == before.keys()
     assert not all(torch.equal(tensor, before[name]) for name, tensor in learner.weights())
 
@@ -71,7 +71,7 @@ def test_adapters_start_as_the_model_itself(make_model, make_rollouts):
     rollouts = make_rollouts(model)
     learner = learner_of(model)
     assert torch.equal(logits_of(learner.model, IDS), plain)
-    assert learner.update(rollouts).figures["ratio_at_first_minibatch"] == pytest.approx(1.0, abs=1e-4)
+    assert learner.update(rollouts).metrics["ratio_at_first_minibatch"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_before_the_first_step_merged_weights_are_the_models_bit_for_bit(make_model):
@@ -88,12 +88,12 @@ def test_the_reference_is_the_model_without_its_adapters(make_model, make_rollou
     rollouts = make_rollouts(model, group_size=6)
     learner = learner_of(model)
     assert learner.reference is None, "no second model is held"
-    first = learner.update(rollouts).figures["reference_kl"]
-    again = learner.update(rollouts).figures["reference_kl"]
+    first = learner.update(rollouts).metrics["reference_kl"]
+    again = learner.update(rollouts).metrics["reference_kl"]
     assert first == pytest.approx(0.0, abs=1e-6)
     assert again == first, "the same tokens under the same reference, whatever was learned meanwhile"
     moved = make_rollouts(learner.model, seed=1)
-    assert learner.update(moved).figures["reference_kl"] > 1e-4
+    assert learner.update(moved).metrics["reference_kl"] > 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "llama, tied", "gpt2"])

@@ -42,13 +42,13 @@ def test_the_learner_has_the_samplers_bits(dtype, kind, lora, temperature, top_p
         temperature=temperature,
         lora=LoraConfig(rank=4) if lora else None,
     )
-    first = learner.update(sampled(published, sampling=sampling, batch=2)).figures
+    first = learner.update(sampled(published, sampling=sampling, batch=2)).metrics
     assert first["mismatch/bit_equal_share"] == 1.0
     assert first["ratio_at_first_minibatch"] == 1.0
     assert first["reference_kl"] == 0.0
     # the next version, as instances sample from it
     published.load_state_dict(dict(learner.weights()))
-    second = learner.update(sampled(published, sampling=sampling, batch=8, version=1, seed=1)).figures
+    second = learner.update(sampled(published, sampling=sampling, batch=8, version=1, seed=1)).metrics
     assert second["mismatch/bit_equal_share"] == 1.0
     assert second["ratio_at_first_minibatch"] == 1.0
     assert second["reference_kl"] > 1e-6
@@ -63,14 +63,14 @@ def test_against_stale_samples_the_proximal_policy_is_the_engines_forward_at_no_
     scored = []
     score = EngineScorer.logprobs
     monkeypatch.setattr(EngineScorer, "logprobs", lambda *args: scored.append(1) or score(*args))
-    first = learner.update(fresh, recompute_old=True).figures
+    first = learner.update(fresh, recompute_old=True).metrics
     num_scored = len(scored)
     plain.update(fresh)
     assert len(scored) == 2 * num_scored
     assert first["mismatch/importance_mean"] == first["mismatch/ratio_max"] == 1.0
     ours, theirs = (dict(one.model.named_parameters()) for one in (learner, plain))
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
-    second = learner.update(fresh, recompute_old=True).figures
+    second = learner.update(fresh, recompute_old=True).metrics
     assert second["mismatch/lag_max"] == 1.0 and second["ratio_at_first_minibatch"] == 1.0
     assert second["mismatch/bit_equal_share"] < 0.5 and second["mismatch/ratio_max"] > 1.001
     assert second["mismatch/kl"] > 0.0
@@ -101,9 +101,9 @@ def test_an_engine_of_other_weights_is_seen_in_the_share():
     rollouts = sampled(model, sampling=SamplingParams(max_new_tokens=8), batch=8)
     changed = copy.deepcopy(model)
     changed.lm_head.weight.data.mul_(1.01)
-    figures = learner_of(changed, scorer_of(model)).update(rollouts).figures
-    assert figures["mismatch/bit_equal_share"] < 0.1
-    assert figures["ratio_at_first_minibatch"] != 1.0
+    metrics = learner_of(changed, scorer_of(model)).update(rollouts).metrics
+    assert metrics["mismatch/bit_equal_share"] < 0.1
+    assert metrics["ratio_at_first_minibatch"] != 1.0
 
 
 def test_values_are_the_engines_and_gradients_the_models():

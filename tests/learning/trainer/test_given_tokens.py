@@ -102,8 +102,8 @@ def test_the_learner_computes_no_logits_of_given_tokens(kind, make_model, make_r
 def test_log_probabilities_of_given_tokens_change_no_bit(kind, make_model, make_rollouts):
     models = [make_model(), make_model()]
     plain, junk = (with_given(make_rollouts(models[0]), junk=value)[0] for value in (0.0, -7.5))
-    figures = [learner(m, kind).update(r).figures for m, r in zip(models, (plain, junk), strict=True)]
-    assert figures[0] == figures[1]
+    metrics = [learner(m, kind).update(r).metrics for m, r in zip(models, (plain, junk), strict=True)]
+    assert metrics[0] == metrics[1]
     ours, theirs = (dict(m.named_parameters()) for m in models)
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 

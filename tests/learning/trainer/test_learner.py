@@ -68,7 +68,7 @@ def test_rollouts_in_any_order_give_bitwise_equal_parameters(make_learner, make_
     rollouts = make_rollouts(learners[0].model)
     reports = [learners[0].update(rollouts), learners[1].update(rollouts[3:] + rollouts[:3][::-1])]
     assert all(torch.equal(a, b) for a, b in zip(*map(parameters, learners), strict=True))
-    assert reports[0].figures == reports[1].figures
+    assert reports[0].metrics == reports[1].metrics
     assert not torch.equal(parameters(learners[0])[0], parameters(make_learner())[0])
 
 
@@ -76,7 +76,7 @@ def test_rollouts_in_any_order_give_bitwise_equal_parameters(make_learner, make_
 def test_the_ratio_starts_at_one(make_learner, make_rollouts, temperature):
     learner = make_learner(temperature=temperature)
     report = learner.update(make_rollouts(learner.model, temperature=temperature))
-    assert report.figures["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
+    assert report.metrics["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
 
 
 def test_padded_ids_take_no_part_in_log_probabilities(make_learner, make_rollouts):
@@ -89,17 +89,17 @@ def test_padded_ids_take_no_part_in_log_probabilities(make_learner, make_rollout
     wrong = Learner(
         padded.model, algorithm=PPO, trainer=TRAINER, temperature=1.0, seed=5, pad_token_id=0
     ).update(rollouts)
-    assert abs(wrong.figures["ratio_at_first_minibatch"] - 1.0) > 1e-3
+    assert abs(wrong.metrics["ratio_at_first_minibatch"] - 1.0) > 1e-3
     fresh = make_learner()
     fresh.model.resize_token_embeddings(32)
     right = make_learner(fresh.model, vocab_size=19).update(rollouts)
-    assert right.figures["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
+    assert right.metrics["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
 
 
 def test_a_wrong_old_logprob_shows_in_the_ratio(make_learner, make_rollouts):
     learner = make_learner()
     rollouts = make_rollouts(learner.model, temperature=0.7)
-    assert abs(learner.update(rollouts).figures["ratio_at_first_minibatch"] - 1.0) > 1e-2
+    assert abs(learner.update(rollouts).metrics["ratio_at_first_minibatch"] - 1.0) > 1e-2
 
 
 @mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
@@ -111,7 +111,7 @@ def test_small_forwards_change_nothing_but_rounding(make_learner, make_rollouts,
     )
     rollouts = make_rollouts(whole.model)
     a, b = whole.update(rollouts), split.update(rollouts)
-    assert a.figures == approx(b.figures, rel=1e-2, abs=1e-3)
+    assert a.metrics == approx(b.metrics, rel=1e-2, abs=1e-3)
     for one, other in zip(parameters(whole), parameters(split), strict=True):
         assert torch.allclose(one, other, atol=3e-3)
 
@@ -144,16 +144,16 @@ def test_a_first_minibatch_that_is_skipped_whole_has_no_ratio(make_learner, make
         dataclasses.replace(one, reward=Reward(value=0.0 if index // 2 in groups else float(index % 2)))
         for index, one in enumerate(rollouts)
     ]
-    figures = learner.update(rollouts).figures
-    assert "policy_loss" in figures
-    assert "ratio_at_first_minibatch" not in figures
+    metrics = learner.update(rollouts).metrics
+    assert "policy_loss" in metrics
+    assert "ratio_at_first_minibatch" not in metrics
 
 
 def test_a_grpo_group_of_equal_rewards_leaves_the_policy_alone(make_learner, make_rollouts):
     learner = make_learner(algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0))
     before = parameters(learner)
     report = learner.update(make_rollouts(learner.model, reward=lambda tokens: 0.1))
-    assert report.figures["num_zero_advantage_groups"] == 3
+    assert report.metrics["num_zero_advantage_groups"] == 3
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(learner), strict=True))
 
 
@@ -172,14 +172,14 @@ def test_a_batch_without_gradient_takes_no_step_even_after_one_that_had(
     trainer = TRAINER.model_copy(update={"weight_decay": 0.1})
     learner = make_learner(algorithm=algorithm, trainer=trainer)
     report = learner.update(make_rollouts(learner.model))
-    assert report.num_optimizer_steps + report.figures["num_skipped_minibatches"] == 4
+    assert report.num_optimizer_steps + report.metrics["num_skipped_minibatches"] == 4
     assert report.num_optimizer_steps > 0
     before, moments = parameters(learner), copy.deepcopy(learner.optimizer.state_dict())
     rollouts = make_rollouts(learner.model, reward=lambda tokens: 0.1)
     if silence == "all cut":
         rollouts = cut(make_rollouts(learner.model), range(6))
     report = learner.update(rollouts)
-    assert (report.num_optimizer_steps, report.figures["num_skipped_minibatches"]) == (0, 4.0)
+    assert (report.num_optimizer_steps, report.metrics["num_skipped_minibatches"]) == (0, 4.0)
     assert report.weight_version == 2
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(learner), strict=True))
     for index, state in learner.optimizer.state_dict()["state"].items():
@@ -218,7 +218,7 @@ def test_the_optimizer_is_the_config_s(make_learner):
 def test_the_value_head_learns_the_reward(make_learner, make_rollouts):
     learner = make_learner(trainer=TRAINER.model_copy(update={"learning_rate": 1e-8}))
     rollouts = make_rollouts(learner.model, 12)
-    explained = [learner.update(rollouts).figures["explained_variance"] for _ in range(40)]
+    explained = [learner.update(rollouts).metrics["explained_variance"] for _ in range(40)]
     # it starts at zero, so the first is 0; a policy that stands still can be fitted
     assert explained[0] == approx(0.0, abs=1e-5)
     assert explained[-1] > 0.5
@@ -229,9 +229,9 @@ def test_the_reference_is_the_initial_policy(make_learner, make_rollouts, placem
     algorithm = AlgorithmConfig(kind="ppo", kl_coef=0.1, kl_placement=placement)
     learner = make_learner(algorithm=algorithm)
     rollouts = make_rollouts(learner.model)
-    first = learner.update(rollouts).figures["reference_kl"]
+    first = learner.update(rollouts).metrics["reference_kl"]
     assert first == approx(0.0, abs=1e-6)
-    later = learner.update(make_rollouts(learner.model, seed=1)).figures["reference_kl"]
+    later = learner.update(make_rollouts(learner.model, seed=1)).metrics["reference_kl"]
     assert later > 1e-4
 
 
@@ -265,10 +265,10 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
     ):
         learner = make_learner(algorithm=algorithm)
         report = learner.update(make_rollouts(learner.model))
-        assert set(report.figures) == common | own
-        assert all(math.isfinite(value) for value in report.figures.values())
+        assert set(report.metrics) == common | own
+        assert all(math.isfinite(value) for value in report.metrics.values())
         assert (report.weight_version, report.num_samples, report.num_optimizer_steps) == (1, 6, 4)
-    assert report.figures["num_groups"] == 3
+    assert report.metrics["num_groups"] == 3
 
 
 @mark.parametrize("kind", sorted(ALGORITHMS))
@@ -288,8 +288,8 @@ def test_every_algorithm_makes_rewarded_responses_likelier(make_model, make_roll
     )
     before = collate(rollouts, pad_token_id=0)
     assert 0 < float(before.rewards.sum()) < 8
-    figures = learner.update(rollouts).figures
-    require_declared(name if "/" in name else f"learner/{name}" for name in figures)
+    metrics = learner.update(rollouts).metrics
+    require_declared(name if "/" in name else f"learner/{name}" for name in metrics)
     logits, _ = response_logits(learner.model, before.packed(range(8)), 19)
     now = torch.zeros_like(before.old_logprobs)
     now[before.mask] = token_logprobs(logits, before.ids[:, 1:][before.where], 1.0).detach()
@@ -313,9 +313,9 @@ def test_masked_responses_are_no_part_of_the_loss(make_learner, make_rollouts):
     algorithm = AlgorithmConfig(kind="grpo", truncated="mask", kl_coef=0.1)
     learners = [make_learner(algorithm=algorithm) for _ in range(2)]
     rollouts = cut(make_rollouts(learners[0].model), {1, 4})
-    figures = learners[0].update(rollouts).figures
-    assert figures["truncated_share"] == approx(1 / 3)
-    assert figures["num_skipped_samples"] >= 2
+    metrics = learners[0].update(rollouts).metrics
+    assert metrics["truncated_share"] == approx(1 / 3)
+    assert metrics["num_skipped_samples"] >= 2
     # other tokens in their place, at the same advantage: nothing changes
     other = list(rollouts)
     for row in (1, 4):
@@ -395,8 +395,8 @@ def test_steered_coefficients_are_part_of_what_is_resumed(make_model, make_learn
     expected = straight.update(second)
     resumed = make_learner(make_model(seed=9), algorithm=algorithm)
     resumed.load(tmp_path / "state")
-    assert resumed.update(second).figures == expected.figures
-    assert expected.figures["kl_coef"] != 0.1 and expected.figures["entropy_coef"] == approx(0.08)
+    assert resumed.update(second).metrics == expected.metrics
+    assert expected.metrics["kl_coef"] != 0.1 and expected.metrics["entropy_coef"] == approx(0.08)
     assert all(torch.equal(a, b) for a, b in zip(parameters(straight), parameters(resumed), strict=True))
 
 
@@ -551,10 +551,10 @@ def test_dropout_stays_off_whatever_the_model_was_pretrained_with(
     trainer = TRAINER.model_copy(update={"gradient_checkpointing": checkpointing, "learning_rate": 1e-8})
     rollouts = make_rollouts(model)
     learner = make_learner(model, trainer=trainer)
-    figures = learner.update(rollouts).figures
-    assert figures["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
-    assert figures["approx_kl"] == approx(0.0, abs=1e-6)
-    assert figures["reference_kl"] == approx(0.0, abs=1e-6)
+    metrics = learner.update(rollouts).metrics
+    assert metrics["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
+    assert metrics["approx_kl"] == approx(0.0, abs=1e-6)
+    assert metrics["reference_kl"] == approx(0.0, abs=1e-6)
 
 
 def test_gradient_checkpointing_gives_the_same_update(make_learner, make_rollouts):

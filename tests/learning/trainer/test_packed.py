@@ -115,12 +115,12 @@ def test_the_update_is_that_of_a_padded_loop_over_every_group(rewards, max_token
     different = [len(set(experience.rewards[i : i + 2].tolist())) > 1 for i in range(0, 8, 2)]
     expected = make_model()
     padded_update(expected, experience, learning_rate=1e-3, clip=0.2)
-    figures = learner.update(rollouts).figures
-    assert figures["num_skipped_samples"] == 2 * different.count(False)
+    metrics = learner.update(rollouts).metrics
+    assert metrics["num_skipped_samples"] == 2 * different.count(False)
     for one, other in zip(learner.model.parameters(), expected.parameters(), strict=True):
         # Adam's first step has the size of the rate whatever the gradient: rounding may turn the smallest
         assert ((one - other).abs() < 1e-5).float().mean() > 0.99
-    assert all(math.isfinite(value) for value in figures.values())
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_no_sample_is_left_out_while_something_else_has_a_gradient(algorithm, ma
         pad_token_id=0,
     )
     rollouts = make_rollouts(make_model(), temperature=0.7, reward=lambda tokens: 0.5)
-    assert learner.update(rollouts).figures["num_skipped_samples"] == 0
+    assert learner.update(rollouts).metrics["num_skipped_samples"] == 0
 
 
 @pytest.mark.parametrize(("coefficient", "report", "shown"), [(0.0, False, False), (0.1, False, True)])
@@ -149,4 +149,4 @@ def test_entropy_is_left_out_where_nobody_wants_it(coefficient, report, shown, m
         seed=5,
         pad_token_id=0,
     )
-    assert ("entropy" in learner.update(make_rollouts(make_model())).figures) == shown
+    assert ("entropy" in learner.update(make_rollouts(make_model())).metrics) == shown

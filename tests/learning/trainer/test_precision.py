@@ -117,11 +117,11 @@ def test_products_in_bfloat16_leave_the_weights_float32_and_the_ratio_near_one(m
         trainer=TrainerConfig(learning_rate=1e-3, minibatch_size=3),
         compute_dtype=torch.bfloat16,
     )
-    figures = learner.update(rollouts).figures
+    metrics = learner.update(rollouts).metrics
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert abs(figures["ratio_at_first_minibatch"] - 1.0) < 0.1
-    assert figures["ratio_at_first_minibatch"] != 1.0, "bfloat16 products round"
-    assert all(math.isfinite(value) for value in figures.values())
+    assert abs(metrics["ratio_at_first_minibatch"] - 1.0) < 0.1
+    assert metrics["ratio_at_first_minibatch"] != 1.0, "bfloat16 products round"
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 @pytest.mark.parametrize("tied", [False, True])

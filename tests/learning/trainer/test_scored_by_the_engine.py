@@ -22,10 +22,10 @@ def group():
 def test_two_trainers_that_score_by_the_engine_learn_what_one_learns(group, alone, strategy, case):
     expected, _ = alone[case]
     for of_rank in group:
-        weights, figures = of_rank[strategy, case]
+        weights, metrics = of_rank[strategy, case]
         for name, weight in expected.items():
             np.testing.assert_allclose(weights[name], weight, rtol=0, atol=1e-5, err_msg=name)
-        for one in figures:
+        for one in metrics:
             assert one["mismatch/bit_equal_share"] == 1.0
             assert one["ratio_at_first_minibatch"] == 1.0
-        assert figures[0]["reference_kl"] == 0.0 < figures[2]["reference_kl"]
+        assert metrics[0]["reference_kl"] == 0.0 < metrics[2]["reference_kl"]

@@ -55,11 +55,11 @@ def group_of_three(alone, rollouts, saved):
 
 
 def assert_same(one, other):
-    (weights, _, figures), (others, _, other_figures) = one, other
+    (weights, _, metrics), (others, _, other_metrics) = one, other
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         np.testing.assert_allclose(others[name], weight, rtol=0, atol=1e-5, err_msg=name)
-    assert other_figures == pytest.approx(figures, rel=1e-3, abs=1e-4)
+    assert other_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4)
 
 
 def assert_same_targets(one, of_first):
@@ -127,7 +127,7 @@ def test_a_first_trainer_that_cannot_be_reached_is_named():
 
 def test_of_the_older_samples_some_were_cut_and_some_masked(alone):
     """What the case with a correction compares has weights and a mask that are not all 1."""
-    _, _, figures = alone["untied"]
-    assert figures["mismatch/lag_max"] == UPDATES - 1
-    assert 0.0 < figures["mismatch/masked_share"] < 1.0
-    assert figures["mismatch/importance_mean"] != 1.0
+    _, _, metrics = alone["untied"]
+    assert metrics["mismatch/lag_max"] == UPDATES - 1
+    assert 0.0 < metrics["mismatch/masked_share"] < 1.0
+    assert metrics["mismatch/importance_mean"] != 1.0

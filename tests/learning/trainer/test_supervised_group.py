@@ -29,11 +29,11 @@ def group(alone, folder):
 
 
 def assert_same(one, other):
-    (weights, figures), (others, other_figures) = one, other
+    (weights, metrics), (others, other_metrics) = one, other
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         np.testing.assert_allclose(others[name], weight, rtol=0, atol=2e-5, err_msg=name)
-    assert other_figures == pytest.approx(figures, rel=1e-3, abs=1e-4)
+    assert other_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize(("strategy", "kind", "form"), RUNS)

@@ -106,8 +106,8 @@ def test_3000_log_probabilities_over_trees_are_the_samplers_to_the_bit(monkeypat
     assert int(equal[experience.mask].sum()) == experience.num_tokens >= 3000
     learner = learner_of(published, scorer_of(published), minibatch_size=16)
     _, report, num_tokens = gradients(learner, rollouts, monkeypatch)
-    figures = report.figures
-    assert figures["mismatch/bit_equal_share"] == figures["ratio_min"] == figures["ratio_max"] == 1.0
+    metrics = report.metrics
+    assert metrics["mismatch/bit_equal_share"] == metrics["ratio_min"] == metrics["ratio_max"] == 1.0
     assert num_tokens < 0.6 * sum(experience.lengths)
 
 

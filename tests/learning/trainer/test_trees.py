@@ -121,7 +121,7 @@ def test_gradients_of_every_algorithm_are_those_of_single_sequences(kind, lora, 
     assert len(found) == len(expected) > 0 and any(one.any() for one in found)
     for got, one in zip(found, expected, strict=True):
         torch.testing.assert_close(got, one, rtol=0, atol=1e-10)
-    assert report.figures == pytest.approx(other.figures, abs=1e-6)
+    assert report.metrics == pytest.approx(other.metrics, abs=1e-6)
 
 
 def test_of_episodes_of_three_turns_the_unique_tokens_are_computed(make_rollouts, monkeypatch):

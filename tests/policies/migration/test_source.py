@@ -51,7 +51,7 @@ def machine(stage: SourceStage, mode: MoveMode = MoveMode.MIGRATE) -> SourceMove
 
 
 def keeps(reason: str, *, tell: bool = True) -> list:
-    return [StopShipping(tell_destination=tell, reason=reason), Say(claim=Claim.KEPT, reason=reason)]
+    return [StopShipping(notify_destination=tell, reason=reason), Say(claim=Claim.KEPT, reason=reason)]
 
 
 def asks_back(reason: str) -> list:

@@ -71,10 +71,10 @@ def run(
         reward = float(useful[request.group_id] and request.key.sample_index % SIZE)
         finished.append(rollout(request, reward))
         open_requests += groups.ended(request.group_id, reward)
-    require_declared(groups.figures())
+    require_declared(groups.metrics())
     finished.sort(key=lambda one: one.completion.key.sample_index)
     chosen = sorted({one.completion.group_id for one in groups.batch(finished)})
-    return chosen, int(groups.figures()["rollout/num_groups_sampled"])
+    return chosen, int(groups.metrics()["rollout/num_groups_sampled"])
 
 
 @pytest.mark.parametrize("seed", range(20))

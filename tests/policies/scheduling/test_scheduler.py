@@ -9,7 +9,7 @@ from move_messages import complete, request
 
 from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
 from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.records import EPOCHS_OF_AN_ASKING, Completion, SampleKey, SampleRequest
+from rlhfspec.core.records import EPOCHS_OF_A_ROUND, Completion, SampleKey, SampleRequest
 from rlhfspec.policies.scheduling.accepted import Accepted
 from rlhfspec.policies.scheduling.events import (
     Abandon,
@@ -282,8 +282,8 @@ def test_a_sample_handed_over_twice_is_refused():
         scheduler.handle(arrived(1))
 
 
-def again(index: int, asking: int) -> SampleRequest:
-    return replace(request(index), epoch=asking * EPOCHS_OF_AN_ASKING)
+def again(index: int, round_number: int) -> SampleRequest:
+    return replace(request(index), epoch=round_number * EPOCHS_OF_A_ROUND)
 
 
 def test_a_delivered_sample_may_be_asked_for_again_under_higher_epochs_and_is_delivered_again():
@@ -294,7 +294,7 @@ def test_a_delivered_sample_may_be_asked_for_again_under_higher_epochs_and_is_de
     scheduler.handle(report("a", first))
     orders = submitted(scheduler.handle(SamplesArrived(requests=(again(0, 1),))))
     (asked,) = orders["a"]
-    assert asked.epoch == EPOCHS_OF_AN_ASKING
+    assert asked.epoch == EPOCHS_OF_A_ROUND
     # a late copy of the first asking, of other weights, is neither taken nor an alarm
     assert scheduler.handle(report("a", first)) == []
     other = replace(complete(asked, "a"), token_ids=np.array([9, 9, 9]))
@@ -318,7 +318,7 @@ def test_a_rebuild_takes_nothing_of_an_earlier_asking():
         requests=[again(0, 1)], delivered=[], snapshots=[snapshot], heartbeat_timeout_s=1.0, now_s=0.0
     )
     ((_, (asked,)),) = submitted(orders).items()
-    assert len(orders) == 1 and asked.epoch > EPOCHS_OF_AN_ASKING and scheduler.num_open == 1
+    assert len(orders) == 1 and asked.epoch > EPOCHS_OF_A_ROUND and scheduler.num_open == 1
 
 
 def test_an_instance_name_is_used_by_one_living_instance():

@@ -9,7 +9,7 @@ import pytest
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.policies.simulate import sweep as sweep_module
-from rlhfspec.policies.simulate.cluster_simulation import num_played, require_bounded, require_few_polls
+from rlhfspec.policies.simulate.cluster_simulation import num_simulated, require_bounded, require_few_polls
 from rlhfspec.policies.simulate.described_cluster import describe
 from rlhfspec.policies.simulate.sweep import best, changed, combinations, default_axes, planned, sweep
 
@@ -114,9 +114,9 @@ def test_a_sweep_tells_where_it_is() -> None:
 
 
 def test_no_simulation_takes_a_night() -> None:
-    assert num_played(small(step={"steps": 2})) == 2 * 2 * 16
+    assert num_simulated(small(step={"steps": 2})) == 2 * 2 * 16
     # six that count, and those that fill and empty the pipeline
-    assert num_played(small(step={"steps": 2, "staleness": 1, "schedule": "free"})) == 2 * 10 * 16
+    assert num_simulated(small(step={"steps": 2, "staleness": 1, "schedule": "free"})) == 2 * 10 * 16
     assert require_bounded([small(drafter={"kind": "none"})]) == 16
     with pytest.raises(ConfigError, match=r"expected at most 20,000,000"):
         require_bounded([small(lengths={"samples": 2_000_000}, step={"steps": 6})])

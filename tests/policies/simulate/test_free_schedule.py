@@ -14,7 +14,7 @@ from rlhfspec.policies.schedule.free import Free, FreeAdmission
 from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
 from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
 from rlhfspec.policies.simulate.described_cluster import describe
-from rlhfspec.policies.simulate.scheduled_run import Batches, joined, play_phases
+from rlhfspec.policies.simulate.scheduled_run import Batches, joined, simulate_phases
 from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, samples_of
 
 EVEN = RateCurve([1, 64], [100.0, 6400.0])
@@ -69,7 +69,7 @@ def free(
         prompt_token_s=prompt_token_s,
     )
     phases = list(
-        play_phases(
+        simulate_phases(
             Free(admission, given.next_groups),
             given,
             setup=lambda samples: pool,
@@ -159,7 +159,7 @@ def played_samples(batches: list[Samples], *, staleness: int, max_new_tokens: in
         )
 
     schedule, given = recorded(batches, staleness=staleness, max_new_tokens=max_new_tokens)
-    phases = play_phases(schedule, given, setup=setup, policy=lambda: None, binding="pull")
+    phases = simulate_phases(schedule, given, setup=setup, policy=lambda: None, binding="pull")
     for phase in itertools.islice(phases, 3):
         assert phase.learned
     return seen

@@ -1,4 +1,4 @@
-"""Work for an instance's spare time: a thread that computes only while the decode loop has no samples.
+"""Work for an instance's idle time: a thread that computes only while the decode loop has no samples.
 
 The decode loop allows and stops it and never waits for it, but where it is about to change what the work reads
 (weights): there it waits for the operation under way. Nothing here knows Ray, or what the work is.
@@ -24,7 +24,7 @@ Work = Callable[[Callable[[], bool]], bool]
 "One unit, on the thread; it asks the function that it is given, between two operations, whether to stop. True: go on."
 
 
-class SpareTime:
+class IdleWork:
     """Runs units of work while it is allowed and there is something to do."""
 
     def __init__(self, work: Work, *, name: str, begin: Callable[[], None] = lambda: None) -> None:
@@ -40,7 +40,7 @@ class SpareTime:
         self._allowed = False
         self._closing = False
         self._is_computing = False
-        self._num_told = 0
+        self._num_asked = 0
         self._num_done = 0
         "told of before the last unit that found nothing more to do"
         self.failure: BaseException | None = None
@@ -50,12 +50,12 @@ class SpareTime:
     @property
     def is_active(self) -> bool:
         """Whether it is allowed and has something to do: it computes, or is about to."""
-        return self._allowed and self._num_told > self._num_done and self.failure is None
+        return self._allowed and self._num_asked > self._num_done and self.failure is None
 
     def more(self) -> None:
         """There is something to do; from any thread, at once."""
         with self._changed:
-            self._num_told += 1
+            self._num_asked += 1
             self._changed.notify_all()
 
     def allow(self) -> None:
@@ -106,7 +106,7 @@ class SpareTime:
                 self._changed.wait_for(lambda: self._closing or self.is_active)
                 if self._closing:
                     return
-                self._is_computing, told = True, self._num_told
+                self._is_computing, num_asked = True, self._num_asked
             goes_on = False
             try:
                 goes_on = self._work(self._should_stop)
@@ -116,5 +116,5 @@ class SpareTime:
             finally:
                 with self._changed:
                     self._is_computing = False
-                    self._num_done = self._num_done if goes_on else told
+                    self._num_done = self._num_done if goes_on else num_asked
                     self._changed.notify_all()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from made_rollouts import rollout
 
-from rlhfspec.cluster.observe.iteration_metrics import evaluation_figures, pass_at_k
+from rlhfspec.cluster.observe.iteration_metrics import evaluation_metrics, pass_at_k
 from rlhfspec.cluster.run.evaluate import Evaluator
 from rlhfspec.core.metrics import require_declared
 from rlhfspec.core.settings.evaluation import EvaluationConfig
@@ -36,41 +36,41 @@ def test_more_than_there_are_is_refused(num_passed, k):
         pass_at_k(num_samples=2, num_passed=num_passed, k=k)
 
 
-def test_figures_are_means_over_prompts():
+def test_metrics_are_means_over_prompts():
     rollouts = [
         rollout(index, group=index // 4, reward=float(right), parts={"correct": float(right)}, num_tokens=3)
         for index, right in enumerate([1, 0, 0, 0, 0, 0, 0, 0])
     ]
-    figures = evaluation_figures(rollouts)
-    assert figures["eval/accuracy"] == figures["eval/mean_at_k"] == figures["eval/pass_at_1"] == 0.125
-    assert figures["eval/pass_at_2"] == 0.25 and figures["eval/pass_at_k"] == 0.5
-    assert figures["eval/best_at_k"] == 0.5 and figures["eval/response_tokens_mean"] == 3.0
-    assert (figures["eval/num_prompts"], figures["eval/num_samples"]) == (2, 8)
+    metrics = evaluation_metrics(rollouts)
+    assert metrics["eval/accuracy"] == metrics["eval/mean_at_k"] == metrics["eval/pass_at_1"] == 0.125
+    assert metrics["eval/pass_at_2"] == 0.25 and metrics["eval/pass_at_k"] == 0.5
+    assert metrics["eval/best_at_k"] == 0.5 and metrics["eval/response_tokens_mean"] == 3.0
+    assert (metrics["eval/num_prompts"], metrics["eval/num_samples"]) == (2, 8)
 
 
 def test_without_a_part_that_says_what_is_right_in_every_reward_there_is_no_accuracy():
     rollouts = [rollout(0, parts={"correct": 1.0}), rollout(1, group=1, parts={})]
-    figures = evaluation_figures(rollouts)
-    assert not {"eval/accuracy", "eval/mean_at_k", "eval/pass_at_k", "eval/pass_at_1"} & figures.keys()
+    metrics = evaluation_metrics(rollouts)
+    assert not {"eval/accuracy", "eval/mean_at_k", "eval/pass_at_k", "eval/pass_at_1"} & metrics.keys()
 
 
 def test_samples_without_a_reward_count_as_wrong_and_are_counted():
     rollouts = [rollout(0, parts={"correct": 1.0}), rollout(2, group=1, parts={"correct": 1.0})]
-    figures = evaluation_figures(rollouts, skipped=[0, 1, 2, 2])
+    metrics = evaluation_metrics(rollouts, skipped=[0, 1, 2, 2])
     assert (
-        figures["eval/accuracy"]
-        == figures["eval/mean_at_k"]
-        == figures["eval/pass_at_1"]
+        metrics["eval/accuracy"]
+        == metrics["eval/mean_at_k"]
+        == metrics["eval/pass_at_1"]
         == pytest.approx(1 / 3)
     )
-    assert figures["eval/pass_at_k"] == pytest.approx(2 / 3)
-    assert [figures[f"eval/num_{name}"] for name in ("prompts", "samples", "skipped")] == [3, 6, 4]
-    require_declared(figures)
+    assert metrics["eval/pass_at_k"] == pytest.approx(2 / 3)
+    assert [metrics[f"eval/num_{name}"] for name in ("prompts", "samples", "skipped")] == [3, 6, 4]
+    require_declared(metrics)
 
 
 def test_a_mixture_s_part_says_what_is_right_too():
-    figures = evaluation_figures([rollout(0, parts={"form": 1.0, "maths": 0.2, "maths/correct": 0.0})])
-    assert figures["eval/accuracy"] == 0.0
+    metrics = evaluation_metrics([rollout(0, parts={"form": 1.0, "maths": 0.2, "maths/correct": 0.0})])
+    assert metrics["eval/accuracy"] == 0.0
 
 
 def test_a_metric_that_the_rewards_do_not_have_gives_way_and_is_told():

@@ -11,8 +11,8 @@ import ray
 
 from rlhfspec.actors.actor_messages import InstanceNumerics, LoadedWeights, LostInstance, Taken
 from rlhfspec.actors.waiting.waiting import ActorDied
-from rlhfspec.cluster.plan.topology import Place, PlacementContext, Topology
-from rlhfspec.cluster.system import generation_pool, phases, places, pool_changes
+from rlhfspec.cluster.plan.topology import PlacementContext, PlacementSlot, Topology
+from rlhfspec.cluster.system import generation_pool, phases, placement_slots, pool_changes
 from rlhfspec.cluster.system.generation_pool import GenerationPool
 from rlhfspec.cluster.system.instance_table import InstanceTable
 from rlhfspec.cluster.weights.publish import PublishedWeights
@@ -44,7 +44,7 @@ def weights(version: int = 0, *, model: str = "target", **fields: Any) -> Publis
 class Actor:
     """Loads what it is given, unless its place is not reserved, it is slow, or it is dead."""
 
-    def __init__(self, world: PlayedPool, name: str, place: Place) -> None:
+    def __init__(self, world: ScriptedPool, name: str, place: PlacementSlot) -> None:
         self.world, self.name, self.place = world, name, place
         self.loaded: list[int] = []
 
@@ -115,29 +115,29 @@ class PlayedScheduler:
         self.starts = starts
 
 
-class PlayedPlaces(places.Places):
+class ScriptedSlots(placement_slots.PlacementSlots):
     """Single bundles are called as their instances."""
 
-    def __init__(self, world: PlayedPool) -> None:
+    def __init__(self, world: ScriptedPool) -> None:
         super().__init__(RUN_GROUP)  # type: ignore[arg-type]
         self.world = world
 
-    def reserve(self, place: Place) -> Any:
+    def reserve(self, place: PlacementSlot) -> Any:
         self.world.own.append(place.name)
         return place.name
 
-    def give_back(self, place: Place, group: Any) -> None:
+    def give_back(self, place: PlacementSlot, group: Any) -> None:
         if group is None:
             super().give_back(place, None)
         else:
             self.world.own.remove(group)
             self.world.bundles.pop((group, 0), None)
 
-    def explain(self, place: Place, *, waited_s: float) -> str:
+    def explain(self, place: PlacementSlot, *, waited_s: float) -> str:
         return f"{place.name} has had no place for {waited_s:.0f} s"
 
 
-class PlayedPool:
+class ScriptedPool:
     """First place i is on node i at the start; a bundle of its own is nowhere until the test puts it somewhere."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, up: bool = True, **generation: Any) -> None:
@@ -161,12 +161,12 @@ class PlayedPool:
         self.table = InstanceTable()
         self.scheduler = PlayedScheduler(self.table)
         self._play(monkeypatch)
-        place = Place(name="gen-0", bundle=0, num_cpus=1.0, num_gpus=0.0, num_threads=1)
+        place = PlacementSlot(name="gen-0", bundle=0, num_cpus=1.0, num_gpus=0.0, num_threads=1)
         topology = Topology(
             scheduler=place,
             trainer=(),
             generation=tuple(
-                Place(name=f"gen-{i}", bundle=i, num_cpus=1.0, num_gpus=0.0, num_threads=1)
+                PlacementSlot(name=f"gen-{i}", bundle=i, num_cpus=1.0, num_gpus=0.0, num_threads=1)
                 for i in range(least)
             ),
             reward=(),
@@ -177,7 +177,7 @@ class PlayedPool:
             cluster=config,
             topology=topology,
             context=PlacementContext(group=RUN_GROUP, namespace="played"),  # type: ignore[arg-type]
-            places=PlayedPlaces(self),
+            places=ScriptedSlots(self),
             scheduler=self.scheduler,  # type: ignore[arg-type]
             instances=self.table,
             spec_for=lambda name: SimpleNamespace(  # type: ignore[arg-type, return-value]
@@ -214,18 +214,18 @@ class PlayedPool:
         monkeypatch.setattr(pool_changes, "announced_ends", lambda nodes: self._ends_of(nodes))
         monkeypatch.setattr(pool_changes, "run_metrics", SimpleNamespace(add=self._count))
         monkeypatch.setattr(
-            places,
+            placement_slots,
             "nodes_of",
             lambda group: {bundle: node for (of, bundle), node in self.bundles.items() if of == group},
         )
-        monkeypatch.setattr(places, "living_nodes", lambda: self.nodes)
+        monkeypatch.setattr(placement_slots, "living_nodes", lambda: self.nodes)
         monkeypatch.setattr(generation_pool, "publish", self._publish)
         monkeypatch.setattr(generation_pool, "GenerationActor", kind)
         monkeypatch.setattr(
             generation_pool, "actor_options", lambda place, where: {"place": place, "group": where.group}
         )
 
-    def _make(self, name: str, place: Place, group: Any) -> Actor:
+    def _make(self, name: str, place: PlacementSlot, group: Any) -> Actor:
         assert name not in self.actors, "Ray frees a name some time after its actor's death"
         self.actors[name], self.group_of[name] = Actor(self, name, place), group
         return self.actors[name]

@@ -21,20 +21,22 @@ from ray.util.placement_group import (
 )
 
 from rlhfspec.cluster.placement.machine import num_cores
-from rlhfspec.cluster.plan.topology import POOL_LABEL, Place, Topology, amounts, gaps
+from rlhfspec.cluster.plan.topology import POOL_LABEL, PlacementSlot, Topology, amounts, gaps
 
 
-class Places:
+class PlacementSlots:
     """Those of one run; whoever makes it frees what is left at the end. A place's group is None in a first place."""
 
     def __init__(self, run_group: PlacementGroup, *, pinned_to: str | None = None) -> None:
         """`run_group` holds all first places, which are taken; `pinned_to`: the pool of nodes that single ones want."""
         self._run_group = run_group
         self._selector = {POOL_LABEL: pinned_to} if pinned_to else None
-        self._vacant: list[Place] = []
+        self._vacant: list[PlacementSlot] = []
         self._single: list[PlacementGroup] = []
 
-    def take(self, wanted: Place, *, ending: Collection[str]) -> tuple[Place, PlacementGroup | None]:
+    def take(
+        self, wanted: PlacementSlot, *, ending: Collection[str]
+    ) -> tuple[PlacementSlot, PlacementGroup | None]:
         """A first place that is vacant and not on a node that ends (`ending`: their ids), else a single one.
 
         An actor that is ordered there starts when Ray has reserved the bundle; an autoscaler sees the wish.
@@ -42,7 +44,7 @@ class Places:
         vacant = self.take_vacant(ending=ending)
         return (wanted, self.reserve(wanted)) if vacant is None else (vacant, None)
 
-    def take_vacant(self, *, ending: Collection[str], is_reserved: bool = False) -> Place | None:
+    def take_vacant(self, *, ending: Collection[str], is_reserved: bool = False) -> PlacementSlot | None:
         """A vacant first place that is not on a node that ends; None: none. `is_reserved`: on a node that lives now."""
         if not self._vacant:
             return None
@@ -54,11 +56,11 @@ class Places:
                 return place
         return None
 
-    def take_back(self, place: Place) -> None:
+    def take_back(self, place: PlacementSlot) -> None:
         """Take this first place, which is vacant, wherever its bundle is now."""
         self._vacant.remove(place)
 
-    def reserve(self, place: Place) -> PlacementGroup:
+    def reserve(self, place: PlacementSlot) -> PlacementGroup:
         """Ask for a single bundle and return at once."""
         group = placement_group(
             [place.resources()],
@@ -68,7 +70,7 @@ class Places:
         self._single.append(group)
         return group
 
-    def give_back(self, place: Place, group: PlacementGroup | None) -> None:
+    def give_back(self, place: PlacementSlot, group: PlacementGroup | None) -> None:
         """Nobody stands there any more; what runs in a single bundle ends."""
         if group is None:
             self._vacant.append(place)
@@ -87,7 +89,7 @@ class Places:
         living = living_nodes()
         return {bundle for bundle, node in nodes_of(self._run_group).items() if node in living}
 
-    def explain(self, place: Place, *, waited_s: float) -> str:
+    def explain(self, place: PlacementSlot, *, waited_s: float) -> str:
         """Why a bundle may not have come so far: what is asked for, what the cluster has, what is missing."""
         wanted, total, free = place.resources(), ray.cluster_resources(), ray.available_resources()
         missing = gaps(wanted, free)
