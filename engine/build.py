@@ -154,24 +154,19 @@ def build_engine(
         ConfigError: what the settings ask for does not go together, or the caches have no room for one sample.
         NumericsError: invariant numerics are asked for and the probe finds a difference.
     """
-    for model, role in ((target, "target"), (draft, "draft")):
-        if model is not None and not isinstance(model, HeadWeights):
-            _check_context(model, role, max_total_tokens)
-    vocab_size = _vocab_size(target, vocab_size)
+    _check_contexts(target, draft, max_total_tokens)
     policy = policy or build_policy(speculation, profile)
     runners = _Runners(
         engine,
         backend or (target.backend if isinstance(target, LlamaModel) else backend_for(engine)),
         max_total_tokens=max_total_tokens,
         max_nodes=policy.max_nodes,
-        vocab_size=vocab_size,
+        vocab_size=_vocab_size(target, vocab_size),
         instance=instance,
     )
     runner, refused = runners.checked(target, verdicts)
     if drafter is None and policy.max_nodes:
         drafter = _drafter(speculation, policy, draft, runner, runners)
-        if isinstance(drafter, LevelDrafter) and speculation.look_up != "none":
-            drafter = DrafterList(_look_up(speculation), drafter)
     made = Engine(
         runner,
         drafter=drafter,
@@ -189,8 +184,7 @@ def build_engine(
         promise=describe_numerics(engine, runner.device, refused=refused),
         decode=_decode(engine, runner.device),
     )
-    if part_of(drafter, LevelDrafter) is not None:
-        made.drafter_checksum = _checksum(draft)
+    made.drafter_checksum = "" if part_of(drafter, LevelDrafter) is None else _checksum(draft)
     return made
 
 
@@ -324,6 +318,20 @@ def _drafter(
     runner: ModelRunner,
     runners: _Runners,
 ) -> Drafter | None:
+    """What the settings name; a look-up beside what computes, where they ask for one."""
+    drafter = _one_drafter(speculation, policy, draft, runner, runners)
+    if isinstance(drafter, LevelDrafter) and speculation.look_up != "none":
+        return DrafterList(_look_up(speculation), drafter)
+    return drafter
+
+
+def _one_drafter(
+    speculation: SpeculationConfig,
+    policy: DraftPolicy,
+    draft: CausalLM | HeadWeights | None,
+    runner: ModelRunner,
+    runners: _Runners,
+) -> Drafter | None:
     engine = runners.engine
     if speculation.drafter in ("head", "mtp"):
         is_mtp = isinstance(draft, HeadWeights) and isinstance(draft.config, MtpConfig)
@@ -388,13 +396,16 @@ def head_drafter(
     return drafter
 
 
-def _check_context(model: CausalLM, role: str, max_total_tokens: int) -> None:
-    limit = max_context_tokens(model.config)
-    if limit is not None and max_total_tokens > limit:
-        raise ModelError(
-            f"the longest prompt and response take {max_total_tokens} tokens, the {role} model's context is "
-            f"{limit}; lower data.max_prompt_tokens or sampling.max_new_tokens"
-        )
+def _check_contexts(target: CausalLM, draft: CausalLM | HeadWeights | None, max_total_tokens: int) -> None:
+    for model, role in ((target, "target"), (draft, "draft")):
+        if model is None or isinstance(model, HeadWeights):
+            continue
+        limit = max_context_tokens(model.config)
+        if limit is not None and max_total_tokens > limit:
+            raise ModelError(
+                f"the longest prompt and response take {max_total_tokens} tokens, the {role} model's context is "
+                f"{limit}; lower data.max_prompt_tokens or sampling.max_new_tokens"
+            )
 
 
 def _vocab_size(target: CausalLM, wanted: int | None) -> int:

@@ -134,11 +134,8 @@ def _attend(
     part = tl.program_id(2)
     column = tl.arange(0, block_size)
     has_row, has_column = row < rows, column < size
-    query = tl.load(
-        q + head * q_head + row[:, None] * q_row + column[None, :],
-        mask=has_row[:, None] & has_column[None, :],
-        other=0.0,
-    )
+    is_held = has_row[:, None] & has_column[None, :]
+    query = tl.load(q + head * q_head + row[:, None] * q_row + column[None, :], mask=is_held, other=0.0)
     largest = tl.full((block_rows,), float("-inf"), tl.float32)
     total = tl.zeros((block_rows,), tl.float32)
     attended = tl.zeros((block_rows, block_size), tl.float32)
@@ -174,16 +171,10 @@ def _attend(
         at = place * splits + part
         tl.store(sums + at, largest, mask=has_row)
         tl.store(sums + sums_stride + at, total, mask=has_row)
-        tl.store(
-            out + at[:, None] * size + column[None, :], attended, mask=has_row[:, None] & has_column[None, :]
-        )
+        tl.store(out + at[:, None] * size + column[None, :], attended, mask=is_held)
     else:
-        attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            out + place[:, None] * size + column[None, :],
-            attended.to(out.dtype.element_ty),
-            mask=has_row[:, None] & has_column[None, :],
-        )
+        attended = (attended / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + place[:, None] * size + column[None, :], attended, mask=is_held)
 
 
 @triton.jit
