@@ -168,3 +168,9 @@ def test_the_documentation_is_short_enough_to_be_read() -> None:
     assert written_words(ROOT / "README.md") <= 700
     assert {name: number for name, number in by_hand.items() if number > MAX_PAGE_WORDS} == {}
     assert sum(by_hand.values()) <= MAX_WORDS, sorted(by_hand.items(), key=lambda item: -item[1])
+
+
+def test_a_change_is_one_short_line_of_the_changelog() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    changes = [line for line in lines[lines.index("## [Unreleased]") :] if line and not line.startswith("#")]
+    assert [line for line in changes if not line.startswith("- ") or len(line) > 160] == []
