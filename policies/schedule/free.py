@@ -12,6 +12,7 @@ Sources: the bound on what has begun is AReaL's (arXiv 2505.24298, section 5.1),
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,20 +49,24 @@ class FreeAdmission:
         Returns:
             Places in `ended`, `groups_per_batch` of them.
         """
-        size, chosen = self.groups_per_batch, list[int]()
+        size, chosen, num_begun = self.groups_per_batch, set[int](), 0
         if len(ended) < size:
             return None
-        for begun in sorted({*ended, *running}):
+        counts = Counter(ended)
+        counts.update(running)
+        for begun in sorted(counts):
+            num_begun += counts[begun]
             # the updates from the next one on that may still learn from what began so early
             later = max(begun + self.max_staleness - update, 0)
-            num_left = sum(one <= begun for one in (*ended, *running)) - later * size
+            missing = num_begun - later * size - len(chosen)
+            if missing <= 0:
+                continue
             mine = [place for place, one in enumerate(ended) if one <= begun and place not in chosen]
-            missing = num_left - sum(ended[place] <= begun for place in chosen)
             if missing > len(mine):
                 return None
-            chosen += mine[: max(missing, 0)]
+            chosen.update(mine[:missing])
         rest = [place for place in range(len(ended)) if place not in chosen]
-        return sorted(chosen + rest[: size - len(chosen)])
+        return sorted([*chosen, *rest[: size - len(chosen)]])
 
 
 @dataclass(slots=True, kw_only=True)
