@@ -201,6 +201,7 @@ UPDATE_PARTS = (
     "collate",
     "first_forwards",
     "advantages",
+    "scoring",
     "forward",
     "backward",
     "optimizer",
@@ -226,6 +227,7 @@ def update_line(metrics: Sequence[Metrics]) -> str | None:
         (share["outside"] > 0.25, "it waits: rollouts on their way, other processes on its cores"),
         (share["observers"] > 0.25, "a draft model learns in it: see drafter_training"),
         (share["first_forwards"] > 0.3, "a forward more than it learns from: see algorithm.kl_coef"),
+        (share["scoring"] > 0.3, "the engine scores every minibatch again: see trainer.scoring"),
         (share["advantages"] > 0.25, "the critic: see trainer.value_epochs"),
         (share["optimizer"] > 0.25, "many steps for few tokens: raise trainer.minibatch_size"),
         (

@@ -337,7 +337,9 @@ class PolicyObjective:
         learned = targets.with_gradient(rows)
         engine: Tensor | None = None
         if targets.engine is not None and learned:
+            self.laps.lap("collate")
             engine = targets.engine.of(self.forward.rows_of(learned, self.experience))
+            self.laps.lap("scoring")
         packs = self.forward.packs(learned, self.experience)
         return PolicyBatch(self, packs, weight=weight, share=share, engine=engine, num_steps=num_steps)
 
@@ -386,7 +388,9 @@ class PolicyBatch:
         of.laps.lap("collate")
         has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
         seen: list[Tensor] | None = [] if of.observers and not pack.is_filler else None
-        logprobs, entropy, _ = of.forward.statistics(model, packed, entropy=has_entropy, logits=seen)
+        logprobs, entropy, _ = of.forward.statistics(
+            model, packed, entropy=has_entropy, learns_entropy=algorithm.has_entropy_bonus, logits=seen
+        )
         for logits in seen or ():
             of.laps.lap("forward")
             self._show(pack, packed, logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from itertools import pairwise
 from typing import Any
@@ -69,5 +70,12 @@ def peak_flops(device: torch.device) -> float | None:
     """bfloat16 operations a second by the device's data sheet; None: no sheet (any CPU)."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((sheet.bf16_flops for key, sheet in SHEETS.items() if key in name.split()), None)
+    return sheet_flops(torch.cuda.get_device_name(device))
+
+
+def sheet_flops(name: str) -> float | None:
+    """The same by the device's name; None for forms that no sheet here describes."""
+    words = set(re.split(r"[\s-]", name))
+    if words & {"PCIe", "NVL"}:
+        return None
+    return next((sheet.bf16_flops for key, sheet in SHEETS.items() if key in words), None)

@@ -200,8 +200,10 @@ class Learner(Trainer):
             if odd
             else None
         )
+        self.laps.lap("checks")
         for observer in self.observers:
             targets.metrics.update(observer.end(self.trainers))
+        self.laps.lap("observers")
         self.weight_version += 1
         log_ratio_counts, work = zip(
             *self.trainers.gather((metrics.log_ratio_counts(), metrics.work)), strict=True

@@ -81,6 +81,7 @@ class PolicyForward:
         packed: PackedSequences,
         *,
         entropy: bool,
+        learns_entropy: bool = False,
         logits: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Log-probabilities [M] of the pack's targets, entropies [M] and the states [M, H] that predict them.
@@ -93,6 +94,7 @@ class PolicyForward:
             self.vocab_size,
             self.temperature,
             entropy=entropy,
+            learns_entropy=learns_entropy,
             compute_dtype=self.compute_dtype,
             keeps_casts=not self.trainers.is_sharded,
             logits=logits,

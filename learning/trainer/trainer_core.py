@@ -133,6 +133,7 @@ class Trainer:
     def _step(self, norm: float, when: str) -> float:
         """Not by a gradient that is 0, where momentum and decay alone would move the weights."""
         if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
             raise NotFiniteError(
                 f"the gradient norm {when} is {norm}; expected a finite number; lower trainer.learning_rate"
             )
@@ -270,8 +271,11 @@ def adam(
     parameters: Sequence[torch.nn.Parameter], trainer: TrainerConfig | SupervisedTrainerConfig
 ) -> torch.optim.AdamW:
     """The optimizer of a model's weights. Source: Loshchilov and Hutter 2019, 'Decoupled weight decay'."""
+    on_gpu = bool(parameters) and all(one.device.type == "cuda" for one in parameters)
     return torch.optim.AdamW(
         parameters,
+        # one launch for all; None leaves a CPU's as it is
+        fused=True if on_gpu else None,
         lr=trainer.learning_rate,
         weight_decay=trainer.weight_decay,
         betas=trainer.adam_betas,

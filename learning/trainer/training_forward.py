@@ -69,12 +69,14 @@ def response_statistics(
     temperature: float,
     *,
     entropy: bool,
+    learns_entropy: bool = True,
     compute_dtype: torch.dtype = torch.float32,
     keeps_casts: bool = True,
     logits: list[Tensor] | None = None,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None, Float[Tensor, "M H"]]:
     """`token_statistics` of `packed.targets` and the states that predict them, without their logits at once.
 
+    `learns_entropy`: whether entropies have a gradient, which costs as much as that of the log-probabilities.
     `logits`: a list that gets them whole all the same, [M, V], without a gradient; it changes nothing else.
     What several sequences have in common is predicted once. Behind a head that has a bias, adapters, or something that
     the model does to its logits (soft-capping, scaling), they are computed whole: the chunks are of a bare product.
@@ -101,11 +103,11 @@ def response_statistics(
         product = _products_in(kept[0], compute_dtype)
         settings = vocab_size, product, temperature, entropy, has_backward
         # leaves by the model's output, which is where shards of weights are waited for in the backward pass
-        kept.append(
-            torch.stack(
-                _HeadStatistics.apply(kept[0], module.weight, there.targets_once, settings, chunks), dim=-1
-            )[None]
+        logprobs, entropies = _HeadStatistics.apply(
+            kept[0], module.weight, there.targets_once, settings, chunks
         )
+        entropies = entropies if entropy and learns_entropy else entropies.detach()
+        kept.append(torch.stack((logprobs, entropies), dim=-1)[None])
         return kept[1]
 
     # before shards of the head are given back
@@ -123,6 +125,7 @@ def response_statistics(
             vocab_size,
             temperature,
             entropy=entropy,
+            learns_entropy=learns_entropy,
             compute_dtype=compute_dtype,
             keeps_casts=keeps_casts,
             logits=logits,

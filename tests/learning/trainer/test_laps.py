@@ -3,7 +3,7 @@
 import torch
 from tiny_llama import tiny_llama
 
-from rlhfspec.learning.trainer.laps import Laps, peak_flops, step_flops
+from rlhfspec.learning.trainer.laps import Laps, peak_flops, sheet_flops, step_flops
 
 
 def test_laps_have_no_gaps_and_are_taken_between_begin_and_end_only():
@@ -30,5 +30,8 @@ def test_operations_are_those_of_the_weights_that_multiply():
     assert step_flops(model, 10) == 40.0 * once
 
 
-def test_a_processor_has_no_data_sheet():
+def test_a_processor_has_no_data_sheet_and_a_card_has_that_of_its_name():
     assert peak_flops(torch.device("cpu")) is None
+    assert sheet_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert sheet_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert sheet_flops("NVIDIA H100 PCIe") is None and sheet_flops("NVIDIA T4") is None
