@@ -68,7 +68,7 @@ def test_a_finished_run_without_its_picture_is_finished_and_says_what_is_missing
     break_pictures(monkeypatch)
     report = end(run_dir, monkeypatch, None)
     assert run_dir.status()["state"] == "finished"
-    assert report.notes[1:] == ["summary or picture is missing: RuntimeError: no font"]
+    assert report.notes[1] == "summary or picture is missing: RuntimeError: no font"
     assert run_dir.summary_file.exists()
 
 

@@ -62,6 +62,8 @@ FAILING = {
     "diagnose": ["diagnose", NAME],
     "trace": ["trace", NAME],
     "report": ["report", NAME],
+    "explain": ["explain", NAME],
+    "compare": ["compare", NAME],
     "monitoring": ["monitoring", "--out", NAME],
 }
 "Each command on a name that it refuses, or prints."

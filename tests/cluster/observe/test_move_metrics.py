@@ -40,6 +40,7 @@ def test_move_metrics_of_three_hand_made_moves() -> None:
             "moves/transfer_hidden_own_share": 2.5 / 4.5,
             "moves/decode_thread_s": 2.0,
             "moves/planning_s": 0.4,
+            "moves/expected_gain_s": 4.0,
             "moves/overhead_share": 2.4 / 16.0,
         }
     )
@@ -50,7 +51,8 @@ def test_without_moves_there_are_counts_and_costs_and_nothing_made_up() -> None:
     metrics = move_metrics((), stats=GenerationStats(verify_s=4.0), planning_s=0.1, timeline=timeline)
     counts = {"num_moved", "num_kept", "num_taken_back", "num_lost", "num_migrate", "num_recompute"}
     assert {name for name, value in metrics.items() if value == 0.0} == {
-        f"moves/{name}" for name in counts | {"stage1_bytes", "stage2_bytes", "decode_thread_s"}
+        f"moves/{name}"
+        for name in counts | {"stage1_bytes", "stage2_bytes", "decode_thread_s", "expected_gain_s"}
     }
     assert {name: value for name, value in metrics.items() if value} == {
         "moves/planning_s": 0.1,

@@ -24,6 +24,7 @@ from moved_clock import move_clock
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.summary import UPDATE_PARTS
 from rlhfspec.cluster.resume.resumed_run import newest_run, open_run
 from rlhfspec.cluster.system.system import System
 from rlhfspec.core.checkpoint_manifest import MANIFEST, state_folders
@@ -39,6 +40,10 @@ _OF_THE_CLOCK = (
     "time/",
     "moves/",
     "rollout/goodput",
+    "rollout/decode_s",
+    "rollout/draft_s",
+    *(f"update/{part}_s" for part in UPDATE_PARTS),
+    "update/tokens_per_s",
     # how far a refit gets in its seconds, and what is accepted then
     "draft/",
     "rollout/acceptance_rate",
