@@ -68,7 +68,9 @@ def test_a_finished_run_without_its_picture_is_finished_and_says_what_is_missing
     break_pictures(monkeypatch)
     report = end(run_dir, monkeypatch, None)
     assert run_dir.status()["state"] == "finished"
-    assert report.notes[1] == "summary or picture is missing: RuntimeError: no font"
+    missing, change = report.notes[1:]
+    assert missing == "summary or picture is missing: RuntimeError: no font"
+    assert change.startswith("change next: ") and change.endswith("(more: rlhfspec explain)")
     assert run_dir.summary_file.exists()
 
 
