@@ -16,7 +16,7 @@ setup: $(STAMP) build/source/rlhfspec/__init__.py
 SOURCE := core profiles policies engine learning actors cluster
 build/source/rlhfspec/__init__.py: Makefile
 	@mkdir -p $(@D); for folder in $(SOURCE); do ln -sfn ../../../$$folder $(@D)/$$folder; done; \
-	ln -sfn ../../benchmarks build/source/benchmarks; touch $@
+	ln -sfn ../../../learning/public/integrations $(@D)/integrations; ln -sfn ../../benchmarks build/source/benchmarks; touch $@
 
 # Keyed on the content of the dependency lists: a second run, or a fresh date on a file, installs nothing.
 # --no-compile: of thousands of modules a small part is ever imported, and compiled then.
@@ -76,7 +76,7 @@ docs: setup
 	@[ -x $(BIN)/mkdocs ] || $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Engines that `rlhfspec bench engine` compares with, each in an environment of its own (gigabytes; minutes).
+# Engines that `rlhfspec bench engine` compares with, each in an environment of its own (gigabytes; minutes), and TRL.
 bench-peers: setup
 	$(BIN)/python -m benchmarks.peers.build
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
+PACKAGE = '"""RLHF on Ray."""\n\n__path__.append(__path__[0] + "/learning/public")\n'
 FOLDERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
 
 
@@ -15,7 +16,7 @@ class BuildPackage(build_py):
         """Build, and add that file."""
         super().run()
         if not self.editable_mode:
-            Path(self.build_lib, "rlhfspec", "__init__.py").write_text('"""RLHF on Ray."""\n')
+            Path(self.build_lib, "rlhfspec", "__init__.py").write_text(PACKAGE)
 
 
 setup(

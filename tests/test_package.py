@@ -14,9 +14,17 @@ import pytest
 from tests.test_layers import LAYERS, ROOT
 
 WHERE = (
-    "import rlhfspec.core.records as records, rlhfspec.cluster.placement.origin as origin; "
-    "print(records.__file__, origin.shadowed_packages())"
+    "import rlhfspec.core.records as records, rlhfspec.cluster.placement.origin as origin, rlhfspec.integrations; "
+    "print(records.__file__, rlhfspec.integrations.__file__, origin.shadowed_packages())"
 )
+
+
+def where(package: Path) -> list[str]:
+    """What `WHERE` prints of one that is whole."""
+    public = package / "learning" / "public"
+    return [str(package / "core" / "records.py"), str(public / "integrations" / "__init__.py"), "[]"]
+
+
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
 
@@ -46,7 +54,7 @@ def run(argv: list[str], *, cwd: Path, path: str) -> str:
 def test_a_job_runs_what_its_working_directory_holds(tmp_path: Path, command: list[str]) -> None:
     tree = copy_of_the_tree(tmp_path)
     # as Ray starts an entry point: in the folder, which is on the path
-    assert run(["-c", WHERE], cwd=tree, path=str(tree)).split() == [str(tree / "core" / "records.py"), "[]"]
+    assert run(["-c", WHERE], cwd=tree, path=str(tree)).split() == where(tree)
     assert run(["-m", "rlhfspec.cluster.cli", *command], cwd=tree, path=str(tree))
 
 
@@ -63,8 +71,7 @@ def test_a_wheel_puts_one_name_into_site_packages_and_runs(tmp_path: Path) -> No
     assert {f"rlhfspec/{each}" for each in data} <= set(names)
     files = {str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
     assert {f"rlhfspec/{each}" for each in files} <= set(names)
-    got = run(["-c", WHERE], cwd=elsewhere, path=str(site)).split()
-    assert got == [str(site / "rlhfspec" / "core" / "records.py"), "[]"]
+    assert run(["-c", WHERE], cwd=elsewhere, path=str(site)).split() == where(site / "rlhfspec")
     assert "rlhfspec" in run(["-m", "rlhfspec.cluster.cli", "--version"], cwd=elsewhere, path=str(site))
     config = str(site / "rlhfspec" / "configs" / "demo.yaml")
     assert run(["-m", "rlhfspec.cluster.cli", "check", "--config", config], cwd=elsewhere, path=str(site))

@@ -391,7 +391,8 @@ def unique_tensors(model: Any) -> list[tuple[str, Tensor]]:
     seen: set[int] = set()
     unique = []
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        where = id(tensor) if tensor.is_meta else tensor.data_ptr()
+        # shards have no storage that tells which are tied
+        where = id(tensor) if tensor.is_meta or hasattr(tensor, "full_tensor") else tensor.data_ptr()
         if where in seen and tensor.numel():
             continue
         seen.add(where)

@@ -76,19 +76,8 @@ class Adapter:
         return sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
 
     def merged_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The model's weights under the names it had without adapters, one merged at a time.
-
-        `tensors` are the adapted model's, in name order, a layer's adapters whole while its weight is the last one
-        given. Merged ones are float32 whatever the weights below are held in.
-        """
-        layers = {name: module for name, module in self._model.named_modules() if hasattr(module, "lora_A")}
-        for name, tensor in tensors:
-            if _OWN in name or _BEFORE in name:
-                continue
-            name = name.replace(_WHOLE, ".")
-            path, _, kind = name.partition(_BASE)
-            is_merged = kind == "weight" and path in layers
-            yield name.replace(_BASE, "."), _merged(layers[path], tensor) if is_merged else tensor
+        """See `merged_tensors` below."""
+        return merged_tensors(self._model, tensors)
 
     def base_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights without adapters, named as `merged_tensors` names them: the reference policy's.
@@ -143,6 +132,22 @@ def require_peft() -> Any:
             f"trainer.lora needs the package peft, which is not installed ({error}); "
             "pip install 'rlhfspec[lora]', or take trainer.lora out"
         ) from None
+
+
+def merged_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of an adapted model under the names it had without adapters, one merged at a time.
+
+    `tensors` are the adapted model's, in name order, a layer's adapters whole while its weight is the last one
+    given. Merged ones are float32 whatever the weights below are held in.
+    """
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    for name, tensor in tensors:
+        if _OWN in name or _BEFORE in name:
+            continue
+        name = name.replace(_WHOLE, ".")
+        path, _, kind = name.partition(_BASE)
+        is_merged = kind == "weight" and path in layers
+        yield name.replace(_BASE, "."), _merged(layers[path], tensor) if is_merged else tensor
 
 
 def _merged(layer: nn.Module, weight: Tensor) -> Tensor:

@@ -1,0 +1,306 @@
+"""TRL's `GRPOTrainer(rollout_func=rollout_func())`: the script stays, our engine generates its responses.
+
+A response is a function of weights, prompt and key alone, and its log-probabilities are those that TRL's own forward
+gives, up to float32 rounding: TRL corrects for an engine's mismatch only with `use_vllm`. TRL 1.x, whose contract is:
+`f(prompts, trainer)` on every rank, prompts repeated and not templated, one entry of each list returned a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ConfigError, DataError
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.core.weight_records import TensorSpec, WeightManifest
+from rlhfspec.engine.build import backend_for, build_engine, published_model
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.numerics import on_threads
+from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
+from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
+from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from rlhfspec.learning.public.integrations.whole_weights import whole_weights
+from rlhfspec.profiles.profile import Profile, load_profile
+
+OLDEST = (1, 0)
+"Release of TRL; earlier ones call a rollout function with other arguments."
+MAX_PROMPT_TOKENS = 512
+_INDICES_A_STEP = 1 << 32
+"Sample indices from one `global_step` to the next."
+
+
+def rollout_func(
+    draft: str | Path | None = None,
+    *,
+    speculation: SpeculationConfig | None = None,
+    engine: EngineConfig | None = None,
+    max_prompt_tokens: int | None = None,
+) -> TrlRollouts:
+    """What `GRPOTrainer(rollout_func=...)` takes; sampling is that of the trainer's `GRPOConfig`.
+
+    Args:
+        draft: folder or hub name of a draft model, or the folder of a draft head where `speculation.drafter` is head.
+        speculation: what drafts and how much; by default the draft model, without one a look-up, by trying
+            (`policy="bandit"`). `policy="goodput"` needs `profile`, a folder that `rlhfspec profile` made.
+        engine: slots, threads, numerics.
+        max_prompt_tokens: of the longest prompt, templated; None: 512, or what the model's context leaves beside
+            `max_completion_length`.
+
+    Raises:
+        ConfigError: TRL is not installed, or older than 1.0; settings that do not go together.
+    """
+    _require_trl()
+    if speculation is None:
+        speculation = SpeculationConfig(drafter="suffix" if draft is None else "model", policy="bandit")
+    if speculation.names_draft and draft is None and speculation.policy != "off":
+        raise ConfigError(
+            f"rollout_func: speculation.drafter is '{speculation.drafter}' and draft was not given; name its folder, "
+            "or set drafter to 'suffix' or 'none'"
+        )
+    if speculation.goes_by_profile and speculation.profile == "auto":
+        raise ConfigError(
+            "rollout_func: speculation.policy is 'goodput' and speculation.profile 'auto', but nothing is measured "
+            "while TRL trains; set profile to a folder that `rlhfspec profile` made, or policy to 'bandit'"
+        )
+    return TrlRollouts(draft, speculation, engine or EngineConfig(), max_prompt_tokens)
+
+
+class TrlRollouts:
+    """Called by the trainer for each batch; holds one engine, which gets the trainer's weights once a step."""
+
+    def __init__(
+        self,
+        draft: str | Path | None,
+        speculation: SpeculationConfig,
+        engine: EngineConfig,
+        max_prompt_tokens: int | None,
+    ) -> None:
+        self.engine: Engine | None = None
+        "built at the first call; `engine.stats` has counters"
+        self._draft = None if draft is None else str(draft)
+        self._speculation, self._settings = speculation, engine
+        self._max_prompt_tokens = max_prompt_tokens
+        self._trainer: Any = None
+        self._used: dict[tuple[int, Stream], int] = {}
+        "sample indices that a step has given out"
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Generate a response for each prompt, on this rank.
+
+        Args:
+            prompts: texts or conversations, each as often as responses are wanted.
+            trainer: a GRPOTrainer.
+
+        Returns:
+            `prompt_ids`, `completion_ids` and `logprobs` (at the sampling temperature, before top-k and top-p),
+            a list of numbers a prompt each.
+
+        Raises:
+            ConfigError: sampling, or a trainer, that this engine does not serve.
+            DataError: a prompt that is too long, or holds images.
+        """
+        sampling = sampling_of(trainer)
+        prompt_ids = tokenized(prompts, trainer)
+        longest, most = max(map(len, prompt_ids)), self._most_prompt_tokens(trainer)
+        if longest > most:
+            raise DataError(
+                f"rollout_func: a prompt has {longest} tokens, expected at most {most}; shorten it, or give "
+                f"rollout_func max_prompt_tokens={longest}"
+            )
+        with torch.no_grad(), on_threads(self._settings.num_threads):
+            engine = self._with_weights_of(trainer)
+            done = engine.generate(self._requests(prompt_ids, sampling, trainer))
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [one.token_ids.tolist() for one in done],
+            "logprobs": [one.policy_logprobs.tolist() for one in done],
+        }
+
+    def _requests(
+        self, prompt_ids: list[list[int]], sampling: SamplingParams, trainer: Any
+    ) -> list[SampleRequest]:
+        """Key each sample by run seed, step and its number within the step over all ranks."""
+        step, ranks = int(trainer.state.global_step), trainer.accelerator.num_processes
+        stream = Stream.TRAIN if trainer.model.training else Stream.EVAL
+        used = self._used.get((step, stream), 0)
+        self._used = {(step, stream): used + ranks * len(prompt_ids)} | {
+            key: count for key, count in self._used.items() if key[0] == step and key[1] != stream
+        }
+        first = step * _INDICES_A_STEP + used + trainer.accelerator.process_index * len(prompt_ids)
+        return [
+            SampleRequest(
+                key=SampleKey(run_seed=trainer.args.seed, stream=stream, sample_index=first + number),
+                prompt=Prompt(prompt_id=number, token_ids=np.array(ids, dtype=np.int64)),
+                sampling=sampling,
+            )
+            for number, ids in enumerate(prompt_ids)
+        ]
+
+    def _with_weights_of(self, trainer: Any) -> Engine:
+        """The engine, with the trainer's weights of this step. Collective where they are sharded."""
+        step = int(trainer.state.global_step)
+        if self.engine is None or self._trainer is not trainer:
+            self.engine = self._build(trainer, step)
+            self._trainer = trainer
+        elif self.engine.weight_version != step:
+            tensors = whole_weights(trainer)
+            self.engine.load_weights(_manifest(trainer, tensors, step), tensors)
+        return self.engine
+
+    def _build(self, trainer: Any, step: int) -> Engine:
+        tensors = whole_weights(trainer)
+        dtype = dtype_of(trainer, tensors)
+        settings = self._settings
+        if settings.device == "auto":
+            settings = settings.model_copy(update={"device": trainer.accelerator.device.type})
+        backend = backend_for(settings)
+        target = published_model(
+            _manifest(trainer, tensors, step),
+            [tensors],
+            dtype,
+            backend=backend,
+            who="weights of TRL's trainer",
+            stock=settings.forward == "stock",
+        )
+        return build_engine(
+            target,
+            self._read_draft(trainer, dtype),
+            engine=settings,
+            speculation=self._speculation,
+            max_total_tokens=self._most_prompt_tokens(trainer) + trainer.args.max_completion_length,
+            instance="TRL",
+            weight_version=step,
+            profile=self._profile(),
+            backend=backend,
+        )
+
+    def _most_prompt_tokens(self, trainer: Any) -> int:
+        if self._max_prompt_tokens is not None:
+            return self._max_prompt_tokens
+        new = trainer.args.max_completion_length
+        context = max_context_tokens(trainer.model.config) or MAX_PROMPT_TOKENS + new
+        return max(min(MAX_PROMPT_TOKENS, context - new), 1)
+
+    def _profile(self) -> Profile | None:
+        if not self._speculation.goes_by_profile:
+            return None
+        return load_profile(Path(self._speculation.profile).expanduser())
+
+    def _read_draft(self, trainer: Any, dtype: str) -> CausalLM | HeadWeights | None:
+        """What drafts with weights of its own. Raises ModelError: it cannot be loaded, or does not fit."""
+        if self._draft is None or not self._speculation.has_draft:
+            return None
+        if self._speculation.drafter != "model":
+            num_layers = trainer.model.config.get_text_config().num_hidden_layers
+            return load_head(Path(self._draft).expanduser(), num_target_layers=num_layers)
+        tokenizer = trainer.processing_class
+        foreign = foreign_ids(tokenizer, load_tokenizer(self._draft))
+        return fit_draft(load_causal_lm(self._draft, dtype), foreign, num_ids=num_token_ids(tokenizer))
+
+
+def sampling_of(trainer: Any) -> SamplingParams:
+    """How TRL's own generation would sample. Raises ConfigError naming what our engine does not serve."""
+    args = trainer.args
+    refused = {
+        "use_vllm": (args.use_vllm, "vLLM would run beside this engine; leave it out"),
+        "min_p": (args.min_p, "leave it out, or set top_p"),
+        "repetition_penalty": (args.repetition_penalty not in (None, 1.0), "set it to 1.0"),
+        "generation_kwargs": (args.generation_kwargs, "set temperature, top_p, top_k, max_completion_length"),
+        "tools": (
+            getattr(trainer, "tools", None),
+            "TRL generates further turns of tools by itself; leave it out",
+        ),
+    }
+    for name, (is_set, mend) in refused.items():
+        if is_set:
+            value = getattr(args, name, is_set)
+            raise ConfigError(f"rollout_func: {name} is {value!r}, which this engine does not serve; {mend}")
+    stops = getattr(trainer, "eos_token_ids", None) or [trainer.processing_class.eos_token_id]
+    return SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k or 0,
+        top_p=args.top_p,
+        max_new_tokens=args.max_completion_length,
+        stop_token_ids=tuple(token for token in stops if token is not None),
+    )
+
+
+def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
+    """Token ids of texts, or of conversations as TRL's chat template renders them. Raises DataError for images."""
+    tokenizer = trainer.processing_class
+    if hasattr(tokenizer, "image_processor"):
+        raise DataError(
+            f"rollout_func: {type(tokenizer).__name__} reads images, which this engine does not; "
+            "give GRPOTrainer a tokenizer as processing_class"
+        )
+    if isinstance(prompts[0], str):
+        return tokenizer(text=list(prompts))["input_ids"]
+    return tokenizer.apply_chat_template(
+        conversation=list(prompts),
+        chat_template=getattr(trainer, "chat_template", None),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **(getattr(trainer, "chat_template_kwargs", None) or {}),
+    )["input_ids"]
+
+
+def dtype_of(trainer: Any, tensors: dict[str, Tensor]) -> str:
+    """What to decode in: bfloat16 where TRL computes in it, else float32. Raises ConfigError for float16."""
+    held = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if trainer.args.fp16 or not held <= set(DTYPES.values()):
+        names = ", ".join(sorted(str(one).removeprefix("torch.") for one in held))
+        raise ConfigError(
+            f"rollout_func: weights are {names} and fp16 is {trainer.args.fp16}; this engine decodes in float32 or "
+            "bfloat16: load the model in one of them and set fp16=False"
+        )
+    return "bfloat16" if trainer.args.bf16 or torch.bfloat16 in held else "float32"
+
+
+def _manifest(trainer: Any, tensors: dict[str, Tensor], step: int) -> WeightManifest:
+    """Describe weights that stay in this process: names and shapes, no checksum and no chunks."""
+    specs = [
+        TensorSpec(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            offset_bytes=0,
+            num_bytes=tensor.nbytes,
+        )
+        for name, tensor in tensors.items()
+    ]
+    return WeightManifest(
+        model="target",
+        weight_version=step,
+        checksum="",
+        num_bytes=sum(spec.num_bytes for spec in specs),
+        chunk_num_bytes=(),
+        chunk_checksums=(),
+        tensors=tuple(specs),
+        hf_config_json=trainer.model.config.to_json_string(use_diff=False),
+    )
+
+
+def _require_trl() -> None:
+    """Raise ConfigError unless TRL is installed in a release whose contract this knows."""
+    wanted = ".".join(map(str, OLDEST))
+    try:
+        found = version("trl")
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"rollout_func is called by TRL's GRPOTrainer, and the package trl is not installed; pip install "
+            f"'trl>={wanted}'"
+        ) from None
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        raise ConfigError(
+            f"rollout_func needs TRL {wanted} or later, whose trainer calls it on every rank with raw prompts; "
+            f"TRL {found} is installed: pip install 'trl>={wanted}'"
+        )

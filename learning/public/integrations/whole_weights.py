@@ -1,0 +1,82 @@
+"""The weights of another library's trainer, whole: gathered where they are sharded, adapters merged.
+
+DeepSpeed's ZeRO-3 and FSDP of both kinds, as TRL's own synchronisation with vLLM gathers them. Adapters of PEFT are
+merged beside the weights (`learning.trainer.adapter`): merging and unmerging in place, as TRL does, lets them drift.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.engine.weights.chunks import unique_tensors
+from rlhfspec.learning.trainer.adapter import merged_tensors
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"Parts of names that stand for what a module was wrapped in."
+
+
+def whole_weights(trainer: Any) -> dict[str, Tensor]:
+    """Every weight under the name that the model has without wrappers; views where nothing was gathered or merged.
+
+    Every rank must call it: gathering is collective. Raises ConfigError for adapters that cannot be merged so.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    is_adapted = hasattr(model, "peft_config")
+    if is_adapted:
+        _require_lora(model)
+    base = model.get_base_model() if is_adapted else model
+    with _gathered(model) as is_temporary:
+        tensors = ((_plain(name), _whole(tensor)) for name, tensor in unique_tensors(base))
+        if is_adapted:
+            tensors = merged_tensors(base, tensors)
+        return {name: tensor.clone() if is_temporary else tensor for name, tensor in tensors}
+
+
+@contextmanager
+def _gathered(model: nn.Module) -> Iterator[bool]:
+    """Parameters of ZeRO-3 and of the first FSDP are whole in the block, on every rank; whether they are no longer."""
+    split = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    if split:
+        with importlib.import_module("deepspeed").zero.GatheredParameters(split):
+            yield True
+    elif any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            yield True
+    else:
+        yield False
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _require_lora(model: Any) -> None:
+    kinds = {
+        "DoRA" if getattr(one, "use_dora", False) else str(getattr(one.peft_type, "value", one.peft_type))
+        for one in model.peft_config.values()
+    }
+    if kinds != {"LORA"}:
+        raise ConfigError(
+            f"rollout_func: the trainer's adapter is {', '.join(sorted(kinds))}, and only LoRA is merged for the "
+            "engine; use a LoraConfig without use_dora"
+        )
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) or any(
+        isinstance(module, FullyShardedDataParallel) for module in model.modules()
+    ):
+        raise ConfigError(
+            "rollout_func: LoRA was given and FSDP shards the model, where adapters are not merged for the engine; use "
+            "DeepSpeed or plain data parallelism, or train all weights"
+        )

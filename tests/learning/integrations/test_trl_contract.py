@@ -1,0 +1,222 @@
+"""`rollout_func` keeps TRL's contract, by its documented arguments alone: TRL need not be installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from byte_chat import save_byte_pair
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_like import trl_like
+
+from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.errors import ConfigError, DataError
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.weights.chunks import unique_tensors
+from rlhfspec.learning.public.integrations import trl
+from rlhfspec.learning.public.integrations.trl import TrlRollouts
+from rlhfspec.learning.public.integrations.whole_weights import whole_weights
+
+CHATS = [[{"role": "user", "content": text}] for text in ("one", "one", "a longer one", "a longer one")]
+TEXTS = ["one", "one", "a longer one"]
+ENGINE = EngineConfig(max_running_samples=3, probe=False)
+LOOK_UP = SpeculationConfig(drafter="suffix", policy="fixed", num_nodes=4, depth=4)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    save_byte_pair(folder)
+    return folder
+
+
+@pytest.fixture
+def model(pair):
+    return AutoModelForCausalLM.from_pretrained(pair / "target")
+
+
+@pytest.fixture
+def tokenizer(pair):
+    return AutoTokenizer.from_pretrained(pair / "target")
+
+
+def rollouts(draft: Path | None = None, speculation: SpeculationConfig = LOOK_UP) -> TrlRollouts:
+    return TrlRollouts(draft, speculation, ENGINE, max_prompt_tokens=64)
+
+
+def alone(model, prompt_ids, *, first: int = 0, stream: Stream = Stream.TRAIN, stop: int = 1):
+    """The same responses by a plain engine: tokens and log-probabilities."""
+    engine = build_engine(
+        deepcopy(model).eval(),
+        None,
+        engine=ENGINE,
+        speculation=SpeculationConfig(policy="off"),
+        max_total_tokens=128,
+    )
+    sampling = SamplingParams(temperature=0.8, max_new_tokens=12, stop_token_ids=(stop,))
+    with torch.no_grad():
+        done = engine.generate(
+            SampleRequest(
+                key=SampleKey(run_seed=7, stream=stream, sample_index=first + number),
+                prompt=Prompt(prompt_id=0, token_ids=np.array(ids)),
+                sampling=sampling,
+            )
+            for number, ids in enumerate(prompt_ids)
+        )
+    return [one.token_ids.tolist() for one in done], [one.policy_logprobs.tolist() for one in done]
+
+
+def moved(model, by: float = 0.05) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("prompts", [CHATS, TEXTS])
+@pytest.mark.parametrize("drafter", ["model", "suffix"])
+def test_responses_are_those_of_our_engine_alone(pair, model, tokenizer, prompts, drafter):
+    speculation = SpeculationConfig(drafter=drafter, policy="fixed", num_nodes=4, depth=4)
+    got = rollouts(pair / "draft", speculation)(prompts, trl_like(model, tokenizer))
+    texts = (
+        [f"<user>{chat[0]['content']}<end><assistant>" for chat in prompts] if prompts is CHATS else prompts
+    )
+    assert got["prompt_ids"] == [tokenizer(text)["input_ids"] for text in texts]
+    assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
+    assert got["completion_ids"][0] != got["completion_ids"][1], "one prompt's samples have keys of their own"
+
+
+def test_log_probabilities_are_those_of_the_trainers_forward(model, tokenizer):
+    got = rollouts()(CHATS, trl_like(model, tokenizer))
+    for prompt, response, logprobs in zip(*got.values(), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / 0.8
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-5, rtol=0.0)
+
+
+def test_weights_are_published_when_the_step_changes_and_not_before(model, tokenizer):
+    trainer, ours, before = trl_like(model, tokenizer), rollouts(), deepcopy(model)
+    first = ours(CHATS, trainer)
+    moved(model)
+    again = ours(CHATS, trainer)
+    assert (again["completion_ids"], again["logprobs"]) == alone(before, first["prompt_ids"], first=4)
+    trainer.state.global_step = 1
+    after = ours(CHATS, trainer)
+    assert (after["completion_ids"], after["logprobs"]) == alone(model, first["prompt_ids"], first=1 << 32)
+
+
+def test_a_second_trainer_gets_an_engine_of_its_own_weights(model, tokenizer):
+    ours, other = rollouts(), deepcopy(model)
+    moved(other)
+    ours(CHATS, trl_like(model, tokenizer))
+    got = ours(CHATS, trl_like(other, tokenizer))
+    assert got["completion_ids"] == alone(other, got["prompt_ids"], first=4)[0]
+
+
+def test_ranks_and_evaluations_share_no_key(model, tokenizer):
+    trainer = trl_like(model, tokenizer, rank=1, ranks=2)
+    got = rollouts()(CHATS, trainer)
+    assert got["completion_ids"] == alone(model, got["prompt_ids"], first=4)[0]
+    model.eval()
+    got = rollouts()(CHATS, trainer)
+    assert got["completion_ids"] == alone(model, got["prompt_ids"], first=4, stream=Stream.EVAL)[0]
+    assert not model.training
+
+
+def test_adapters_are_merged_beside_the_weights_which_keep_their_bits(model, tokenizer):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    moved(adapted)
+    before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
+    got = rollouts()(CHATS, trl_like(adapted, tokenizer))
+    assert all(torch.equal(before[name], tensor) for name, tensor in adapted.state_dict().items())
+    merged = deepcopy(adapted).merge_and_unload()
+    assert (got["completion_ids"], got["logprobs"]) == alone(merged, got["prompt_ids"])
+
+
+def test_adapters_that_cannot_be_merged_are_refused(model, tokenizer):
+    from peft import LoraConfig, get_peft_model
+
+    recipe = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="adapter is DoRA, and only LoRA is merged"):
+        rollouts()(CHATS, trl_like(get_peft_model(model, recipe), tokenizer))
+
+
+def test_shards_are_gathered(model, tokenizer):
+    model.lm_head.weight = model.model.embed_tokens.weight
+    expected = {name: tensor.clone() for name, tensor in unique_tensors(model)}
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        got = whole_weights(trl_like(model, tokenizer))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_vllm": True}, "use_vllm is True"),
+        ({"min_p": 0.1}, "min_p is 0.1"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty is 1.2"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs is {'num_beams': 2}"),
+        ({"fp16": True}, "fp16 is True"),
+        ({"top_p": 0.0}, "top_p"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(model, tokenizer, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        rollouts()(CHATS, trl_like(model, tokenizer, **changes))
+
+
+def test_a_prompt_that_is_too_long_is_refused(model, tokenizer):
+    with pytest.raises(
+        DataError, match=r"a prompt has 100 tokens, expected at most 64.*max_prompt_tokens=100"
+    ):
+        rollouts()(["x" * 100], trl_like(model, tokenizer))
+
+
+@pytest.mark.parametrize("release", ["0.29.1", "1.0.0"])
+def test_releases_with_another_contract_are_refused(monkeypatch, release):
+    monkeypatch.setattr(trl, "version", lambda name: release)
+    if release == "1.0.0":
+        assert trl.rollout_func().engine is None
+        with pytest.raises(ConfigError, match="draft was not given"):
+            trl.rollout_func(speculation=SpeculationConfig(policy="fixed"))
+        with pytest.raises(ConfigError, match="profile 'auto'"):
+            trl.rollout_func("draft", speculation=SpeculationConfig())
+        return
+    with pytest.raises(ConfigError, match=r"needs TRL 1.0 or later.*TRL 0.29.1 is installed"):
+        trl.rollout_func()
+
+
+def test_a_missing_trl_is_named(monkeypatch):
+    def none(name: str) -> str:
+        raise trl.PackageNotFoundError(name)
+
+    monkeypatch.setattr(trl, "version", none)
+    with pytest.raises(ConfigError, match=r"the package trl is not installed; pip install 'trl>=1.0'"):
+        trl.rollout_func()
+
+
+def test_it_is_imported_by_the_short_name() -> None:
+    code = "from rlhfspec.integrations.trl import rollout_func; print(rollout_func.__name__)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "rollout_func\n"
+    )
