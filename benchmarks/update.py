@@ -1,7 +1,8 @@
-"""The learner's update beside a bare loop over the same tokens, and what scoring by the engine costs.
+"""The learner's update beside a bare loop over the same tokens, what scoring by the engine costs, bfloat16 products.
 
 The bare loop is what any trainer must compute: for the same minibatches a library forward and backward over the same
-packed tokens, a forward of the reference, and the same AdamW step. Responses are sampled once, by the engine.
+packed tokens, a forward of the reference, and the same AdamW step. Responses are sampled once, by the engine. Products
+in bfloat16 (`trainer.compute_dtype`) are timed, and compared with float32's, where the processor has instructions.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rlhfspec.core.config import (
 )
 from rlhfspec.core.records import Rollout
 from rlhfspec.engine.decoding.logprobs import token_logprobs
+from rlhfspec.engine.model.linears import has_bfloat16
 from rlhfspec.learning.objectives.losses import clipped_policy_loss
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer
 from rlhfspec.learning.trainer.experience import collate
@@ -57,7 +59,7 @@ class Batch:
     rollouts: Sequence[Rollout]
 
 
-def learner_of(workload: Workload, scoring: str) -> Learner:
+def learner_of(workload: Workload, scoring: str, compute_dtype: torch.dtype = torch.float32) -> Learner:
     """Return a fresh learner of the workload's target; `engine` scores by an engine of it, `model` by itself."""
     scorer = None
     if scoring == "engine":
@@ -76,6 +78,7 @@ def learner_of(workload: Workload, scoring: str) -> Learner:
         pad_token_id=workload.pad_token_id,
         vocab_size=workload.vocab_size,
         scorer=scorer,
+        compute_dtype=compute_dtype,
         seed=0,
     )
 
@@ -101,9 +104,18 @@ def run(bench: Bench) -> int:
         "model": updates(learner_of(workload, "model"), batch),
         "engine": updates(learner_of(workload, "engine"), batch, reports),
     }
+    if has_bfloat16():
+        learner = learner_of(workload, "model", torch.bfloat16)
+        # as a run has it: its log-probabilities are not the sampler's, so ratios are over its own
+        contestants["bfloat16"] = updates(learner, batch, recompute_old=True)
+        contestants["bfloat16_sampler"] = updates(learner, batch)
     taken = interleaved(contestants, rounds)
     figures.keep(f"update_over_bare_{suffix}", ratios(taken, "bare", "model"))
     figures.keep(f"scoring_engine_cost_{suffix}", ratios(taken, "model", "engine"))
+    if "bfloat16" in taken:
+        for name in ("bfloat16", "bfloat16_sampler"):
+            figures.keep(f"{name}_over_float32_{suffix}", ratios(taken, name, "model"))
+        figures.values |= {f"{name}_{suffix}": value for name, value in bfloat16_errors(batch).items()}
     figures.values[f"bit_equal_share_{suffix}"] = reports[0]["mismatch/bit_equal_share"]
     figures.values[f"first_ratio_{suffix}"] = reports[0]["ratio_at_first_minibatch"]
     for name, rates in taken.items():
@@ -120,11 +132,17 @@ def sample(workload: Workload) -> Batch:
     return Batch(workload=workload, rollouts=alternating_rollouts(requests, engine.generate(requests)))
 
 
-def updates(learner: Learner, batch: Batch, reports: list[dict[str, float]] | None = None) -> Rate:
+def updates(
+    learner: Learner,
+    batch: Batch,
+    reports: list[dict[str, float]] | None = None,
+    *,
+    recompute_old: bool = False,
+) -> Rate:
     """Whole updates of a learner, whose figures are kept; tokens per second of processor time."""
 
     def work() -> None:
-        figures = learner.update(batch.rollouts).metrics
+        figures = learner.update(batch.rollouts, recompute_old=recompute_old).metrics
         if reports is not None:
             reports.append(figures)
 
@@ -167,6 +185,43 @@ def bare_loop(batch: Batch) -> Rate:
             optimizer.zero_grad(set_to_none=True)
 
     return _rate(work, batch)
+
+
+def bfloat16_errors(batch: Batch) -> dict[str, float]:
+    """How far products in bfloat16 are from float32's, of the first minibatch, in one policy gradient.
+
+    Of the loss the relative error; of the log-probabilities, in nats, the mean and the largest distance.
+    """
+    experience = collate(batch.rollouts, pad_token_id=batch.workload.pad_token_id)
+    rows = list(range(min(TRAINER.minibatch_size, len(experience.lengths))))
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = batch.workload.target("float32")
+        prepare_for_training(model, gradient_checkpointing=False)
+        forward = PolicyForward(
+            vocab_size=batch.workload.vocab_size,
+            temperature=1.0,
+            max_tokens=TRAINER.max_tokens_per_forward,
+            compute_dtype=dtype,
+        )
+        losses, logprobs = [], []
+        for pack in forward.packs(rows, experience):
+            flat, _, _ = forward.statistics(model, experience.packed(pack.rows), entropy=False)
+            weights = (experience.rewards[pack.rows, None] - 0.5).expand(-1, experience.mask.shape[1])
+            loss = -(weights[experience.mask[pack.rows]] * flat).sum()
+            loss.backward()
+            losses.append(float(loss.detach()))
+            logprobs.append(flat.detach())
+        gradient = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+        found.append((sum(losses), gradient.double(), torch.cat(logprobs)))
+    (loss, gradient, logprobs), (rounded, of_rounded, near) = found
+    distance = (near - logprobs).abs()
+    return {
+        "bfloat16_loss_error": abs(rounded - loss) / abs(loss),
+        "bfloat16_gradient_cosine": float(torch.nn.functional.cosine_similarity(gradient, of_rounded, dim=0)),
+        "bfloat16_logprob_mean_error": float(distance.mean()),
+        "bfloat16_logprob_max_error": float(distance.max()),
+    }
 
 
 def _rate(work: Callable[[], Any], batch: Batch) -> Rate:

@@ -311,7 +311,7 @@ class TrainerActor(GroupMember):
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        return compute_dtype_on(self._device, DTYPES[self._spec.dtype])
+        return compute_dtype_on(self._device, DTYPES[self._spec.dtype], self._spec.trainer.compute_dtype)
 
     @property
     def _learner(self) -> Learner:

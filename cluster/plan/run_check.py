@@ -50,6 +50,7 @@ from rlhfspec.core.settings.generation import EngineConfig
 from rlhfspec.engine.admission import MB, require_room_for_one
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
+from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.learning.environments.environment_protocol import (
     Environment,
     environment_maker,
@@ -57,6 +58,7 @@ from rlhfspec.learning.environments.environment_protocol import (
     stop_texts,
 )
 from rlhfspec.learning.trainer.engine_scoring import require_engine_scoring
+from rlhfspec.learning.trainer.training_forward import compute_dtype_on
 
 
 def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> RunPlan:
@@ -74,6 +76,8 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
             recomputes=config.algorithm.correction.old_logprobs == "trainer"
             and config.rollout.max_staleness == 0,
         )
+    if is_local(config.cluster) and not config.learns_on_gpu:
+        compute_dtype_on(torch.device("cpu"), DTYPES[config.models.dtype], config.trainer.compute_dtype)
     require_trackers(config.tracking)
     if config.run.copy_to is not None:
         require_place(config.run.copy_to, output_dir)

@@ -91,7 +91,8 @@ class System(GeneratingSystem):
     def recomputes_old(self) -> bool:
         """Whether ratios are over the trainer's own log-probabilities (`algorithm.correction.old_logprobs`)."""
         return self.config.algorithm.correction.recomputes_old(
-            is_exact=self.generation.is_invariant, max_staleness=self.config.rollout.max_staleness
+            is_exact=self.generation.is_invariant and not self.config.trainer.scores_in_bfloat16,
+            max_staleness=self.config.rollout.max_staleness,
         )
 
 

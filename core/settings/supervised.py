@@ -16,7 +16,7 @@ from rlhfspec.core.settings.section import (
     UserPath,
     folder_name,
 )
-from rlhfspec.core.settings.trainer import Beta, LoraConfig
+from rlhfspec.core.settings.trainer import Beta, ComputeDtype, LoraConfig
 
 USUAL_TOKENS = 1024
 "Of a sequence at most, where data.max_tokens says nothing."
@@ -126,6 +126,9 @@ class SupervisedTrainerConfig(Section):
     adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
     "of AdamW: how much of its averages of the gradient and of its square each step keeps"
     adam_epsilon: float = Field(default=1e-8, gt=0.0, le=1.0)
+    compute_dtype: ComputeDtype = "auto"
+    """of matrix products; weights, optimizer, softmax and losses stay float32. auto: float32 on a CPU, on a GPU
+    `model.dtype`; bfloat16 on a CPU needs AVX512-BF16 or AMX"""
     gradient_checkpointing: bool = False
     strategy: Literal["fsdp2", "ddp"] = "fsdp2"
     "with several trainers (cluster.trainer.num_actors): each holds a part of every weight, or all of them"

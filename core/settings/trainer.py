@@ -10,6 +10,7 @@ from rlhfspec.core.settings.generation import SpeculationConfig
 from rlhfspec.core.settings.section import MAX_THREADS, Name, Section
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 
 class LoraConfig(Section):
@@ -68,12 +69,20 @@ class TrainerConfig(Section):
     adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
     "of AdamW: how much of its averages of the gradient and of its square each step keeps"
     adam_epsilon: float = Field(default=1e-8, gt=0.0, le=1.0)
+    compute_dtype: ComputeDtype = "auto"
+    """of matrix products; weights, optimizer, softmax and losses stay float32. auto: float32 on a CPU, on a GPU
+    `models.dtype`; bfloat16 on a CPU needs AVX512-BF16 or AMX"""
     gradient_checkpointing: bool = False
     scoring: Literal["engine", "model"] = "model"
     "whose forward values log-probabilities: the engine's, with the sampler's bits, or the learner's own"
     strategy: Literal["fsdp2", "ddp"] = "fsdp2"
     "with several trainers (cluster.trainer.num_actors): each holds a part of every weight, or all of them"
     num_threads: int = Field(default=2, ge=1, le=MAX_THREADS)
+
+    @property
+    def scores_in_bfloat16(self) -> bool:
+        """Whether log-probabilities are rounded so; the engine's forward has its own type, whatever gradients have."""
+        return self.compute_dtype == "bfloat16" and self.scoring == "model"
 
 
 class DrafterTrainingConfig(Section):

@@ -112,7 +112,7 @@ def run_job(
         total_steps=job.total_steps,
         seed=job.seed,
         head=HEAD if job.kind == "reward" else None,
-        compute_dtype=compute_dtype_on(device, DTYPES[job.model.dtype]),
+        compute_dtype=compute_dtype_on(device, DTYPES[job.model.dtype], job.trainer.compute_dtype),
         trainers=trainers,
     )
     if job.resume is not None:

@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhfspec.core.errors import ConfigError, ModelError
+from rlhfspec.core.settings.trainer import ComputeDtype
 from rlhfspec.engine.attention.backends import plan_attention_once
+from rlhfspec.engine.calibration.engine_provenance import device_name
 from rlhfspec.engine.decoding.logprobs import scaled_logits
+from rlhfspec.engine.model.linears import has_bfloat16
 from rlhfspec.engine.model.support import switch_attention
 from rlhfspec.learning.trainer.batching import PackedSequences
 from rlhfspec.learning.trainer.packed_attention import ATTENTION_NAME
@@ -347,15 +350,25 @@ def _row_chunks(num_rows: int, width: int, cpu_values: int, device: torch.device
         yield slice(start, min(start + step, num_rows))
 
 
-def compute_dtype_on(device: torch.device, published: torch.dtype) -> torch.dtype:
-    """What products are computed in for weights that are published in a type: float32 unless a GPU has it natively.
+def compute_dtype_on(
+    device: torch.device, published: torch.dtype, wanted: ComputeDtype = "auto"
+) -> torch.dtype:
+    """What products are computed in for weights that are published in a type, by `trainer.compute_dtype`.
 
-    Instances on a CPU widen bfloat16 weights to float32, with or without instructions for it; so does the learner.
+    auto: float32 unless a GPU has it natively. Instances on a CPU widen bfloat16 weights to float32, with or without
+    instructions for it; so does the learner.
+    Raises ConfigError where bfloat16 is wanted of a device without instructions for it.
     """
-    native = device.type == "cuda" and (
-        published != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
-    )
-    return published if native else torch.float32
+    on_gpu = device.type == "cuda"
+    native = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else has_bfloat16()
+    if wanted == "auto":
+        return published if on_gpu and (published != torch.bfloat16 or native) else torch.float32
+    if wanted == "bfloat16" and not native:
+        raise ConfigError(
+            "trainer.compute_dtype is bfloat16, which needs instructions for it (AVX512-BF16 or AMX of a CPU); found "
+            f"{device_name(device)}{'' if on_gpu else ', ' + torch.backends.cpu.get_cpu_capability()}; set it to auto"
+        )
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
 
 def autocast(
@@ -387,7 +400,8 @@ def require_master_weights(model: nn.Module) -> None:
 def hold_linears_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep a frozen model's linear weights in the type that autocast rounds them to: same bits, less memory.
 
-    Norms, embeddings and a head tied to one stay: their type is that of the hidden states.
+    Norms, embeddings and a head tied to one stay: their type is that of the hidden states. So do weights that would
+    lose bits: they are published, and scored with, as they came.
     """
     elsewhere = {
         id(parameter)
@@ -396,7 +410,9 @@ def hold_linears_in(model: nn.Module, dtype: torch.dtype) -> None:
         for parameter in module.parameters(recurse=False)
     }
     for module in model.modules():
-        if isinstance(module, nn.Linear) and id(module.weight) not in elsewhere:
+        if not isinstance(module, nn.Linear) or id(module.weight) in elsewhere:
+            continue
+        if all(torch.equal(own.to(dtype).to(own.dtype), own) for own in module.parameters(recurse=False)):
             module.to(dtype)
 
 

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from rlhfspec.core.config import TrainerConfig
 from rlhfspec.core.settings.algorithm import AlgorithmConfig
 from rlhfspec.core.settings.correction import (
     CORRECTIONS,
@@ -111,6 +112,22 @@ def test_the_trainers_own_logprobs_are_computed_where_they_differ_from_the_sampl
 ):
     correction = CorrectionConfig(**given)
     assert correction.recomputes_old(is_exact=is_exact, max_staleness=max_staleness) is expected
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "scoring", "expected"),
+    [
+        ("auto", "model", False),
+        ("float32", "model", False),
+        ("bfloat16", "model", True),
+        ("bfloat16", "engine", False),
+    ],
+)
+def test_products_in_bfloat16_count_as_another_rounding_unless_the_engine_scores(
+    compute_dtype, scoring, expected
+):
+    trainer = TrainerConfig(compute_dtype=compute_dtype, scoring=scoring)
+    assert trainer.scores_in_bfloat16 is expected
 
 
 def test_a_word_is_a_kind_and_a_band_needs_a_mask() -> None:

@@ -100,7 +100,15 @@ def scorer_of(model, temperature: float = 1.0, engine: EngineConfig = ENGINE) ->
 
 
 def learner_of(
-    model, scorer, *, kind: Any = "grpo", temperature=1.0, lora=None, trainers=None, **trainer
+    model,
+    scorer,
+    *,
+    kind: Any = "grpo",
+    temperature=1.0,
+    lora=None,
+    trainers=None,
+    compute_dtype=torch.float32,
+    **trainer,
 ) -> Learner:
     settings = {"learning_rate": 1e-2, "minibatch_size": 3, "scoring": "engine"} | trainer
     return Learner(
@@ -113,4 +121,5 @@ def learner_of(
         vocab_size=64,
         scorer=scorer,
         trainers=trainers,
+        compute_dtype=compute_dtype,
     )

@@ -265,6 +265,22 @@ def test_check_refuses_what_train_refuses_in_the_same_words(
     assert not (files / "runs").exists(), "a run that is refused leaves no folder"
 
 
+def test_bfloat16_of_a_processor_without_it_is_refused_alike(
+    files: Files, would_start: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = config_of(files, {"trainer.compute_dtype": "bfloat16"}, "")
+    for has_it in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has_it=has_it: has_it)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        if has_it:
+            assert main(["check", "--config", str(file)]) == 0
+            capsys.readouterr()
+    said = refused("check", capsys, "--config", file)
+    assert "trainer.compute_dtype is bfloat16, which needs instructions" in said
+    assert refused("train", capsys, "--config", file) == said
+    assert not would_start
+
+
 def test_a_run_that_is_not_refused_gets_as_far_as_ray(
     files: Files, would_start: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

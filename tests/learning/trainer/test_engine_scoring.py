@@ -11,6 +11,7 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.records import SamplingParams
 from rlhfspec.core.settings.correction import CorrectionConfig
 from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer, require_engine_scoring, with_values
 from rlhfspec.learning.trainer.experience import collate
 
@@ -25,12 +26,13 @@ def _threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("products", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("kind", "lora", "temperature", "top_p"),
     [("grpo", False, 1.0, 1.0), ("ppo", False, 0.7, 0.9), ("grpo", True, 1.0, 1.0)],
 )
-def test_the_learner_has_the_samplers_bits(dtype, kind, lora, temperature, top_p):
+def test_the_learner_has_the_samplers_bits(dtype, kind, lora, temperature, top_p, products):
     if lora:
         pytest.importorskip("peft")
     published = target(dtype)
@@ -41,6 +43,7 @@ def test_the_learner_has_the_samplers_bits(dtype, kind, lora, temperature, top_p
         kind=kind,
         temperature=temperature,
         lora=LoraConfig(rank=4) if lora else None,
+        compute_dtype=DTYPES[products],
     )
     first = learner.update(sampled(published, sampling=sampling, batch=2)).metrics
     assert first["mismatch/bit_equal_share"] == 1.0

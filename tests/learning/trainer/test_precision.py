@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
 from rlhfspec.learning.trainer.finished_model import PublishedForm
 from rlhfspec.learning.trainer.learner import Learner
@@ -32,6 +33,20 @@ def test_a_cpu_computes_in_float32_and_a_gpu_in_what_it_has_instructions_for(
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=native: has)
         assert compute_dtype_on(gpu, torch.bfloat16) == expected
     assert compute_dtype_on(gpu, torch.float32) == torch.float32
+
+
+def test_bfloat16_is_taken_where_it_is_wanted_and_there_and_refused_elsewhere_by_what_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    assert compute_dtype_on(cpu, torch.bfloat16, "float32") == torch.float32
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+        assert compute_dtype_on(cpu, torch.float32, "bfloat16") == torch.bfloat16
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with pytest.raises(ConfigError, match=r"compute_dtype is bfloat16.* found .*, AVX2; set it to auto"):
+        compute_dtype_on(cpu, torch.float32, "bfloat16")
 
 
 def demo_size_model(*, tied: bool = False) -> LlamaForCausalLM:
@@ -134,6 +149,22 @@ def test_linears_held_in_bfloat16_give_the_bits_that_autocast_gives(tied):
     ids = torch.randint(2, 48, (2, 20))
     with torch.no_grad(), autocast(torch.device("cpu"), torch.bfloat16):
         assert torch.equal(model(ids).logits, held(ids).logits)
+
+
+def test_frozen_weights_that_bfloat16_would_round_stay_as_they_came(make_rollouts):
+    model = demo_size_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight += 1e-4
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rollouts = make_rollouts(model, group_size=6)
+    lora = TrainerConfig(lora=LoraConfig(rank=2), learning_rate=1e-3, minibatch_size=6)
+    learner = learner_of(model, trainer=lora, compute_dtype=torch.bfloat16)
+    assert all(torch.equal(tensor.float(), before[name]) for name, tensor in learner.weights())
+    held = {parameter.dtype for parameter in model.model.layers[0].mlp.parameters()}
+    assert torch.bfloat16 in held, "those that it would not are held in it"
+    learner.update(rollouts)
+    moved = dict(learner.weights())["model.layers.1.mlp.up_proj.weight"]
+    assert not torch.equal(moved, before["model.layers.1.mlp.up_proj.weight"])
 
 
 def test_a_model_is_published_as_it_came(form):
