@@ -2,7 +2,8 @@
 
 The bare loop is what any trainer must compute: for the same minibatches a library forward and backward over the same
 packed tokens, a forward of the reference, and the same AdamW step. Responses are sampled once, by the engine. Products
-in bfloat16 (`trainer.compute_dtype`) are timed, and compared with float32's, where the processor has instructions.
+in bfloat16 (`trainer.compute_dtype`) are timed, and compared with float32's, where the processor has instructions. Of
+the real model also what samples that begin alike save: beside the same tokens with another first one in each sample.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.support.harness import Bench
+from benchmarks.support.processes import begin_peak, peak_bytes
 from benchmarks.support.timing import Rate, interleaved, ratios
 from benchmarks.support.workload import (
     Workload,
@@ -25,6 +28,7 @@ from benchmarks.support.workload import (
     grouped_requests,
     real_workload,
 )
+from rlhfspec.cluster.plan.memory_plan import MIB
 from rlhfspec.core.config import (
     AlgorithmConfig,
     EngineConfig,
@@ -52,6 +56,28 @@ TRAINER = TrainerConfig(learning_rate=1e-6, minibatch_size=16, max_tokens_per_fo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Groups whose samples begin alike."""
+
+    num_prompts: int
+    samples: int
+    "of each prompt"
+    new_tokens: int
+    prompt_tokens: int | None = None
+    "None: prompts as they are"
+
+
+SHAPES = {
+    "groups": Shape(num_prompts=4, samples=8, new_tokens=128),
+    "long": Shape(num_prompts=1, samples=8, new_tokens=128, prompt_tokens=1000),
+}
+SHAPES_QUICK = {
+    "groups": Shape(num_prompts=2, samples=4, new_tokens=32),
+    "long": Shape(num_prompts=1, samples=4, new_tokens=32, prompt_tokens=1000),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """One batch of rollouts, and what a learner is told about them."""
 
@@ -59,7 +85,9 @@ class Batch:
     rollouts: Sequence[Rollout]
 
 
-def learner_of(workload: Workload, scoring: str, compute_dtype: torch.dtype = torch.float32) -> Learner:
+def learner_of(
+    workload: Workload, scoring: str, compute_dtype: torch.dtype = torch.float32, **trainer: Any
+) -> Learner:
     """Return a fresh learner of the workload's target; `engine` scores by an engine of it, `model` by itself."""
     scorer = None
     if scoring == "engine":
@@ -73,7 +101,7 @@ def learner_of(workload: Workload, scoring: str, compute_dtype: torch.dtype = to
     return Learner(
         workload.target("float32"),
         algorithm=ALGORITHM,
-        trainer=TrainerConfig.model_validate(TRAINER.model_dump() | {"scoring": scoring}),
+        trainer=TrainerConfig.model_validate(TRAINER.model_dump() | {"scoring": scoring} | trainer),
         temperature=1.0,
         pad_token_id=workload.pad_token_id,
         vocab_size=workload.vocab_size,
@@ -94,6 +122,8 @@ def run(bench: Bench) -> int:
         )
         if workload is None:
             return 0
+        for name, shape in (SHAPES_QUICK if bench.is_quick else SHAPES).items():
+            figures.values |= shared(workload, shape, name)
     else:
         workload = demo_workload(size // 2)
     suffix = "real" if real else "demo"
@@ -130,6 +160,41 @@ def sample(workload: Workload) -> Batch:
     engine = workload.engine(drafts, **ENGINE.model_dump())
     requests = grouped_requests(workload)
     return Batch(workload=workload, rollouts=alternating_rollouts(requests, engine.generate(requests)))
+
+
+def shared(workload: Workload, shape: Shape, name: str, **trainer: Any) -> dict[str, float]:
+    """One update of the shape's samples beside one of the same that share nothing: processor seconds, peak memory."""
+    batch = sample_shape(workload, shape)
+    apart = [
+        # no two begin alike, and all are as long
+        replace(one, prompt=replace(one.prompt, token_ids=np.append(1000 + index, one.prompt.token_ids[1:])))
+        for index, one in enumerate(batch)
+    ]
+    defaults = {"max_tokens_per_forward": TrainerConfig().max_tokens_per_forward}
+    learner, figures = learner_of(workload, "model", **defaults | trainer), {}
+    for what, rollouts in (("shared", batch), ("apart", apart)):
+        begin_peak()
+        began_s = time.process_time()
+        cost = learner.update(rollouts).cost
+        figures[f"{name}_{what}_seconds"] = time.process_time() - began_s
+        figures[f"{name}_{what}_peak_mib"] = peak_bytes() / MIB
+        figures[f"{name}_{what}_tokens"] = cost["num_tokens"]
+    for what in ("seconds", "peak_mib"):
+        ratio = figures[f"{name}_apart_{what}"] / figures[f"{name}_shared_{what}"]
+        figures[f"{name}_{what}_shared_over_apart"] = ratio
+    return figures
+
+
+def sample_shape(workload: Workload, shape: Shape) -> list[Rollout]:
+    """Responses of equal length to groups of prompts; a prompt of a given length is made of several."""
+    prompts = list(workload.prompts[: shape.num_prompts])
+    if shape.prompt_tokens is not None:
+        ids = np.concatenate([prompt.token_ids for prompt in workload.prompts])
+        prompts = [replace(prompts[0], token_ids=np.resize(ids, shape.prompt_tokens))]
+    sampling = replace(workload.sampling, max_new_tokens=shape.new_tokens, stop_token_ids=())
+    shaped = replace(workload, prompts=prompts, sampling=sampling)
+    requests = grouped_requests(shaped, samples=shape.samples)
+    return alternating_rollouts(requests, shaped.engine(**ENGINE.model_dump()).generate(requests))
 
 
 def updates(

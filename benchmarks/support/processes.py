@@ -100,8 +100,15 @@ def measured_in_a_process(bench: str, module: str, arguments: Sequence[str]) -> 
     return int(done.stdout.split()[-1])
 
 
+def begin_peak() -> None:
+    """Let `peak_bytes` forget what was before, on Linux."""
+    forget = Path("/proc/self/clear_refs")
+    if forget.is_file():
+        forget.write_text("5")
+
+
 def peak_bytes() -> int:
-    """Peak resident bytes since this program began; `ru_maxrss` would count the parent that started it."""
+    """Peak resident bytes since `begin_peak` or this program began; `ru_maxrss` would count what started it."""
     status = Path("/proc/self/status")
     if status.is_file():
         for line in status.read_text().splitlines():

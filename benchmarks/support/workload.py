@@ -300,12 +300,12 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 SAMPLES_PER_PROMPT = 2
 
 
-def grouped_requests(workload: Workload, first_index: int = 0, **changes: float) -> list[SampleRequest]:
-    """Two requests a prompt, one group after the other; keys from `first_index` on, sampling changed as said."""
+def grouped_requests(
+    workload: Workload, first_index: int = 0, *, samples: int = SAMPLES_PER_PROMPT, **changes: float
+) -> list[SampleRequest]:
+    """So many requests a prompt, one group after the other; keys from `first_index` on, sampling changed as said."""
     num_prompts = len(workload.prompts)
-    lots = [
-        workload.requests(first_index + lot * num_prompts, **changes) for lot in range(SAMPLES_PER_PROMPT)
-    ]
+    lots = [workload.requests(first_index + lot * num_prompts, **changes) for lot in range(samples)]
     return [
         replace(request, group_id=group)
         for group, members in enumerate(zip(*lots, strict=True))
