@@ -27,7 +27,7 @@ from rlhfspec.core.errors import ConfigError, ModelError
 from rlhfspec.core.settings.trainer import ComputeDtype
 from rlhfspec.engine.attention.backends import plan_attention_once
 from rlhfspec.engine.calibration.engine_provenance import device_name
-from rlhfspec.engine.decoding.logprobs import scaled_logits
+from rlhfspec.engine.decoding.logprobs import log_softmax, scaled_logits
 from rlhfspec.engine.model.linears import has_bfloat16
 from rlhfspec.engine.model.support import switch_attention
 from rlhfspec.learning.trainer.batching import PackedSequences
@@ -304,7 +304,7 @@ def _values(logits: Tensor, token_ids: Tensor, temperature: float, entropy: bool
     logprobs = scaled_logits(logits[:, 0], 1.0).clone()
     entropies = torch.zeros_like(logprobs)
     for rows in _chunks(logits):
-        whole = torch.log_softmax(scaled_logits(logits[rows], temperature), dim=-1)
+        whole = log_softmax(scaled_logits(logits[rows], temperature))
         logprobs[rows] = whole.gather(-1, token_ids[rows, None]).squeeze(-1)
         if entropy:
             entropies[rows] = _entropy(whole)
@@ -320,7 +320,7 @@ def _gradient(
 ) -> Tensor:
     out = torch.zeros_like(logits)
     for rows in _chunks(logits):
-        whole = torch.log_softmax(scaled_logits(logits[rows], temperature), dim=-1)
+        whole = log_softmax(scaled_logits(logits[rows], temperature))
         probs = whole.exp()
         grad = torch.zeros_like(probs)
         if of_entropy is not None:
