@@ -1,7 +1,7 @@
 """Three GRPO steps by TRL itself, the release on the path: python trl_run.py PAIR EXAMPLE; prints one line of JSON.
 
 Of each step: the responses and log-probabilities that TRL got, those of our engine alone with the trainer's weights,
-and the largest difference from TRL's own forward. Then the example runs, as a user would start it.
+and the largest difference from TRL's own forward. Then a step with an environment, and the example as a user starts it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from importlib.metadata import version
 from typing import Any
@@ -19,7 +20,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams
 from rlhfspec.engine.build import build_engine
 from rlhfspec.integrations.trl import rollout_func
@@ -84,14 +85,37 @@ def main(pair: str, example: str) -> None:
         )
         return got
 
+    train(
+        pair,
+        checked,
+        lambda completions, **_: [float(len(one[0]["content"])) for one in completions],
+        steps=3,
+    )
+    rewards: list[float] = []
+
+    def kept(environment_reward: list[float], **_: Any) -> list[float]:
+        rewards.extend(environment_reward)
+        return environment_reward
+
+    parrot = EnvironmentConfig(kind="sample_environments:Parrot", options={"turns": 2, "longest": 1}, max_turn_tokens=3)
+    answered = train(pair, rollout_func(environment=parrot), kept, steps=1)
+    sys.argv = [example, f"{pair}/target", f"{pair}/draft"]
+    losses = [row["loss"] for row in runpy.run_path(example)["trainer"].state.log_history if "loss" in row]
+    found = {"rewards": rewards, "mean_length": answered.state.log_history[0]["completions/mean_length"]}
+    print(json.dumps({"release": version("trl"), "steps": steps, "example_losses": losses, **found}))
+
+
+def train(pair: str, rollouts: Callable[..., Any], reward: Callable[..., list[float]], *, steps: int) -> Any:
+    """Some steps of GRPO; the trainer."""
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(f"{pair}/target"),
         processing_class=AutoTokenizer.from_pretrained(f"{pair}/target"),
-        reward_funcs=lambda completions, **_: [float(len(one[0]["content"])) for one in completions],
+        reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "Go on."}]] * 4}),
         args=GRPOConfig(
             output_dir="out",
-            max_steps=3,
+            max_steps=steps,
+            logging_steps=1,
             per_device_train_batch_size=4,
             num_generations=4,
             max_completion_length=NEW_TOKENS,
@@ -103,12 +127,10 @@ def main(pair: str, example: str) -> None:
             save_strategy="no",
             report_to=[],
         ),
-        rollout_func=checked,
+        rollout_func=rollouts,
     )
     trainer.train()
-    sys.argv = [example, f"{pair}/target", f"{pair}/draft"]
-    losses = [row["loss"] for row in runpy.run_path(example)["trainer"].state.log_history if "loss" in row]
-    print(json.dumps({"release": version("trl"), "steps": steps, "example_losses": losses}))
+    return trainer
 
 
 if __name__ == "__main__":

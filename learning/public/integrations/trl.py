@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
 from rlhfspec.core.errors import ConfigError, DataError
-from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.core.weight_records import TensorSpec, WeightManifest
 from rlhfspec.engine.build import backend_for, build_engine, published_model
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head
@@ -27,6 +27,8 @@ from rlhfspec.engine.numerics import on_threads
 from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
 from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from rlhfspec.learning.data.messages import pairs_of, parse_turns, readable
+from rlhfspec.learning.public.integrations.engine_episodes import EngineEpisodes
 from rlhfspec.learning.public.integrations.whole_weights import whole_weights
 from rlhfspec.profiles.profile import Profile, load_profile
 
@@ -42,6 +44,7 @@ def rollout_func(
     *,
     speculation: SpeculationConfig | None = None,
     engine: EngineConfig | None = None,
+    environment: EnvironmentConfig | None = None,
     max_prompt_tokens: int | None = None,
 ) -> TrlRollouts:
     """What `GRPOTrainer(rollout_func=...)` takes; sampling is that of the trainer's `GRPOConfig`.
@@ -51,6 +54,8 @@ def rollout_func(
         speculation: what drafts and how much; by default the draft model, without one a look-up, by trying
             (`policy="bandit"`). `policy="goodput"` needs `profile`, a folder that `rlhfspec profile` made.
         engine: slots, threads, numerics.
+        environment: what answers between turns; its tokens are marked in `env_mask`, and the sum of its rewards reaches
+            reward functions as `environment_reward`.
         max_prompt_tokens: of the longest prompt, templated; None: 512, or what the model's context leaves beside
             `max_completion_length`.
 
@@ -70,7 +75,9 @@ def rollout_func(
             "rollout_func: speculation.policy is 'goodput' and speculation.profile 'auto', but nothing is measured "
             "while TRL trains; set profile to a folder that `rlhfspec profile` made, or policy to 'bandit'"
         )
-    return TrlRollouts(draft, speculation, engine or EngineConfig(), max_prompt_tokens)
+    return TrlRollouts(
+        draft, speculation, engine or EngineConfig(), environment or EnvironmentConfig(), max_prompt_tokens
+    )
 
 
 class TrlRollouts:
@@ -81,12 +88,13 @@ class TrlRollouts:
         draft: str | Path | None,
         speculation: SpeculationConfig,
         engine: EngineConfig,
+        environment: EnvironmentConfig,
         max_prompt_tokens: int | None,
     ) -> None:
         self.engine: Engine | None = None
         "built at the first call; `engine.stats` has counters"
         self._draft = None if draft is None else str(draft)
-        self._speculation, self._settings = speculation, engine
+        self._speculation, self._settings, self._environment = speculation, engine, environment
         self._max_prompt_tokens = max_prompt_tokens
         self._trainer: Any = None
         self._used: dict[tuple[int, Stream], int] = {}
@@ -101,7 +109,7 @@ class TrlRollouts:
 
         Returns:
             `prompt_ids`, `completion_ids` and `logprobs` (at the sampling temperature, before top-k and top-p),
-            a list of numbers a prompt each.
+            a list of numbers a prompt each; with an environment also `env_mask` and `environment_reward`.
 
         Raises:
             ConfigError: sampling, or a trainer, that this engine does not serve.
@@ -117,15 +125,27 @@ class TrlRollouts:
             )
         with torch.no_grad(), on_threads(self._settings.num_threads):
             engine = self._with_weights_of(trainer)
-            done = engine.generate(self._requests(prompt_ids, sampling, trainer))
+            requests = self._requests(prompts, prompt_ids, sampling, trainer)
+            if self._environment.kind is None:
+                return {"prompt_ids": prompt_ids, **_lists(engine.generate(requests))}
+            prompts_read, done, rewards = zip(*self._episodes(trainer).run(engine, requests), strict=True)
         return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": [one.token_ids.tolist() for one in done],
-            "logprobs": [one.policy_logprobs.tolist() for one in done],
+            "prompt_ids": [ids.tolist() for ids in prompts_read],
+            **_lists(done),
+            "env_mask": [one.is_sampled.astype(int).tolist() for one in done],
+            "environment_reward": list(rewards),
         }
 
+    def _episodes(self, trainer: Any) -> EngineEpisodes:
+        return EngineEpisodes(
+            self._environment,
+            trainer.processing_class,
+            chat_template=getattr(trainer, "chat_template", None),
+            chat_template_kwargs=getattr(trainer, "chat_template_kwargs", None),
+        )
+
     def _requests(
-        self, prompt_ids: list[list[int]], sampling: SamplingParams, trainer: Any
+        self, prompts: list[Any], prompt_ids: list[list[int]], sampling: SamplingParams, trainer: Any
     ) -> list[SampleRequest]:
         """Key each sample by run seed, step and its number within the step over all ranks."""
         step, ranks = int(trainer.state.global_step), trainer.accelerator.num_processes
@@ -138,10 +158,10 @@ class TrlRollouts:
         return [
             SampleRequest(
                 key=SampleKey(run_seed=trainer.args.seed, stream=stream, sample_index=first + number),
-                prompt=Prompt(prompt_id=number, token_ids=np.array(ids, dtype=np.int64)),
+                prompt=_prompt(number, prompt, ids),
                 sampling=sampling,
             )
-            for number, ids in enumerate(prompt_ids)
+            for number, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
         ]
 
     def _with_weights_of(self, trainer: Any) -> Engine:
@@ -204,6 +224,25 @@ class TrlRollouts:
         tokenizer = trainer.processing_class
         foreign = foreign_ids(tokenizer, load_tokenizer(self._draft))
         return fit_draft(load_causal_lm(self._draft, dtype), foreign, num_ids=num_token_ids(tokenizer))
+
+
+def _lists(done: Sequence[Completion]) -> dict[str, list[Any]]:
+    return {
+        "completion_ids": [one.token_ids.tolist() for one in done],
+        "logprobs": [one.policy_logprobs.tolist() for one in done],
+    }
+
+
+def _prompt(number: int, prompt: Any, ids: list[int]) -> Prompt:
+    """A text or a conversation, as environments read it. Raises DataError for messages that are no messages."""
+    token_ids = np.array(ids, dtype=np.int64)
+    if isinstance(prompt, str):
+        return Prompt(prompt_id=number, token_ids=token_ids, text=prompt)
+    turns = tuple(parse_turns(prompt, f"prompt {number}", roles=None))
+    messages = pairs_of(turns)
+    return Prompt(
+        prompt_id=number, token_ids=token_ids, text=readable(messages), messages=messages, turns=turns
+    )
 
 
 def sampling_of(trainer: Any) -> SamplingParams:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_like import trl_like
 
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
+from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
 from rlhfspec.core.errors import ConfigError, DataError
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
@@ -48,7 +48,7 @@ def tokenizer(pair):
 
 
 def rollouts(draft: Path | None = None, speculation: SpeculationConfig = LOOK_UP) -> TrlRollouts:
-    return TrlRollouts(draft, speculation, ENGINE, max_prompt_tokens=64)
+    return TrlRollouts(draft, speculation, ENGINE, EnvironmentConfig(), max_prompt_tokens=64)
 
 
 def alone(model, prompt_ids, *, first: int = 0, stream: Stream = Stream.TRAIN, stop: int = 1):
@@ -166,6 +166,31 @@ def test_shards_are_gathered(model, tokenizer):
         torch.distributed.destroy_process_group()
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+PARROT = {"kind": "sample_environments:Parrot", "options": {"longest": 3, "turns": 3}, "max_turns": 3}
+
+
+@pytest.mark.parametrize("prompts", [CHATS, TEXTS])
+def test_an_environments_tokens_are_marked_and_between_turns_that_are_ours_alone(model, tokenizer, prompts):
+    trainer = trl_like(model, tokenizer, max_completion_length=60)
+    environment = EnvironmentConfig(**PARROT, max_turn_tokens=5)
+    got = TrlRollouts(None, LOOK_UP, ENGINE, environment, max_prompt_tokens=64)(prompts, trainer)
+    assert got["environment_reward"] == [0.75] * len(prompts)
+    for number, (prompt, ids, mask, logprobs) in enumerate(
+        zip(*(got[key] for key in ("prompt_ids", "completion_ids", "env_mask", "logprobs")), strict=True)
+    ):
+        assert len(ids) == len(mask) == len(logprobs)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.8
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        sampled = torch.tensor(mask, dtype=torch.bool)
+        torch.testing.assert_close(torch.tensor(logprobs)[sampled], expected[sampled], atol=1e-5, rtol=0.0)
+        turns = "".join(map(str, mask)).strip("0").split("0")
+        assert len([turn for turn in turns if turn]) == 3 and max(map(len, turns)) <= 5
+        # the first turn is that of a sample without an environment
+        first = mask.index(0)
+        assert ids[:first] == alone(model, [prompt], first=number, stop=1)[0][0][:first]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ def test_trl_gets_our_responses_and_its_own_log_probabilities(tmp_path, release)
     first = [{ids[0]: values[0] for ids, values in zip(*pair, strict=True)} for pair in pairs(got["steps"])]
     assert first[0] != first[2]
     assert len(got["example_losses"]) == 3
+    assert got["rewards"] == [0.5] * 4
+    # TRL counts what was sampled: two turns of three tokens at most, and not what was given between
+    assert 2 <= got["mean_length"] <= 6
 
 
 def pairs(steps):
