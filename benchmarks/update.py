@@ -170,8 +170,8 @@ def shared(workload: Workload, shape: Shape, name: str, **trainer: Any) -> dict[
         replace(one, prompt=replace(one.prompt, token_ids=np.append(1000 + index, one.prompt.token_ids[1:])))
         for index, one in enumerate(batch)
     ]
-    defaults = {"max_tokens_per_forward": TrainerConfig().max_tokens_per_forward}
-    learner, figures = learner_of(workload, "model", **defaults | trainer), {}
+    settings: dict[str, Any] = {"max_tokens_per_forward": TrainerConfig().max_tokens_per_forward} | trainer
+    learner, figures = learner_of(workload, "model", **settings), {}
     for what, rollouts in (("shared", batch), ("apart", apart)):
         begin_peak()
         began_s = time.process_time()

@@ -16,6 +16,7 @@ ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -165,6 +166,15 @@ class MemoryPlan:
     "all environment actors"
     trainer_parts: Mapping[str, int] = field(default_factory=dict)
     "what one trainer holds, by what it is"
+    checkpoints: bool = False
+    "whether layers' activations are computed anew for the backward pass"
+
+    def config_of(self, config: Config) -> Config:
+        """The config of a run that goes by this plan."""
+        if not self.checkpoints:
+            return config
+        trainer = config.trainer.model_copy(update={"gradient_checkpointing": True})
+        return config.model_copy(update={"trainer": trainer})
 
     @property
     def total_bytes(self) -> int:
@@ -232,6 +242,7 @@ class MemoryNeeds:
     def __init__(self, config: Config, models: ModelShapes, *, max_total_tokens: int) -> None:
         """`max_total_tokens` is the longest prompt plus the longest response."""
         self._config, self._max_total_tokens = config, max_total_tokens
+        self._computes_anew = config.trainer.gradient_checkpointing is True
         self._target, self._draft, self._reward_params = models.target, models.draft, models.reward_params
         self._on_gpu, self._dtype = config.decodes_on_gpu, config.models.dtype
         # a head that is trained in float32 is published so
@@ -240,6 +251,17 @@ class MemoryNeeds:
         self._draft_bytes = self._draft.weight_bytes(self._draft_dtype) if self._draft else 0
         self._num_samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
         self._num_nodes = most_nodes(config.speculation)
+
+    @property
+    def may_checkpoint(self) -> bool:
+        """Whether it is left to the plan."""
+        return self._config.trainer.gradient_checkpointing == "auto"
+
+    def checkpointed(self) -> MemoryNeeds:
+        """The same where layers' activations are computed anew for the backward pass."""
+        other = copy.copy(self)
+        other._computes_anew = True
+        return other
 
     def object_store(self) -> int:
         """Of the object store: two versions of every published model, and an iteration's rollouts."""
@@ -276,6 +298,7 @@ class MemoryNeeds:
             longest_sample_bytes=longest_sample,
             trainer_bytes=learning + sum(process.values()),
             trainer_parts=parts | process,
+            checkpoints=self._computes_anew,
             reward_bytes=PLAIN_PROCESS_BYTES
             if self._reward_params is None
             else TORCH_PROCESS_BYTES + 2 * self._reward_params * _DTYPE_BYTES["float32"],
@@ -346,9 +369,10 @@ class MemoryNeeds:
             held = {name: -(-part // num_trainers) for name, part in held.items()}
         # the critic learns from the states of every response token; each trainer keeps those of its share
         states = self._num_samples * config.sampling.max_new_tokens * target.hidden_size * 4
+        anew = ", computed anew (trainer.gradient_checkpointing)" if self._computes_anew else ""
         return held | {
             "publication": min(self._target_bytes, _PACKING_BUCKETS * bucket),
-            f"activations of {config.trainer.max_tokens_per_forward} tokens": self._activations(),
+            f"activations of {config.trainer.max_tokens_per_forward} tokens{anew}": self._activations(),
             "logits": self._logits(),
             "critic": -(-states // num_trainers) if config.algorithm.has_critic else 0,
         }
@@ -356,7 +380,7 @@ class MemoryNeeds:
     def _activations(self) -> int:
         """Of one forward, keys and values along the paths of its tree included."""
         config, target, tokens = self._config, self._target, self._config.trainer.max_tokens_per_forward
-        kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
+        kept_layers = 1 if self._computes_anew else target.kv.num_layers
         holes = 0 if config.learns_on_gpu else _HOST_HOLES_PER_LAYER * target.kv.num_layers
         values = target.hidden_size * (_ACTIVATIONS_PER_LAYER * kept_layers + holes)
         along_paths = PATHS_PER_TOKEN * 2 * target.kv.num_kv_heads * target.kv.head_size * kept_layers

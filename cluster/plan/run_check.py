@@ -97,11 +97,9 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     )
     shapes = ModelShapes(target=models.target, draft=models.draft, reward_params=reward.num_params)
     needs = MemoryNeeds(config, shapes, max_total_tokens=inputs.max_total_tokens)
-    memory = needs.plan(
-        object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(needs.object_store())
-    )
     room = _Room(machine.memory_bytes(), machine.free_disk_bytes(output_dir))
-    _require_room(config.cluster, memory, room, output_dir)
+    memory = _plan_memory(needs, config.cluster, room, output_dir)
+    config = memory.config_of(config)
     if config.engine.kv_cache_mb is not None:
         limit = int(config.engine.kv_cache_mb * MB)
         require_room_for_one(limit, needed=memory.longest_sample_bytes, num_tokens=inputs.max_total_tokens)
@@ -243,6 +241,20 @@ class _Room:
 
     memory_bytes: int | None
     disk_bytes: int
+
+
+def _plan_memory(needs: MemoryNeeds, cluster: ClusterConfig, room: _Room, output_dir: Path) -> MemoryPlan:
+    """The plan that there is room for: with activations computed anew where that is left open and must be."""
+    store = cluster.object_store_bytes or object_store_bytes(needs.object_store())
+    memory = needs.plan(object_store_bytes=store)
+    try:
+        _require_room(cluster, memory, room, output_dir)
+    except PlacementError:
+        if not needs.may_checkpoint:
+            raise
+        memory = needs.checkpointed().plan(object_store_bytes=store)
+        _require_room(cluster, memory, room, output_dir)
+    return memory
 
 
 def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, output_dir: Path) -> None:

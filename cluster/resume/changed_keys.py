@@ -27,6 +27,7 @@ _MAY_CHANGE = (
     "data.path",
     "speculation",
     "drafter_training.spot",
+    "trainer.gradient_checkpointing",
     "drafter_training.buffer_mb",
     "drafter_training.head_learning_rate",
     "engine.max_running_samples",

@@ -72,7 +72,9 @@ class TrainerConfig(Section):
     compute_dtype: ComputeDtype = "auto"
     """of matrix products; weights, optimizer, softmax and losses stay float32. auto: float32 on a CPU, on a GPU
     `models.dtype`; bfloat16 on a CPU needs AVX512-BF16 or AMX"""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """the layers' activations are computed again for the backward pass, not kept: to the same bits on a CPU. auto:
+    where the memory plan would not fit otherwise (`rlhfspec check`)"""
     scoring: Literal["engine", "model"] = "model"
     "whose forward values log-probabilities: the engine's, with the sampler's bits, or the learner's own"
     strategy: Literal["fsdp2", "ddp"] = "fsdp2"

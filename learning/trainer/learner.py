@@ -73,7 +73,7 @@ class Learner(Trainer):
         """
         self._horizon = horizon or Horizon()
         _require_consistent(algorithm, trainer, temperature, self._horizon, has_scorer=scorer is not None)
-        prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
+        prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing is True)
         super().__init__(
             model,
             trainer,

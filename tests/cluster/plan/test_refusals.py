@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 import rlhfspec.cluster.run.loop
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.placement import ray_session
+from rlhfspec.cluster.placement import machine, ray_session
 from rlhfspec.cluster.placement.ray_session import free_port
+from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.core.config_io import load_config
 from tests.conftest import TinyPair
 
@@ -279,6 +280,35 @@ def test_bfloat16_of_a_processor_without_it_is_refused_alike(
     assert "trainer.compute_dtype is bfloat16, which needs instructions" in said
     assert refused("train", capsys, "--config", file) == said
     assert not would_start
+
+
+def test_activations_are_computed_anew_where_the_plan_does_not_fit_otherwise_and_check_says_so(
+    files: Files, would_start: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for all but a part of the activations."""
+    tokens = {"trainer.max_tokens_per_forward": 1 << 16}
+    settings = load_config(config_of(files, tokens, ""))
+    plans = [
+        check_run(settings.model_copy(update={"trainer": trainer}), output_dir=files / "runs")
+        for trainer in (
+            settings.trainer,
+            settings.trainer.model_copy(update={"gradient_checkpointing": True}),
+        )
+    ]
+    kept, anew = (plan.memory.total_bytes for plan in plans)
+    assert not plans[0].memory.checkpoints and plans[0].config.trainer.gradient_checkpointing == "auto"
+    monkeypatch.setattr(machine, "memory_bytes", lambda: (kept + anew) // 2)
+    file = config_of(files, tokens, "")
+    assert main(["check", "--config", str(file)]) == 0
+    assert "computed anew (trainer.gradient_checkpointing)" in capsys.readouterr().out
+    assert main(["train", "--config", str(file)]) == 0
+    assert would_start == ["Ray"]
+    (made,) = (files / "runs").iterdir()
+    assert load_config(RunDir.open(made).config_file).trainer.gradient_checkpointing is True
+    kept_only = config_of(files, tokens | {"trainer.gradient_checkpointing": False}, "")
+    assert "of memory but" in refused("check", capsys, "--config", kept_only)
+    monkeypatch.setattr(machine, "memory_bytes", lambda: anew - 1)
+    assert "of memory but" in refused("check", capsys, "--config", config_of(files, tokens, ""))
 
 
 def test_a_run_that_is_not_refused_gets_as_far_as_ray(

@@ -566,4 +566,4 @@ def test_gradient_checkpointing_gives_the_same_update(make_learner, make_rollout
     plain.update(rollouts)
     saving.update(rollouts)
     for one, other in zip(parameters(plain), parameters(saving), strict=True):
-        assert np.allclose(one, other, atol=1e-5)
+        assert np.array_equal(one, other)
