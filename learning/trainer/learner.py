@@ -39,7 +39,7 @@ from rlhfspec.learning.trainer.learner_state import LearnerState
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.policy_forward import FirstForwards, Part, PolicyForward
 from rlhfspec.learning.trainer.trainer_core import Horizon, Trainer, rate_factor
-from rlhfspec.learning.trainer.training_forward import prepare_for_training
+from rlhfspec.learning.trainer.training_forward import prepare_for_training, require_packs
 
 
 class Learner(Trainer):
@@ -74,6 +74,7 @@ class Learner(Trainer):
         self._horizon = horizon or Horizon()
         _require_consistent(algorithm, trainer, temperature, self._horizon, has_scorer=scorer is not None)
         prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing is True)
+        require_packs(model)
         super().__init__(
             model,
             trainer,

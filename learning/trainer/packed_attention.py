@@ -90,7 +90,7 @@ def _attend(
         ],
         dim=2,
     )
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _path(parts: Sequence[Tensor], packed: PackedSequences, branch: int) -> Tensor:

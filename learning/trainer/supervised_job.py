@@ -45,7 +45,7 @@ from rlhfspec.learning.rewards.reward_head import HEAD, load_scorer, set_pad_tok
 from rlhfspec.learning.trainer.finished_model import ModelForm, save_model, write_adapter_folder
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.trainer_core import Trainer, step_rule
-from rlhfspec.learning.trainer.training_forward import compute_dtype_on, prepare_for_training
+from rlhfspec.learning.trainer.training_forward import compute_dtype_on, prepare_for_training, require_packs
 
 _TRAINED_ON = "trained_on.json"
 "In a state's folder."
@@ -304,6 +304,7 @@ class SupervisedLearner(Trainer):
     ) -> None:
         """See `Trainer`; the schedule falls towards `total_steps`."""
         prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
+        require_packs(model)
         super().__init__(
             model,
             trainer,

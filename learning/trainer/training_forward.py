@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -28,8 +29,9 @@ from rlhfspec.core.settings.trainer import ComputeDtype
 from rlhfspec.engine.attention.backends import plan_attention_once
 from rlhfspec.engine.calibration.engine_provenance import device_name
 from rlhfspec.engine.decoding.logprobs import log_softmax, scaled_logits
+from rlhfspec.engine.model.comparison import failing_is_refused
 from rlhfspec.engine.model.linears import has_bfloat16
-from rlhfspec.engine.model.support import switch_attention
+from rlhfspec.engine.model.support import switch_attention, unsupported
 from rlhfspec.learning.trainer.batching import PackedSequences
 from rlhfspec.learning.trainer.packed_attention import ATTENTION_NAME
 
@@ -178,9 +180,49 @@ def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool
     model.eval()
     _switch_dropout_off(model)
     if gradient_checkpointing:
-        # transformers checkpoints in training mode only
-        model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            # transformers checkpoints in training mode only; what is inside stays without a router's noise
+            module.training = getattr(module, "gradient_checkpointing", False)
+
+
+@torch.no_grad()
+def require_packs(model: PreTrainedModel) -> None:
+    """Raise ModelError where a sequence's states are not those that it has alone, whatever lies in the pack before it.
+
+    They are not where layers mix tokens outside attention (convolutions, recurrences), mask by themselves (chunks), or
+    do not hand attention what the pack is made of. The model is one that went through `prepare_for_training`.
+    """
+    if getattr(model.config.get_text_config(), "attention_chunk_size", None):
+        raise unsupported(model, "its chunked attention needs a mask of its own")
+    if model.device.type == "meta":
+        return
+    halves = [one.dtype for one in model.parameters() if one.dtype.itemsize < torch.float32.itemsize]
+    dtype, tolerated = (halves[0], 0.1) if halves else (torch.float32, 1e-3)
+    sequences = [np.arange(3), np.array([3, 4, 5, 6]), np.array([3, 4, 7])]
+
+    def states(packed: PackedSequences) -> Tensor:
+        there = packed.to(model.device)
+        inputs = {"input_ids": there.ids[None], "position_ids": there.position_ids[None]}
+        with autocast(model.device, dtype):
+            return model.base_model(**inputs, packed=there, use_cache=False)[0][0].float()
+
+    with failing_is_refused(model, "its forward over a pack of sequences"):
+        whole = PackedSequences.of(sequences)
+        together = states(whole)
+        differences = []
+        for sequence, places in zip(sequences[1:], whole.places[1:], strict=True):
+            alone = states(PackedSequences.of([sequence]))
+            there = together[places.to(together.device)]
+            differences.append((there - alone).norm(dim=-1) / alone.norm(dim=-1))
+    # the middle one: a router's near tie may fall the other way
+    difference = float(torch.cat(differences).median())
+    if difference > tolerated:
+        raise unsupported(
+            model,
+            f"in a pack the states of a sequence differ by {difference:.1e} of their length from those that it has "
+            "alone: its layers mix tokens outside attention, or do not tell attention what is in a pack",
+        )
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:

@@ -10,16 +10,29 @@ import pytest
 import torch
 from tiny_llama import tiny_llama
 from torch import nn
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
 from trees import doubled, gradients, prefixes, random_tree
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.settings.algorithm import ALGORITHMS
+from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
 from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.learning.objectives.supervised_objectives import NextTokens
 from rlhfspec.learning.trainer.batching import PackedSequences, num_unique, shared_packs
 from rlhfspec.learning.trainer.learner import Learner
 from rlhfspec.learning.trainer.packed_attention import _attend
 from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.supervised_job import SupervisedLearner
 from rlhfspec.learning.trainer.trainer_core import Horizon
 from rlhfspec.learning.trainer.training_forward import response_logits
 
@@ -191,3 +204,61 @@ def test_pairs_of_one_prompt_share_it():
 def test_a_model_that_knows_no_trees_is_refused():
     with pytest.raises(ModelError, match=r"attends by 'sdpa'.*prepare_for_training"):
         response_logits(tiny_llama(), PackedSequences.of([np.array([3, 4])]), 19)
+
+
+SMALL = {
+    "vocab_size": 19,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MIXING = {
+    "convolutions": lambda: Lfm2ForCausalLM(
+        Lfm2Config(**SMALL, initializer_range=0.3, layer_types=["conv", "full_attention"])
+    ),
+    "packs not handed on": lambda: StableLmForCausalLM(StableLmConfig(**SMALL)),
+    "chunks": lambda: Llama4ForCausalLM(
+        Llama4TextConfig(**SMALL, intermediate_size_mlp=64, head_dim=8, attention_chunk_size=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("build", MIXING.values(), ids=MIXING)
+def test_models_whose_sequences_would_see_their_neighbours_in_a_pack_are_refused(build):
+    for make in (
+        lambda: Learner(
+            build(),
+            algorithm=AlgorithmConfig(),
+            trainer=TrainerConfig(),
+            temperature=1.0,
+            seed=0,
+            pad_token_id=0,
+        ),
+        lambda: SupervisedLearner(
+            build(), NextTokens(vocab_size=19), SupervisedTrainerConfig(), total_steps=1, seed=0
+        ),
+    ):
+        with pytest.raises(ModelError, match=r"is not supported: .*(in a pack|chunked attention)"):
+            make()
+
+
+def test_a_routers_noise_stays_off_where_layers_are_checkpointed(make_rollouts):
+    def model():
+        torch.manual_seed(0)
+        return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, router_jitter_noise=0.5))
+
+    rollouts = grouped(make_rollouts, model().eval())
+    plain, checkpointed = (
+        Learner(
+            model(),
+            algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0),
+            trainer=TrainerConfig(gradient_checkpointing=gradient_checkpointing),
+            temperature=1.0,
+            seed=5,
+            pad_token_id=0,
+        ).update(rollouts)
+        for gradient_checkpointing in (False, True)
+    )
+    assert checkpointed.metrics == pytest.approx(plain.metrics, rel=1e-6)
