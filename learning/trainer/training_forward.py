@@ -452,7 +452,11 @@ def hold_linears_in(model: nn.Module, dtype: torch.dtype) -> None:
         for parameter in module.parameters(recurse=False)
     }
     for module in model.modules():
-        if not isinstance(module, nn.Linear) or id(module.weight) in elsewhere:
+        if (
+            not isinstance(module, nn.Linear)
+            or id(module.weight) in elsewhere
+            or module.weight.dtype == dtype
+        ):
             continue
         if all(torch.equal(own.to(dtype).to(own.dtype), own) for own in module.parameters(recurse=False)):
             module.to(dtype)
