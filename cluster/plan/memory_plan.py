@@ -169,13 +169,6 @@ class MemoryPlan:
     checkpoints: bool = False
     "whether layers' activations are computed anew for the backward pass"
 
-    def config_of(self, config: Config) -> Config:
-        """The config of a run that goes by this plan."""
-        if not self.checkpoints:
-            return config
-        trainer = config.trainer.model_copy(update={"gradient_checkpointing": True})
-        return config.model_copy(update={"trainer": trainer})
-
     @property
     def total_bytes(self) -> int:
         """All actors, Ray and its object store on one machine."""

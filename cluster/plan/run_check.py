@@ -99,7 +99,9 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     needs = MemoryNeeds(config, shapes, max_total_tokens=inputs.max_total_tokens)
     room = _Room(machine.memory_bytes(), machine.free_disk_bytes(output_dir))
     memory = _plan_memory(needs, config.cluster, room, output_dir)
-    config = memory.config_of(config)
+    if memory.checkpoints:
+        trainer = config.trainer.model_copy(update={"gradient_checkpointing": True})
+        config = config.model_copy(update={"trainer": trainer})
     if config.engine.kv_cache_mb is not None:
         limit = int(config.engine.kv_cache_mb * MB)
         require_room_for_one(limit, needed=memory.longest_sample_bytes, num_tokens=inputs.max_total_tokens)

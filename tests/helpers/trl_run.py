@@ -97,7 +97,9 @@ def main(pair: str, example: str) -> None:
         rewards.extend(environment_reward)
         return environment_reward
 
-    parrot = EnvironmentConfig(kind="sample_environments:Parrot", options={"turns": 2, "longest": 1}, max_turn_tokens=3)
+    parrot = EnvironmentConfig(
+        kind="sample_environments:Parrot", options={"turns": 2, "longest": 1}, max_turn_tokens=3
+    )
     answered = train(pair, rollout_func(environment=parrot), kept, steps=1)
     sys.argv = [example, f"{pair}/target", f"{pair}/draft"]
     losses = [row["loss"] for row in runpy.run_path(example)["trainer"].state.log_history if "loss" in row]
