@@ -26,7 +26,7 @@ from benchmarks.adaptive.policies import (
 )
 from benchmarks.adaptive.recorded import World, oracle_goodput, policy_goodput
 from benchmarks.support.harness import Bench
-from benchmarks.support.runs import DEMO, train
+from benchmarks.support.runs import PPO, train
 from benchmarks.support.timing import rate_rows, ratios
 from benchmarks.support.workload import DRAFT_LAYERS, Workload, real_workload
 from rlhfspec.core.config import SpeculationConfig
@@ -168,7 +168,7 @@ def _refits(bench: Bench) -> None:
     shape = ("speculation.policy=fixed", "speculation.num_nodes=6", f"run.iterations={REFIT_ITERATIONS}")
     for refit, suffix in ((True, ""), (False, "_frozen")):
         settings = (*shape, f"drafter_training.refit={str(refit).lower()}")
-        metrics = train(DEMO, bench.out, f"refit{suffix}", settings).metrics
+        metrics = train(PPO, bench.out, f"refit{suffix}", settings).metrics
         rates = [row["rollout/acceptance_rate"] for row in metrics]
         values[f"acceptance_last_over_first{suffix}_demo"] = rates[-1] / rates[0]
         if refit:

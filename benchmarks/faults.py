@@ -38,7 +38,7 @@ from benchmarks.faulty.outcome import (
 from benchmarks.support.harness import Bench
 from benchmarks.support.processes import run_command, setting_words, start_command
 from benchmarks.support.result import ROOT, machine_provenance
-from benchmarks.support.runs import DEMO, GRPO, newest_run, train, train_words
+from benchmarks.support.runs import DEMO, GRPO, PPO, newest_run, train, train_words
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.errors import RlhfSpecError
@@ -65,9 +65,9 @@ CHAOS = (
 )
 "A state and weights an iteration, limits of silence that a long freeze passes, restarts that do not run out."
 RESUMED_KINDS = {
-    "ppo": (DEMO, ()),
+    "ppo": (PPO, ()),
     "grpo": (GRPO, ()),
-    "ppo_lora": (DEMO, ("trainer.lora.rank=8",)),
+    "ppo_lora": (PPO, ("trainer.lora.rank=8",)),
     "grpo_lora": (GRPO, ("trainer.lora.rank=8",)),
 }
 "Whose driver is killed: algorithm, and settings beside its config."

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from benchmarks.support.harness import Bench
-from benchmarks.support.runs import DEMO, GRPO, Metrics, train
+from benchmarks.support.runs import GRPO, PPO, Metrics, train
 from rlhfspec.cluster.folder.rollouts import locations_in, rollout_files
 from rlhfspec.cluster.verify.verify_run import verify_run
 
@@ -85,10 +85,10 @@ def _proofs(bench: Bench) -> None:
             CORRECTED,
             *(PLAIN if schedule == "free" else ()),
         ]
-        run = train(DEMO, bench.out, name, settings).folder
+        run = train(PPO, bench.out, name, settings).folder
         if schedule == "recorded":
             # when a version comes is not promised by the other: only that it is recorded
-            again = train(DEMO, bench.out, name + "again", settings).folder
+            again = train(PPO, bench.out, name + "again", settings).folder
             unequal += _noted(run) != _noted(again)
         proof = verify_run(run, share=1.0)
         differences += len(proof.differences)
@@ -165,7 +165,7 @@ def _rewards(bench: Bench) -> None:
     for seed in SEEDS[bench.mode]:
         for name, settings in ways.items():
             common = [f"run.iterations={REWARD_ITERATIONS[bench.mode]}", f"run.seed={seed}"]
-            ended[name].append(_last_reward(train(DEMO, bench.out, name, [*common, *settings]).metrics))
+            ended[name].append(_last_reward(train(PPO, bench.out, name, [*common, *settings]).metrics))
     for name, rewards in ended.items():
         bench.figures.values[f"reward_{name}"] = statistics.fmean(rewards)
         if name != "staleness0":

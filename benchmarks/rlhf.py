@@ -16,11 +16,11 @@ from transformers import AutoModelForSequenceClassification
 
 from benchmarks.support.harness import Bench
 from benchmarks.support.result import ROOT
-from benchmarks.support.runs import DEMO, SMOLLM2, train
+from benchmarks.support.runs import DEMO, PPO, SMOLLM2, train
 from benchmarks.support.workload import demo_workload, real_model
 from rlhfspec.cluster.observe.summary import amdahl_bound, summarise
 
-CONFIGS: Mapping[str, Path] = {"ppo": DEMO} | {
+CONFIGS: Mapping[str, Path] = {"ppo": PPO} | {
     kind: ROOT / "configs" / "algorithms" / f"{kind}.yaml"
     for kind in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo")
 }

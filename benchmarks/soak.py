@@ -21,7 +21,7 @@ from benchmarks.faulty.injection import serving_actors
 from benchmarks.support.harness import Bench
 from benchmarks.support.processes import descendants, start_command
 from benchmarks.support.result import ROOT
-from benchmarks.support.runs import DEMO, newest_run, train_words
+from benchmarks.support.runs import PPO, newest_run, train_words
 from rlhfspec.cluster.placement.ray_session import TERMINATED
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.metrics import read_metrics
@@ -99,7 +99,7 @@ def run(bench: Bench) -> int:
         "cluster.dashboard=true",
     )
     before = shared_bytes()
-    driver = start_command(train_words(DEMO, out, "soak", settings), folder=ROOT, log=out / "soak.log")
+    driver = start_command(train_words(PPO, out, "soak", settings), folder=ROOT, log=out / "soak.log")
     seen: set[int] = set()
     try:
         samples, size_mib = _watch(driver, 60.0 * MINUTES[mode], out, seen)

@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.moving.downtime import wide_pair
 from benchmarks.pipeline import CORRECTED, ONE_CORE_EACH
 from benchmarks.simulated_runs.machine import Background, CoreWatch, MachineProfile, measure_machine
-from benchmarks.support.runs import DEMO, GRPO, SMOLLM2, train
+from benchmarks.support.runs import GRPO, PPO, SMOLLM2, train
 from benchmarks.support.workload import REAL_MODEL, default_cache_dir, demo_workload
 from rlhfspec.actors.generation.decode_loop import GATHER_S
 from rlhfspec.cluster.folder.rollouts import rollout_files
@@ -295,9 +295,9 @@ def own_runs(out: Path, mode: str, console: Console) -> Iterator[dict[str, float
     """Measure, run, simulate; figures so far after each case. What is not here is skipped, and said so."""
     work = out / "simulated_runs"
     work.mkdir(parents=True, exist_ok=True)
-    pairs, cases = {"demo": Pair(config=DEMO)}, [_one_core_each(mode)]
+    pairs, cases = {"demo": Pair(config=PPO)}, [_one_core_each(mode)]
     if mode != "quick":
-        pairs["wide"] = Pair(config=DEMO, settings=_wide_settings())
+        pairs["wide"] = Pair(config=PPO, settings=_wide_settings())
         cases += [_demo(), _wide()]
         if not (default_cache_dir() / "models" / REAL_MODEL / "config.json").is_file():
             console.print(
@@ -391,7 +391,7 @@ def _one_core_each(mode: str) -> Case:
 def _demo() -> Case:
     return Case(
         name="demo",
-        config=DEMO,
+        config=PPO,
         pair="demo",
         # of 64 a rollout takes a quarter of a second, a dozen decode steps
         settings=("rollout.prompts_per_iteration=128",),
@@ -407,7 +407,7 @@ def _wide_settings() -> Sequence[str]:
 def _wide() -> Case:
     return Case(
         name="wide",
-        config=DEMO,
+        config=PPO,
         pair="wide",
         settings=[*_wide_settings(), "rollout.prompts_per_iteration=24"],
         iterations=6,

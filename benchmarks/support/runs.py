@@ -13,7 +13,7 @@ from rlhfspec.cluster.folder.layout import of_run
 from rlhfspec.core.metrics import read_metrics
 
 DEMO, SMOLLM2 = ROOT / "configs" / "demo.yaml", ROOT / "configs" / "smollm2_grpo.yaml"
-GRPO = ROOT / "configs" / "algorithms" / "grpo.yaml"
+PPO, GRPO = (ROOT / "configs" / "algorithms" / f"{kind}.yaml" for kind in ("ppo", "grpo"))
 Metrics = Sequence[Mapping[str, float]]
 "One row an iteration."
 

@@ -49,7 +49,9 @@ def made_run(
     *settings: str, lengths: Sequence[Sequence[int]], background: Background = QUIET, trained: float = 1.0
 ) -> RecordedRun:
     """A run without metrics yet."""
-    config = load_config(ROOT / "configs" / "demo.yaml", ["sampling.max_new_tokens=64", *settings])
+    config = load_config(
+        ROOT / "configs" / "algorithms" / "ppo.yaml", ["sampling.max_new_tokens=64", *settings]
+    )
     batches = []
     for tokens in lengths:
         count = len(tokens)
@@ -120,7 +122,7 @@ def test_ahead_the_update_costs_what_is_beside_it() -> None:
 
 
 def test_what_has_no_gradient_is_not_trained_and_old_log_probabilities_take_a_forward() -> None:
-    # the demo's bound on values is of no use without a critic
+    # the bound on values is of no use without a critic
     grpo = ("algorithm.kind=grpo", "algorithm.clip_value=0.2", "rollout.samples_per_prompt=2")
     turns = made_run(*grpo, lengths=LENGTHS, trained=0.5)
     batch = turns.batches[0]
