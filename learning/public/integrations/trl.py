@@ -7,6 +7,7 @@ gives, up to float32 rounding: TRL corrects for an engine's mismatch only with `
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,6 +33,7 @@ from rlhfspec.learning.public.integrations.engine_episodes import EngineEpisodes
 from rlhfspec.learning.public.integrations.whole_weights import whole_weights
 from rlhfspec.profiles.profile import Profile, load_profile
 
+logger = logging.getLogger(__name__)
 OLDEST = (1, 0)
 "Release of TRL; earlier ones call a rollout function with other arguments."
 MAX_PROMPT_TOKENS = 512
@@ -178,6 +180,11 @@ class TrlRollouts:
     def _build(self, trainer: Any, step: int) -> Engine:
         tensors = whole_weights(trainer)
         dtype = dtype_of(trainer, tensors)
+        if trainer.args.bf16:
+            logger.warning(
+                "GRPOConfig.bf16: TRL computes by autocast, which rounds otherwise than any engine, and corrects for "
+                "it with use_vllm only; bf16=False makes log-probabilities equal"
+            )
         settings = self._settings
         if settings.device == "auto":
             settings = settings.model_copy(update={"device": trainer.accelerator.device.type})

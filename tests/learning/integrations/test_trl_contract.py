@@ -12,7 +12,7 @@ import pytest
 import torch
 from byte_chat import save_byte_pair
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from trl_like import trl_like
 
 from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
@@ -20,6 +20,7 @@ from rlhfspec.core.errors import ConfigError, DataError
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.weights.chunks import unique_tensors
+from rlhfspec.engine.weights.loading import load_causal_lm
 from rlhfspec.learning.public.integrations import trl
 from rlhfspec.learning.public.integrations.trl import TrlRollouts
 from rlhfspec.learning.public.integrations.whole_weights import whole_weights
@@ -110,6 +111,31 @@ def test_weights_are_published_when_the_step_changes_and_not_before(model, token
     trainer.state.global_step = 1
     after = ours(CHATS, trainer)
     assert (after["completion_ids"], after["logprobs"]) == alone(model, first["prompt_ids"], first=1 << 32)
+
+
+def test_bfloat16_is_decoded_where_trl_computes_in_it_and_what_differs_is_said(
+    pair, model, tokenizer, caplog
+):
+    trainer, ours = trl_like(model, tokenizer, bf16=True), rollouts()
+    for step in (0, 1):
+        trainer.state.global_step = step
+        got = ours(CHATS, trainer)
+        rounded = load_causal_lm(str(pair / "target"), "bfloat16")
+        assert (got["completion_ids"], got["logprobs"]) == alone(rounded, got["prompt_ids"], first=step << 32)
+    assert caplog.text.count("bf16=False makes log-probabilities equal") == 1
+
+
+def test_a_family_without_a_forward_of_ours_is_decoded_by_a_copy_of_its_module(tokenizer):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    trainer, ours = trl_like(model, tokenizer), rollouts()
+    for step in (0, 1):
+        trainer.state.global_step = step
+        got = ours(CHATS, trainer)
+        assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"], first=step << 32)
+        moved(model)
+    assert model.training and model.config._attn_implementation == "sdpa"
 
 
 def test_a_second_trainer_gets_an_engine_of_its_own_weights(model, tokenizer):
