@@ -226,16 +226,20 @@ def update_line(metrics: Sequence[Metrics]) -> str | None:
     causes = (
         (share["outside"] > 0.25, "it waits: rollouts on their way, other processes on its cores"),
         (share["observers"] > 0.25, "a draft model learns in it: see drafter_training"),
-        (share["first_forwards"] > 0.3, "a forward more than it learns from: see algorithm.kl_coef"),
+        (
+            share["first_forwards"] > 0.3,
+            "forwards before it learns: for algorithm.kl_coef, a critic or old log-probabilities",
+        ),
         (share["scoring"] > 0.3, "the engine scores every minibatch again: see trainer.scoring"),
         (share["advantages"] > 0.25, "the critic: see trainer.value_epochs"),
         (share["optimizer"] > 0.25, "many steps for few tokens: raise trainer.minibatch_size"),
         (
             share["backward"] > 2.6 * share["forward"],
-            "activations are computed twice: see trainer.gradient_checkpointing",
+            "trainer.gradient_checkpointing, where it is on, computes activations twice",
         ),
         (
-            pack_tokens < _SMALL_PACK_TOKENS,
+            # 0: no sample had a gradient
+            0.0 < pack_tokens < _SMALL_PACK_TOKENS,
             f"packs of {pack_tokens:.0f} tokens: raise trainer.minibatch_size or trainer.max_tokens_per_forward",
         ),
     )

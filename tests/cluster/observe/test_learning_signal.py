@@ -135,4 +135,6 @@ def test_the_parts_of_an_update_are_told_and_what_slows_it() -> None:
         assert word in str(update_line([even | {f"update/{part}_s": 5.0}])), part
     assert "gradient_checkpointing" in str(update_line([even | {"update/backward_s": 9.0}]))
     assert "packs of 20 tokens" in str(update_line([even | {"update/num_tokens": 40.0}]))
+    idle = parts | {"update/num_packs": 0.0, "update/num_tokens": 0.0, "update/first_forwards_s": 3.0}
+    assert update_line([idle | {"update/collate_s": 9.0}]) == "collate 75%, first forwards 25%"
     assert update_line([{"time/update_s": 1.0}]) is None
