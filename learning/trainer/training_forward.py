@@ -239,18 +239,26 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
 
 
 _CPU_VALUES = 1 << 18
-"Of logits at once: a megabyte of float32."
-_GPU_VALUES = 1 << 26
+"Of logits that are worked on at once, of which there are copies: a megabyte of float32."
+_GPU_VALUES = 1 << 24
 _PRODUCT_VALUES = 1 << 23
 "Of logits of one product with the head, on a CPU: enough rows to read the weights once for all of them."
+_GPU_PRODUCT_VALUES = 1 << 26
 _KEPT_VALUES = 1 << 26
 "Of logits of one pack that its backward pass finds again; those beyond are computed anew."
+_COPIES = 8
+"Of what is worked on at once, in float32, where an entropy learns too (counted)."
 
 
 def most_logits(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
-    """Values of a pack's logits that are there at once where they go by chunks: kept ones, a chunk, its gradient."""
-    whole, chunk = num_tokens * vocab_size, _GPU_VALUES if on_gpu else _PRODUCT_VALUES
-    return min(whole, _KEPT_VALUES) + 2 * min(whole, max(chunk, vocab_size))
+    """Values of a pack's logits that are there at once where they go by chunks.
+
+    Kept ones, the product of a chunk and its gradient, and copies of the part of it that is worked on.
+    """
+    whole = num_tokens * vocab_size
+    product, part = (_GPU_PRODUCT_VALUES, _GPU_VALUES) if on_gpu else (_PRODUCT_VALUES, _CPU_VALUES)
+    product, part = (min(whole, max(values, vocab_size)) for values in (product, part))
+    return min(whole, _KEPT_VALUES) + 2 * product + _COPIES * part
 
 
 def token_statistics(
@@ -302,13 +310,15 @@ class _HeadStatistics(torch.autograd.Function):
         vocab_size, dtype, temperature, entropy, has_backward = settings
         left, right = states.to(dtype), weight[:vocab_size].to(dtype)
         kept, found = [], []
-        for rows in _row_chunks(len(states), vocab_size, _PRODUCT_VALUES, states.device):
+        for rows in _product_chunks(states, vocab_size):
             logits = left[rows] @ right.T
             found.append(_values(logits, token_ids[rows], temperature, entropy))
             if seen is not None:
                 seen.append(logits)
             if has_backward and rows.stop * vocab_size <= _KEPT_VALUES:
                 kept.append(logits)
+            # not beside the next
+            del logits
         ctx.save_for_backward(states, weight, token_ids, *kept)
         ctx.settings = settings[:3]
         ctx.set_materialize_grads(False)
@@ -327,18 +337,17 @@ class _HeadStatistics(torch.autograd.Function):
             torch.zeros_like(one) if is_needed else None
             for one, is_needed in zip((states, weight), ctx.needs_input_grad, strict=False)
         )
-        for i, rows in enumerate(_row_chunks(len(states), vocab_size, _PRODUCT_VALUES, states.device)):
+        for i, rows in enumerate(_product_chunks(states, vocab_size)):
             logits = kept[i] if i < len(kept) else left[rows] @ right.T
             parts = [None if one is None else one[rows] for one in grads]
             grad = _gradient(logits, token_ids[rows], temperature, *parts)
             if of_states is not None:
                 of_states[rows] = (grad @ right).to(of_states.dtype)
-            if of_weight is None:
-                continue
-            if dtype == of_weight.dtype:
+            if of_weight is not None and dtype == of_weight.dtype:
                 of_weight[:vocab_size].addmm_(grad.T, left[rows])
-            else:
+            elif of_weight is not None:
                 of_weight[:vocab_size] += grad.T @ left[rows]
+            del logits, grad
         return of_states, of_weight, None, None, None
 
 
@@ -383,11 +392,17 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     """Rows whose logits fit into the cache; the result does not depend on them."""
-    return _row_chunks(logits.shape[0], logits.shape[1], _CPU_VALUES, logits.device)
+    return _row_chunks(*logits.shape, _CPU_VALUES if logits.device.type == "cpu" else _GPU_VALUES)
 
 
-def _row_chunks(num_rows: int, width: int, cpu_values: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, (cpu_values if device.type == "cpu" else _GPU_VALUES) // max(width, 1))
+def _product_chunks(states: Tensor, width: int) -> Iterator[slice]:
+    """Rows whose logits are computed by one product."""
+    values = _PRODUCT_VALUES if states.device.type == "cpu" else _GPU_PRODUCT_VALUES
+    return _row_chunks(len(states), width, values)
+
+
+def _row_chunks(num_rows: int, width: int, values: int) -> Iterator[slice]:
+    step = max(1, values // max(width, 1))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 

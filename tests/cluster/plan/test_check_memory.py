@@ -155,8 +155,8 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     unit = 256 * 32 * 4
     # 8 tokens on paths for each token of a pack: keys and values of 2 heads of 8, of each layer
     paths = 256 * 8 * 2 * 2 * 8 * 4
-    # a chunk and its gradient beside what is kept, all of them at this size; gradients of head and embedding
-    logits, head = 256 * 100 * 4 * 3, 2 * 100 * 32 * 4
+    # a chunk, its gradient and 8 copies beside what is kept, all at this size; gradients of head and embedding
+    logits, head = 256 * 100 * 4 * (3 + 8), 2 * 100 * 32 * 4
     frozen = {"refit": False}
     made = plan(config(trainer=trainer, drafter_training=frozen, **grpo))
     kept = made.trainer_bytes
@@ -176,10 +176,10 @@ def test_logits_are_planned_by_the_chunk_unless_something_comes_behind_the_head_
         found = needs.plan(object_store_bytes=0).trainer_parts["logits"]
         return found - 2 * vocab_size * 32 * 4
 
-    assert logits() == 4 * (2**26 + 2 * 2**23)
+    assert logits() == 4 * (2**26 + 2 * 2**23 + 8 * 2**18)
     assert logits(caps=True) == 4096 * 262_144 * 4 * 2
     assert logits(refit=True) == 4096 * 262_144 * 4 * 3
-    assert logits(vocab_size=100) == 4096 * 100 * 4 * 3
+    assert logits(vocab_size=100) == 4 * (4096 * 100 * 3 + 8 * 2**18)
 
 
 def test_scoring_by_the_engine_takes_a_second_model_and_the_caches_of_some_samples() -> None:

@@ -1,6 +1,7 @@
 """Log-probabilities and entropies by chunks: the values and gradients of the plain formulas."""
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -131,3 +132,40 @@ def test_no_logits_of_a_pack_are_there_at_once(monkeypatch):
         )
         values[0].sum().backward()
     assert training_forward._PRODUCT_VALUES == largest < 300 * (1 << 17)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_gpu_holds_what_the_memory_plan_counts(dtype, entropy):
+    """Counted on `meta`, whose tensors have sizes alone, by the bytes that live at once."""
+    rows, vocab_size = 4096, 1 << 17
+    states = torch.empty(rows, 8, device="meta", requires_grad=True)
+    weight = torch.empty(vocab_size, 8, device="meta", requires_grad=True)
+    live: dict[int, tuple[int, int]] = {}
+    most = 0
+
+    def gone(storage: int) -> None:
+        times, num_bytes = live.pop(storage)
+        if times > 1:
+            live[storage] = times - 1, num_bytes
+
+    class Live(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal most
+            found = func(*args, **(kwargs or {}))
+            for one in tree_leaves(found):
+                storage = one.untyped_storage()
+                times, _ = live.get(storage._cdata, (0, 0))
+                live[storage._cdata] = times + 1, storage.nbytes()
+                weakref.finalize(one, gone, storage._cdata)
+            most = max(most, sum(num_bytes for _, num_bytes in live.values()))
+            return found
+
+    with Live():
+        token_ids = torch.empty(rows, dtype=torch.int64, device="meta")
+        settings = vocab_size, dtype, 0.7, entropy, True
+        values = training_forward._HeadStatistics.apply(states, weight, token_ids, settings, None)
+        (values[0] + values[1] if entropy else values[0]).sum().backward()
+    planned = 4 * training_forward.most_logits(rows, vocab_size, on_gpu=True)
+    gradients = 3 * 4 * (states.numel() + weight.numel())
+    assert planned // 2 < most <= planned + gradients
