@@ -9,6 +9,7 @@ the real model also what samples that begin alike save: beside the same tokens w
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -165,6 +166,8 @@ def sample(workload: Workload) -> Batch:
 def shared(workload: Workload, shape: Shape, name: str, **trainer: Any) -> dict[str, float]:
     """One update of the shape's samples beside one of the same that share nothing: processor seconds, peak memory."""
     batch = sample_shape(workload, shape)
+    # a learner of before would count
+    gc.collect()
     apart = [
         # no two begin alike, and all are as long
         replace(one, prompt=replace(one.prompt, token_ids=np.append(1000 + index, one.prompt.token_ids[1:])))
