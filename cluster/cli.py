@@ -64,7 +64,7 @@ def commands() -> dict[str, Command | Group]:
         "data": Group(data.ABOUT, {"check": data.check_data}),
         "models": Group(models.MODELS, {"make": models.make_pair, "get": models.get_known_model}),
         "drafter": Group(models.DRAFTER, {"make": models.make_head, "eval": models.evaluate_head}),
-        "serve": Group(serve.ABOUT, {"reward": serve.serve}),
+        "serve": Group(serve.ABOUT, {"reward": serve.serve, "engine": serve.serve_engine}),
         "kube": Group(kube.ABOUT, {"render": kube.render}),
         "show": show,
         "report": report,

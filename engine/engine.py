@@ -321,6 +321,12 @@ class Engine:
             self.exchange.drop(state.request.key)
         return ended + [completion_of(one, instance=self.instance, is_cut=True) for one in waiting]
 
+    def so_far(self, keys: Collection[SampleKey]) -> list[Completion]:
+        """Return what there is of these samples, of those in slots here; they go on."""
+        slots = [slot for slot, request in enumerate(self._batch.requests) if request.key in keys]
+        states = [self._batch.state(slot, weight_version=self.weight_version) for slot in slots]
+        return [completion_of(one, instance=self.instance, is_cut=True) for one in states]
+
     def cancel_all(self) -> list[SampleRequest]:
         """Drop every open sample and return their requests."""
         cancelled = [*self._batch.requests, *(state.request for state in self._waiting)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from rlhfspec.actors.waiting.assigned_device import (
 )
 from rlhfspec.core.config import EngineConfig
 from rlhfspec.core.errors import RlhfSpecError, WeightsError
+from rlhfspec.core.records import Completion, SampleKey
 from rlhfspec.core.weight_records import TensorSpec, WeightManifest, kind_of
 from rlhfspec.engine.build import backend_for, build_engine, published_model
 from rlhfspec.engine.calibration.engine_provenance import device_name, here
@@ -83,6 +84,10 @@ class ManifestHost:
     def spot_trainer(self) -> SpotTrainer | None:
         """What trains the draft head while there are no samples; None: it is not trained here."""
         return self._spot
+
+    def so_far(self, keys: Collection[SampleKey]) -> tuple[Completion, ...]:
+        """What there is of these samples, of those that run here."""
+        return () if self.engine is None else tuple(self.engine.so_far(keys))
 
     def close(self) -> None:
         """End what trains."""

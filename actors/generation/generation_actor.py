@@ -46,7 +46,7 @@ from rlhfspec.actors.generation.trace_events import TraceEvent
 from rlhfspec.actors.waiting.actor_start import begin_actor
 from rlhfspec.actors.waiting.remote import Handle, remote
 from rlhfspec.core.errors import WaitTimeout, WeightsError
-from rlhfspec.core.records import SampleKey, SampleRequest
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.policies.migration.move_messages import CallOff, MoveOrder, PeerMessage, Settle
 
@@ -111,6 +111,12 @@ class GenerationActor:
     def cut(self, keys: frozenset[SampleKey], term: int = 0) -> None:
         """End these samples where they are; `poll` tells what there is of each. Nobody waits for the order itself."""
         self._loop.order(CutOrder(keys=keys, term=term))
+
+    @ray.method(concurrency_group="control")
+    def so_far(self, keys: frozenset[SampleKey], timeout_s: float) -> tuple[Completion, ...]:
+        """What there is of these samples, of those that run here, between two decode steps; they go on."""
+        call = partial(self._host.so_far, keys)
+        return self._carry_out(CallOrder(what="tell what there is of samples", call=call), timeout_s)
 
     @ray.method(concurrency_group="control")
     def hold(self, term: int, timeout_s: float) -> HeldSamples:

@@ -1,18 +1,20 @@
-"""`rlhfspec serve reward`: a reward model or function as a server that many runs ask."""
+"""`rlhfspec serve`: a reward as a server that many runs ask, a model behind OpenAI's API."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from rlhfspec.cluster.commands.arguments import set_flag
+from rlhfspec.cluster.commands.arguments import COUNT, SECONDS, set_flag
 from rlhfspec.cluster.commands.declare import Arg
 from rlhfspec.core.errors import ConfigError
 
-ABOUT = """Serve a reward to many runs (serve reward).
+ABOUT = """Serve a reward to many runs (serve reward), or a model by OpenAI's API (serve engine).
 
-Serve what several runs share.
+Serve what several runs or programs share.
 
   rlhfspec serve reward --model DIR
+  rlhfspec serve engine --model DIR
 """
 
 
@@ -44,7 +46,8 @@ def serve(
     In a running Ray cluster (--address auto) the route is /NAME/score, and runs of the same cluster may use
     reward.app=NAME instead of an address.
     """
-    from rlhfspec.cluster.jobs.reward_server import ServerAddress, caller_dir, serve_reward
+    from rlhfspec.cluster.jobs.ray_serve import ServerAddress
+    from rlhfspec.cluster.jobs.reward_server import caller_dir, serve_reward
     from rlhfspec.cluster.observe.console import Reporter
 
     low, high = _replicas(replicas)
@@ -64,6 +67,76 @@ def serve(
     with Reporter() as report:
         serve_reward(arguments, place, note=report.note)
     return 0
+
+
+def serve_engine(
+    *,
+    model: Annotated[str, Arg("DIR", "folder or hub name of the model")],
+    config: Annotated[Path, Arg("FILE", "a run's config: its draft model, engine, cluster")] | None = None,
+    overrides: Annotated[list[str], set_flag("override one key, such as cluster.generation.num_actors=4")],
+    served_name: Annotated[str, Arg("NAME", "what clients call the model (as --model)")] | None = None,
+    context: Annotated[
+        int, Arg("N", "tokens of prompt and response together (2048, or the model's)", parse=COUNT)
+    ]
+    | None = None,
+    max_open: Annotated[
+        int,
+        Arg("N", "responses at once, beyond which a request is answered with 429 (%(default)s)", parse=COUNT),
+    ] = 256,
+    max_body_mb: Annotated[int, Arg("N", "of a request (%(default)s)", parse=COUNT)] = 8,
+    token_file: Annotated[Path, Arg("FILE", "holds the token that clients must send (none: anybody)")]
+    | None = None,
+    drain: Annotated[
+        float, Arg("SECONDS", "for open requests to end, once it is to stop (%(default)g)", parse=SECONDS)
+    ] = 30.0,
+    host: Annotated[str, Arg(help="0.0.0.0 listens to other machines (127.0.0.1)")] = "127.0.0.1",
+    port: Annotated[int, Arg(help="(8000)")] = 8000,
+    name: Annotated[str, Arg(help="of the Serve application (engine)")] = "engine",
+    address: Annotated[str, Arg(help="a running Ray cluster, such as auto (a Ray of its own)")] | None = None,
+) -> int:
+    """Serve a model by OpenAI's API.
+
+    Serve a model by a pool of instances that draft, behind Ray Serve: /v1/completions, /v1/chat/completions with token
+    ids, log-probabilities and streams, /v1/models, /health, /metrics, and what vLLM has for trainers (/pause, /resume,
+    /update_weights by a path). A response is a function of weights, prompt and seed alone. Ctrl-C or SIGTERM ends it.
+
+      rlhfspec serve engine --model DIR
+      rlhfspec serve engine --model runs/a/checkpoints/target --config configs/gsm8k_ppo.yaml --port 8001
+    """
+    from rlhfspec.cluster.observe.console import Reporter
+    from rlhfspec.core.config_io import read_tree
+
+    with Reporter() as report:
+        report.stage("loading torch and transformers")
+        from rlhfspec.cluster.jobs.engine_server import plan_server, serve_engine
+        from rlhfspec.cluster.jobs.ray_serve import ServerAddress
+        from rlhfspec.cluster.serving.engine_deployment import ServerLimits
+
+        tree = read_tree(config) if config is not None else {}
+        plan = plan_server(tree, report, model=model, overrides=overrides, context_tokens=context)
+        limits = ServerLimits(max_open=max_open, max_body_bytes=max_body_mb << 20, token=_token(token_file))
+        report.stop()
+        serve_engine(
+            plan,
+            ServerAddress(name=name, host=host, port=port, address=address),
+            limits,
+            served_name=served_name or model,
+            drain_s=drain,
+            note=report.note,
+        )
+    return 0
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--token-file {file} cannot be read: {error}; name a text file") from None
+    if not token or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"--token-file {file} must hold one line of printable ASCII characters, the token")
+    return token
 
 
 def _replicas(text: str) -> tuple[int, int]:

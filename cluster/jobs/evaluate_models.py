@@ -73,18 +73,23 @@ def evaluation_config(
         prompts["path"] = data
     if not prompts:
         raise ConfigError("nothing says which prompts to evaluate: expected --data FILE, or data in --config")
-    models = {**made.get("models", {}), "target": model}
-    speculation = made.get("speculation", {})
+    # a holdout is of a run that evaluates; any count above 0 says so here
+    evaluation["every"] = 1 if holds_out else 0
+    made |= with_drafter(made, model) | {"data": prompts, "evaluation": evaluation}
+    return config_from_dict(apply_overrides(made, overrides), origin="the evaluation")
+
+
+def with_drafter(tree: dict[str, Any], model: str) -> dict[str, Any]:
+    """The sections `models` and `speculation` with this target, and what drafts for it without a profile."""
+    models = {**tree.get("models", {}), "target": model}
+    speculation = tree.get("speculation", {})
     if not models.get("draft") and speculation.get("drafter", "model") in ("model", "head", "mtp"):
         models["draft"] = None
         speculation = {"drafter": "none", "policy": "off"}
     elif speculation.get("policy", "goodput") == "goodput":
         # a profile is of one target, and drafting changes no token
         speculation = {**speculation, "policy": "fixed"}
-    # a holdout is of a run that evaluates; any count above 0 says so here
-    evaluation["every"] = 1 if holds_out else 0
-    made |= {"models": models, "speculation": speculation, "data": prompts, "evaluation": evaluation}
-    return config_from_dict(apply_overrides(made, overrides), origin="the evaluation")
+    return {"models": models, "speculation": speculation}
 
 
 def evaluate_model(plan: RunPlan, report: Reporter) -> ModelResult:

@@ -52,6 +52,8 @@ class RunPlan:
     "what `check` prints"
     notes: tuple[str, ...] = ()
     "what a run says at its start"
+    takes_any_stop: bool = False
+    "requests may name stop strings that the config does not"
 
     @property
     def reward(self) -> RewardConfig:
@@ -113,7 +115,9 @@ class RunPlan:
             gpu_bytes=0 if self.memory is None else self.memory.gpu_bytes,
             gpu_share=pool.num_gpus,
             spot=spot if config.trains_head else None,
-            stop_strings=stop_strings(self.inputs.tokenizer) if config.sampling.stop else None,
+            stop_strings=stop_strings(self.inputs.tokenizer)
+            if config.sampling.stop or self.takes_any_stop
+            else None,
         )
 
     def trainer_spec(self) -> TrainerSpec:

@@ -312,19 +312,4 @@ class RolloutStream:
             self._ask(phase, further)
 
     def _take(self, *, wait_s: float, may_fetch: bool = True) -> Taken:
-        """Ask the scheduler for updates; replace what was lost, let the pool grow and shrink, say what is odd."""
-        system, note = self._system, self._report.note
-        taken = system.scheduler.take(wait_s)
-        for line in system.scheduler.updates():
-            note(line)
-        for alarm in taken.alarms:
-            note(
-                f"integrity alarm: sample {alarm.key.sample_index} from {alarm.instance} under epoch "
-                f"{alarm.epoch}: {alarm.what}; the report was dropped"
-            )
-        for text in taken.drafter_alarms:
-            note(f"drafter alarm, drafting suspended on {text}")
-        for lost in taken.lost:
-            system.generation.replace(lost)
-        system.generation.look(taken, may_fetch=may_fetch)
-        return taken
+        return self._system.take(wait_s, self._report.note, may_fetch=may_fetch)

@@ -8,7 +8,7 @@ dead scheduler had received and not handed on is generated again, to the same to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -135,6 +135,12 @@ class SchedulerClient:
             self._instances[gone.instance].state = InstanceState.GONE
         given_up, self._lost = self._lost, []
         return replace(taken, lost=(*given_up, *taken.lost))
+
+    def forget(self, keys: Iterable[SampleKey]) -> None:
+        """Keep no note of delivered samples: who asks without an end would note them all."""
+        for key in keys:
+            self._asked.pop(key, None)
+            self._delivered.pop(key, None)
 
     def updates(self) -> list[str]:
         """What a person should know of restarts since the last call, one line each."""

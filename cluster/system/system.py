@@ -13,6 +13,7 @@ from typing import Any
 from ray.util.placement_group import remove_placement_group
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
 from rlhfspec.actors.waiting.node import own_raylet, watching_raylet
 from rlhfspec.actors.waiting.remote import Handle
@@ -65,6 +66,26 @@ class GeneratingSystem:
     def config(self) -> Config:
         """The run's config."""
         return self.plan.config
+
+    def take(self, wait_s: float, note: Callable[[str], None], *, may_fetch: bool = True) -> Taken:
+        """Ask the scheduler for updates; replace what was lost, let the pool grow and shrink, say what is odd.
+
+        `may_fetch`: whether the trainer can be asked for weights. Raises what generation cannot go on after.
+        """
+        taken = self.scheduler.take(wait_s)
+        for line in self.scheduler.updates():
+            note(line)
+        for alarm in taken.alarms:
+            note(
+                f"integrity alarm: sample {alarm.key.sample_index} from {alarm.instance} under epoch "
+                f"{alarm.epoch}: {alarm.what}; the report was dropped"
+            )
+        for text in taken.drafter_alarms:
+            note(f"drafter alarm, drafting suspended on {text}")
+        for lost in taken.lost:
+            self.generation.replace(lost)
+        self.generation.look(taken, may_fetch=may_fetch)
+        return taken
 
     def stop(self) -> None:
         """Let the actors end their loops; what is left ends with their bundles."""

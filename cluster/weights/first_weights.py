@@ -1,4 +1,4 @@
-"""The weights that a run begins with, read where their path is known and published as version 0."""
+"""Weights that are read from files, where their path is known: those that a run begins with, as version 0."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, requ
 from rlhfspec.engine.weights.stored_weights import stored_weights
 
 
-def load_and_put(name: str, model: Literal["target", "draft"], models: ModelsConfig) -> PublishedWeights:
-    """Read the causal LM `name` here, where its path is known, and publish it as version 0 of `model`.
+def load_and_put(
+    name: str, model: Literal["target", "draft"], models: ModelsConfig, *, weight_version: int = 0
+) -> PublishedWeights:
+    """Read the causal LM `name` here, where its path is known, and publish it as a version of `model`.
 
     Where its files name every weight as the model does, no model is built: a bucket at a time passes through.
     """
     trust = models.trust_remote_code
     stored = stored_weights(name, load_hf_config(name, trust_remote_code=trust), models.dtype)
     if stored is None:
-        return _put_model(load_causal_lm(name, models.dtype, trust_remote_code=trust), model)
+        return _put_model(load_causal_lm(name, models.dtype, trust_remote_code=trust), model, weight_version)
     dtype = DTYPES[models.dtype]
     # as published: what is finite in its file may not be when it is rounded
     require_finite(name, ((key, tensor.to(dtype)) for key, tensor in stored.tensors()))
     packer = WeightPacker(
         name=model,
-        weight_version=0,
+        weight_version=weight_version,
         hf_config_json=stored.hf_config_json,
         dtypes=dict.fromkeys(stored.tensor_names, dtype),
         rooms=1,
@@ -58,6 +60,8 @@ def put_head(head: HeadWeights, *, weight_version: int) -> PublishedWeights:
     return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
 
 
-def _put_model(loaded: PreTrainedModel, model: Literal["target", "draft"]) -> PublishedWeights:
-    manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
+def _put_model(
+    loaded: PreTrainedModel, model: Literal["target", "draft"], weight_version: int = 0
+) -> PublishedWeights:
+    manifest, chunks = pack_weights(loaded, name=model, weight_version=weight_version)
     return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))

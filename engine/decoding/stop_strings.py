@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 _PART_OF_A_CHARACTER = "\ufffd"
 _MORE_TOKENS = 8
 "That a window has beyond one a byte: of some tokenizers the first token's text depends on what is before it."
+_MOST_KEPT = 64
+"Sets of stop strings whose last tokens are known: a byte for each token of the vocabulary."
 
 
 class StopStrings:
@@ -54,5 +56,7 @@ class StopStrings:
             texts = self._decoder.decode_batch(
                 [[one, one] for one in range(self._num_ids)], skip_special_tokens=False
             )
+            while len(self._may_complete) >= _MOST_KEPT:
+                del self._may_complete[next(iter(self._may_complete))]
             self._may_complete[stop] = np.array([not ends.isdisjoint(text) for text in texts])
         return self._may_complete[stop]

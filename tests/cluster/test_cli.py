@@ -413,7 +413,7 @@ def test_scoring_by_the_engine_is_refused_where_bits_are_not_promised_or_not_tak
 def test_a_reward_that_cannot_be_served_is_refused(
     argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhfspec.cluster.jobs.reward_server.ray_session", None)  # nothing may start
+    monkeypatch.setattr("rlhfspec.cluster.jobs.ray_serve.ray_session", None)  # nothing may start
     # other tests of this process may have a Ray that is up
     monkeypatch.setattr("rlhfspec.cluster.jobs.reward_server.is_local", lambda config: True)
     assert words in refused(capsys, "serve", "reward", *argv)

@@ -1,0 +1,98 @@
+"""Serves a model by a pool of instances until it is told to stop: OpenAI's API, and vLLM's for trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhfspec.cluster.jobs.evaluate_models import with_drafter
+from rlhfspec.cluster.jobs.ray_serve import ServerAddress, serve_application
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.placement.ray_session import is_local
+from rlhfspec.cluster.plan.inputs import Inputs, require_cores
+from rlhfspec.cluster.plan.model_check import check_models
+from rlhfspec.cluster.plan.names import resolve_models
+from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.plan.topology import plan_topology
+from rlhfspec.core.config_io import apply_overrides, config_from_dict
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.learning.data.prompts import PromptDataset
+
+USUAL_CONTEXT_TOKENS = 2048
+"Of prompt and response, where a model's context holds more: caches have room for every slot at full length."
+
+
+def plan_server(
+    tree: dict[str, Any],
+    report: Reporter,
+    *,
+    model: str,
+    overrides: Sequence[str] = (),
+    context_tokens: int | None = None,
+) -> RunPlan:
+    """The plan of a pool that takes any prompt.
+
+    Args:
+        tree: a run's config as nested mappings, or an empty one; of it come draft model, engine and cluster.
+        report: is told of models that are fetched.
+        model: to be served, in the place of the run's target.
+        overrides: `section.key=value`, which go before all else.
+        context_tokens: of prompt and response together.
+
+    Raises InputError for a model that cannot be served, ConfigError for more context than it has.
+    """
+    made = {name: dict(section or {}) for name, section in tree.items()}
+    # no prompts, no rewards: requests bring the one, nobody asks for the other
+    made |= with_drafter(made, model) | {"data": {"task": "chain"}, "reward": {}, "environment": {}}
+    made |= {"evaluation": {}, "cluster": {"dashboard": False} | made.get("cluster", {})}
+    config = resolve_models(config_from_dict(apply_overrides(made, overrides), origin="the server"), report)
+    require_cores(config.cluster, engine=config.engine.num_threads)
+    frozen = config.trainer.model_copy(update={"lora": None})
+    models = check_models(config.model_copy(update={"trainer": frozen}))
+    has = models.context_tokens
+    most = (
+        min(USUAL_CONTEXT_TOKENS, has or USUAL_CONTEXT_TOKENS) if context_tokens is None else context_tokens
+    )
+    if has is not None and most > has:
+        raise ConfigError(f"--context {most} is more than the models' context of {has} tokens; lower it")
+    models.require_served(config.speculation, max_total_tokens=most)
+    # as where environments give rewards: no actor scores
+    config = config.model_copy(update={"reward": config.reward.model_copy(update={"kind": "environment"})})
+    inputs = Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(prompts=()), max_total_tokens=most)
+    return RunPlan(
+        config=config, topology=plan_topology(config), models=models, inputs=inputs, takes_any_stop=True
+    )
+
+
+def serve_engine(
+    plan: RunPlan,
+    place: ServerAddress,
+    limits: Any,
+    *,
+    served_name: str,
+    drain_s: float,
+    note: Callable[[str], None],
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Deploy, say so, and wait, see `serve_application`; then open requests have `drain_s` to end.
+
+    `limits`: `cluster.serving.engine_deployment.ServerLimits`.
+    Raises PlacementError: the port is taken, no room, the pool does not come up.
+    """
+    # imported here: Ray Serve takes a second
+    from rlhfspec.cluster.serving.engine_deployment import build
+
+    cluster = plan.config.cluster.model_copy(update={"address": place.address or plan.config.cluster.address})
+    if is_local(cluster):
+        place.require_free()
+
+    serve_application(
+        lambda session: build(plan, session, limits, served_name),
+        place,
+        cluster=cluster,
+        ready=lambda url: f"engine server ready: {url}/v1 serves {served_name}",
+        advice="expected a pool of instances; look at the log of its replica, or lower cluster.generation.num_actors",
+        note=note,
+        before_end=lambda handle: handle.drain.remote(drain_s).result(timeout_s=drain_s + 30.0),
+        is_over=is_over,
+    )

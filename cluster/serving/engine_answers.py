@@ -1,0 +1,169 @@
+"""From completions to what OpenAI's clients read, whole or as a stream of parts that join to the same."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhfspec.cluster.serving.engine_requests import Asked
+from rlhfspec.cluster.serving.request_bodies import ChatBody, GenerationBody
+from rlhfspec.core.records import Completion, FinishReason
+
+_UNFINISHED = "\ufffd"
+"What a text ends with where a character's bytes are not all there."
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CUT: "abort"}
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How much of a response a stream has had."""
+
+    tokens: int = 0
+    text: str = ""
+    offset: int = 0
+    "characters of these tokens, each by itself"
+
+
+@dataclass(slots=True)
+class AnswerWriter:
+    """Of one request."""
+
+    asked: Asked
+    tokenizer: PreTrainedTokenizerBase
+    served_name: str
+    _sent: dict[int, _Sent] = field(default_factory=dict)
+    _num_sampled: int = 0
+    _id: str = field(default_factory=lambda: secrets.token_hex(12))
+    _created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the answer is a message."""
+        return isinstance(self.asked.body, ChatBody)
+
+    def whole(self, completions: list[Completion]) -> dict[str, Any]:
+        """The answer to a request that asks for no stream."""
+        choices = []
+        for place, completion in enumerate(completions):
+            self._num_sampled += completion.num_tokens
+            text = _text(self.tokenizer, self.asked.body, completion, is_whole=True)
+            said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            choices.append(self._choice(place, completion, said, first=0, is_last=True))
+        answer = self._envelope(choices, "chat.completion" if self.is_chat else "text_completion")
+        if self.is_chat and self.asked.body.return_token_ids:
+            answer["prompt_token_ids"] = self.asked.requests[0].prompt.token_ids.tolist()
+        return answer | {"usage": self._usage()}
+
+    def parts(self, place: int, completion: Completion, *, is_last: bool) -> Iterator[str]:
+        """What a response has more than was sent of it, as events of a stream; `is_last`: it has ended."""
+        is_first, sent = place not in self._sent, self._sent.setdefault(place, _Sent())
+        if completion.num_tokens <= sent.tokens and not is_last:
+            return
+        text = _text(self.tokenizer, self.asked.body, completion, is_whole=is_last)
+        new = text[len(sent.text) :] if text.startswith(sent.text) else ""
+        if self.is_chat:
+            said: dict[str, Any] = {"delta": {"content": new} | ({"role": "assistant"} if is_first else {})}
+        else:
+            said = {"text": new}
+        choice = self._choice(place, completion, said, first=sent.tokens, is_last=is_last)
+        self._num_sampled += completion.num_tokens - sent.tokens
+        sent.tokens, sent.text = completion.num_tokens, sent.text + new
+        yield event(self._envelope([choice], self._part_kind))
+
+    def end(self) -> Iterator[str]:
+        """The last events."""
+        if self.asked.body.stream_options.include_usage:
+            yield event(self._envelope([], self._part_kind) | {"usage": self._usage()})
+        yield "data: [DONE]\n\n"
+
+    @property
+    def _part_kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _envelope(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self._id}",
+            "object": kind,
+            "created": self._created,
+            "model": self.served_name,
+            "seed": self.asked.seed,
+            "choices": choices,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        prompt, sampled = self.asked.num_prompt_tokens, self._num_sampled
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+    def _choice(
+        self, place: int, completion: Completion, said: dict[str, Any], *, first: int, is_last: bool
+    ) -> dict[str, Any]:
+        """A choice, of which tokens from `first` on are told."""
+        body = self.asked.body
+        choice = {
+            "index": place,
+            **said,
+            "logprobs": self._logprobs(place, completion, first) if body.wants_logprobs else None,
+            "finish_reason": _REASONS[completion.finish_reason] if is_last else None,
+        }
+        if is_last:
+            choice["weight_versions"] = [span.weight_version for span in completion.weight_spans]
+        if body.return_token_ids:
+            choice["token_ids"] = completion.token_ids[first:].tolist()
+            if not self.is_chat and first == 0:
+                choice["prompt_token_ids"] = self.asked.requests[place].prompt.token_ids.tolist()
+        return choice
+
+    def _logprobs(self, place: int, completion: Completion, first: int) -> dict[str, Any]:
+        """Of the distribution that was sampled from: behind temperature, top-k and top-p."""
+        ids, values = completion.token_ids[first:].tolist(), completion.sampling_logprobs[first:].tolist()
+        texts = [str(self.tokenizer.decode([one], clean_up_tokenization_spaces=False)) for one in ids]
+        names = [f"token_id:{one}" for one in ids] if self.asked.body.return_tokens_as_token_ids else texts
+        if self.is_chat:
+            rows = zip(names, texts, values, strict=True)
+            return {
+                "content": [
+                    {"token": name, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                    for name, text, value in rows
+                ]
+            }
+        sent = self._sent.setdefault(place, _Sent())
+        *offsets, sent.offset = accumulate(map(len, texts), initial=sent.offset)
+        return {
+            "tokens": names,
+            "token_logprobs": values,
+            "top_logprobs": [{name: value} for name, value in zip(names, values, strict=True)],
+            "text_offset": offsets,
+        }
+
+
+def event(data: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(data, allow_nan=False, ensure_ascii=False)}\n\n"
+
+
+def _text(
+    tokenizer: PreTrainedTokenizerBase, body: GenerationBody, completion: Completion, *, is_whole: bool
+) -> str:
+    """A response's text up to a stop string; of one that goes on, what no further token changes."""
+    text = str(
+        tokenizer.decode(
+            completion.token_ids.tolist(),
+            skip_special_tokens=body.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+    )
+    stops = () if body.include_stop_str_in_output else body.stops
+    if is_whole and completion.finish_reason is FinishReason.STOP:
+        return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    if is_whole:
+        return text
+    # a stop string may be under way, and a character's last bytes may be missing
+    held = max((len(stop) - 1 for stop in stops), default=0)
+    return text[: len(text) - held].rstrip(_UNFINISHED)

@@ -1,0 +1,322 @@
+"""A pool of instances that generates for whoever asks: one thread owns scheduler client and pool, as a run's loop does.
+
+An instance that dies costs no sample: the scheduler queues its samples again, to the same tokens, and the pool replaces
+it. New weights come between samples: those that run end first, or are cut and go on with the new version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import ray
+
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.serving.api_error import ApiError
+from rlhfspec.cluster.system.system import GeneratingSystem, running_generation
+from rlhfspec.cluster.weights.publish import PublishedWeights
+from rlhfspec.core.decode_records import GenerationStats
+from rlhfspec.core.errors import describe_error
+from rlhfspec.core.records import (
+    EPOCHS_OF_A_ROUND,
+    Completion,
+    FinishReason,
+    SampleKey,
+    SampleRequest,
+    as_asked,
+)
+
+logger = logging.getLogger(__name__)
+PauseMode = Literal["abort", "wait", "keep"]
+"What becomes of running samples: they end where they are, end whole, or wait and go on at the resumption."
+_BUSY_S = 0.02
+"How long one look at the scheduler may take while samples are open: what is asked meanwhile waits for it."
+_IDLE_S = 0.2
+_STREAM_S = 0.1
+"Between two questions of what there is of streamed samples."
+
+Outcome = tuple[Completion, bool]
+"A response, and whether it has ended."
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sample:
+    """One that is open, waits, or is held."""
+
+    request: SampleRequest
+    tell: Callable[[Outcome | ApiError], None]
+    streams: bool
+
+
+@dataclass(slots=True)
+class _Change:
+    """What waits until no sample is open."""
+
+    make: Callable[[GeneratingSystem], None]
+    done: Future[None]
+
+
+class EnginePool:
+    """Of one model; `generate` and the like are called from one event loop."""
+
+    def __init__(self, plan: RunPlan, session: RaySession) -> None:
+        """Start the pool. Raises what it cannot come up by."""
+        self._inbox: queue.SimpleQueue[_Sample | Callable[[], None]] = queue.SimpleQueue()
+        self._gate, self._is_closed = threading.Lock(), False
+        self._waiting: deque[_Sample] = deque()
+        self._open: dict[SampleKey, _Sample] = {}
+        self._changes: deque[_Change] = deque()
+        self._is_paused, self._is_aborting = False, False
+        self._partial: list[Any] = []
+        self._asked_parts_at_s = 0.0
+        self._round = 0
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self.num_open = 0
+        "samples asked for and not answered; of the event loop's thread"
+        self.stats, self.num_instances, self.weight_version = GenerationStats(), 0, 0
+        up: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(plan, session, up), name="engine-pool", daemon=True
+        )
+        self._thread.start()
+        up.result()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the pool."""
+        return self._failure
+
+    @property
+    def target(self) -> PublishedWeights:
+        """The version that instances decode from."""
+        return self._system.target
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether samples wait for a resumption."""
+        return self._is_paused
+
+    async def generate(
+        self, requests: Sequence[SampleRequest], *, streams: bool
+    ) -> AsyncIterator[tuple[int, Completion, bool]]:
+        """(place, response, whether it has ended), ended once each; what there is so far too where it `streams`.
+
+        Raises ApiError where a sample cannot be generated.
+        """
+        loop = asyncio.get_running_loop()
+        outcomes: asyncio.Queue[tuple[int, Outcome | ApiError]] = asyncio.Queue()
+
+        def take(place: int, outcome: Outcome | ApiError) -> None:
+            # here, not where it is read: a client that is gone reads nothing
+            self.num_open -= isinstance(outcome, ApiError) or outcome[1]
+            outcomes.put_nowait((place, outcome))
+
+        self._require_open()
+        self.num_open += len(requests)
+        for place, request in enumerate(requests):
+            tell = _teller(loop, take, place)
+            self._put(_Sample(request=request, tell=tell, streams=streams))
+        missing = len(requests)
+        while missing:
+            place, outcome = await outcomes.get()
+            if isinstance(outcome, ApiError):
+                raise outcome
+            missing -= outcome[1]
+            yield place, *outcome
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Take no further samples; done when none is open."""
+
+        def begin() -> None:
+            self._is_paused, self._is_aborting = True, mode == "abort"
+            self._changes.append(_Change(self._end_aborting, done))
+            if mode != "wait" and self._open:
+                self._system.scheduler.cut()
+
+        done: Future[None] = Future()
+        self._put(begin)
+        return done
+
+    def resume(self) -> None:
+        """Take samples again."""
+
+        def end() -> None:
+            self._is_paused = False
+
+        self._put(end)
+
+    def publish(self, weights: PublishedWeights) -> Future[None]:
+        """Give every instance a new version once the samples that run have ended; those that wait get it."""
+
+        def make(system: GeneratingSystem) -> None:
+            system.generation.publish(weights)
+            system.target = weights
+
+        change = _Change(make, Future())
+        self._put(lambda: self._changes.append(change))
+        return change.done
+
+    def stop(self) -> None:
+        """Answer what is open as retriable, and end the instances."""
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise self._unavailable()
+
+    def _put(self, given: _Sample | Callable[[], None]) -> None:
+        """Hand it to the thread. Raises ApiError where that has ended."""
+        with self._gate:
+            self._require_open()
+            self._inbox.put(given)
+
+    def _run(self, plan: RunPlan, session: RaySession, up: Future[None]) -> None:
+        try:
+            with running_generation(plan, session, note=logger.warning) as system:
+                self._system = system
+                self._note(system)
+                up.set_result(None)
+                while not self._stopping:
+                    self._step(system)
+        except BaseException as error:
+            self._failure = error
+            if not up.done():
+                up.set_exception(error)
+            logger.exception("the pool of instances has ended")
+        finally:
+            self._fail_all()
+
+    def _step(self, system: GeneratingSystem) -> None:
+        self._receive(wait_s=0.0 if self._open or (self._waiting and not self._is_held) else _IDLE_S)
+        while self._changes and not self._open:
+            self._make(self._changes.popleft())
+        self._ask(system)
+        taken = system.take(_BUSY_S if self._open else 0.0, logger.warning)
+        for completion in taken.completions:
+            self._deliver(completion)
+        system.scheduler.forget([completion.key for completion in taken.completions])
+        self._look_at_parts(system)
+        self._note(system)
+
+    @property
+    def _is_held(self) -> bool:
+        return self._is_paused or bool(self._changes)
+
+    def _receive(self, *, wait_s: float) -> None:
+        """Take what was asked for since the last call; wait for it, at most so long, where there is nothing."""
+        try:
+            given = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            while True:
+                if isinstance(given, _Sample):
+                    self._waiting.append(given)
+                else:
+                    given()
+                given = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _make(self, change: _Change) -> None:
+        try:
+            change.make(self._system)
+        except BaseException as error:
+            change.done.set_exception(error)
+            raise
+        change.done.set_result(None)
+
+    def _ask(self, system: GeneratingSystem) -> None:
+        """Hand what waits to the scheduler; a sample whose key is open waits for the other to end."""
+        if self._is_held or not self._waiting:
+            return
+        # the scheduler takes a key again under the epochs of a later round alone
+        self._round += 1
+        asked, left = [], deque[_Sample]()
+        for sample in self._waiting:
+            if sample.request.key in self._open:
+                left.append(sample)
+                continue
+            sample.request = replace(sample.request, epoch=self._round * EPOCHS_OF_A_ROUND)
+            self._open[sample.request.key] = sample
+            asked.append(sample.request)
+        self._waiting = left
+        if asked:
+            system.scheduler.enqueue(tuple(asked))
+
+    def _deliver(self, completion: Completion) -> None:
+        sample = self._open.pop(completion.key)
+        if completion.finish_reason is not FinishReason.CUT or self._is_aborting:
+            sample.tell((completion, True))
+            return
+        if completion.num_tokens:
+            sample.request = replace(sample.request, history=completion.as_history())
+        self._waiting.appendleft(sample)
+
+    def _look_at_parts(self, system: GeneratingSystem) -> None:
+        """Tell streams what there is of their samples, whichever instance has them."""
+        ready, self._partial = (
+            ray.wait(self._partial, num_returns=len(self._partial), timeout=0) if self._partial else ([], [])
+        )
+        for ref in ready:
+            try:
+                found: tuple[Completion, ...] = ray.get(ref)
+            except Exception as error:  # one that dies says no more; its samples come from another
+                logger.info("no parts of streams from an instance: %s", error)
+                continue
+            for completion in found:
+                if (sample := self._open.get(completion.key)) is not None:
+                    sample.tell((completion, False))
+        now_s = time.monotonic()
+        keys = frozenset(key for key, sample in self._open.items() if sample.streams)
+        if keys and not self._partial and now_s - self._asked_parts_at_s >= _STREAM_S:
+            self._asked_parts_at_s = now_s
+            timeout_s = system.config.cluster.order_timeout_s
+            self._partial = [
+                handle.so_far.remote(keys, timeout_s) for handle in system.generation.instances.values()
+            ]
+
+    def _note(self, system: GeneratingSystem) -> None:
+        self.stats, self.num_instances = system.scheduler.stats, len(system.generation.instances)
+        self.weight_version = system.target.manifest.weight_version
+        if self._is_aborting:
+            while self._waiting:
+                sample = self._waiting.popleft()
+                sample.tell((as_asked(sample.request), True))
+
+    def _end_aborting(self, system: GeneratingSystem) -> None:
+        self._is_aborting = False
+
+    def _unavailable(self) -> ApiError:
+        why = "it is stopped" if self._failure is None else describe_error(self._failure)
+        return ApiError(
+            503, f"the pool of instances has ended: {why}; send the request again", code="unavailable"
+        )
+
+    def _fail_all(self) -> None:
+        """Answer what is left as retriable."""
+        with self._gate:
+            self._is_closed, error = True, self._unavailable()
+        self._receive(wait_s=0.0)
+        for sample in (*self._open.values(), *self._waiting):
+            sample.tell(error)
+        for change in self._changes:
+            change.done.set_exception(error)
+        self._open.clear()
+        self._waiting.clear()
+
+
+def _teller(
+    loop: asyncio.AbstractEventLoop, take: Callable[[int, Outcome | ApiError], None], place: int
+) -> Callable[[Outcome | ApiError], None]:
+    """What hands an outcome from the pool's thread to the event loop's."""
+    return lambda outcome: loop.call_soon_threadsafe(take, place, outcome) and None

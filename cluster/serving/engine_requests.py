@@ -1,0 +1,192 @@
+"""From a body to samples: prompts are tokenised, what ends a response is looked up, each sample gets its key.
+
+A response is a pure function of weights, prompt and key, and the key one of seed, prompt and number among the request's
+equal prompts: with the same seed the same request gives the same tokens, whoever asks beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlhfspec.cluster.serving.api_error import ApiError, refuse
+from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, GenerationBody
+from rlhfspec.core.errors import InputError
+from rlhfspec.core.outside import cut
+from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.core.settings.data import DataConfig
+from rlhfspec.engine.requests import require_can_be_sampled
+from rlhfspec.engine.weights.loading import num_token_ids
+from rlhfspec.learning.data.chat_format import no_template, own_template, render_chat
+from rlhfspec.learning.data.encoding import encode_texts, prompt_ids
+from rlhfspec.learning.data.end_tokens import model_end_tokens, turn_end
+from rlhfspec.learning.data.messages import parse_turns, require_whole_text
+
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+"Stop strings of a request, and characters of one: each is looked for in every step."
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What one request asks for: its samples, `n` of each prompt side by side."""
+
+    body: GenerationBody
+    seed: int
+    requests: list[SampleRequest]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts, each once."""
+        return sum(len(one.prompt.token_ids) for one in self.requests[:: self.body.n])
+
+
+def sample_key(seed: int, prompt: Sequence[int], number: int) -> SampleKey:
+    """The key of the `number`-th response, from 0, to a prompt under a seed of 64 bits.
+
+    The scheduler knows samples by their keys, so the prompt takes part in it.
+    """
+    words = np.array([seed, number, *prompt], dtype="<i8")
+    digest = hashlib.blake2b(words.tobytes(), digest_size=8).digest()
+    return SampleKey(run_seed=0, stream=Stream.EVAL, sample_index=int.from_bytes(digest, "little"))
+
+
+class RequestReader:
+    """Of one model and its tokenizer; may be used by several threads."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, model: str, served_name: str, max_total_tokens: int
+    ) -> None:
+        """`model`: path or name, for its end tokens; `served_name`: what clients call it."""
+        self._tokenizer, self._model = tokenizer, model
+        self._served_name, self._max_total_tokens = served_name, max_total_tokens
+        self._vocab_size = num_token_ids(tokenizer)
+        self._ends = model_end_tokens(tokenizer, model)
+
+    def read(self, body: CompletionBody | ChatBody) -> Asked:
+        """The samples that a body asks for. Raises ApiError naming the key at fault."""
+        if body.model not in ("", self._served_name):
+            raise ApiError(
+                404,
+                f"the model '{cut(body.model)}' is not here; served is '{self._served_name}'",
+                param="model",
+                code="model_not_found",
+            )
+        if body.best_of not in (None, body.n):
+            raise refuse(
+                f"best_of must equal n ({body.n}), got {body.best_of}; all responses are returned", "best_of"
+            )
+        prompts = self._chat_prompt(body) if isinstance(body, ChatBody) else self._prompts(body)
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        seen: Counter[tuple[int, ...]] = Counter()
+        requests = []
+        for place, ids in enumerate(prompts):
+            sampling = self._sampling(body, len(ids))
+            prompt = Prompt(prompt_id=place, token_ids=np.array(ids, dtype=np.int64))
+            first, seen[tuple(ids)] = seen[tuple(ids)], seen[tuple(ids)] + body.n
+            for number in range(first, first + body.n):
+                requests.append(
+                    SampleRequest(
+                        key=sample_key(seed, ids, number), prompt=prompt, sampling=sampling, group_id=place
+                    )
+                )
+            self._require_fits(requests[-1])
+        return Asked(body=body, seed=seed, requests=requests)
+
+    def _prompts(self, body: CompletionBody) -> list[list[int]]:
+        given = body.prompt
+        if isinstance(given, str):
+            given = [given]
+        elif given and isinstance(given[0], int):
+            given = [given]  # type: ignore[list-item]  # a list of token ids
+        if not given:
+            raise refuse("prompt must be a text, token ids, or a list of either, got an empty list", "prompt")
+        texts = [one for one in given if isinstance(one, str)]
+        for text in texts:
+            _as_api_error(partial(require_whole_text, text, "prompt"), "prompt")
+        ids = iter(prompt_ids(self._tokenizer, texts))
+        prompts = [next(ids) if isinstance(one, str) else list(one) for one in given]  # type: ignore[arg-type]
+        largest = max((token for prompt in prompts for token in prompt), default=0, key=abs)
+        if abs(largest) >= 2**63:
+            raise refuse(f"prompt: token ids are from 0 to {self._vocab_size - 1}, got {largest}", "prompt")
+        return prompts
+
+    def _chat_prompt(self, body: ChatBody) -> list[list[int]]:
+        turns = _as_api_error(lambda: parse_turns(body.messages, "messages"), "messages")
+        if not turns:
+            raise refuse("messages must hold one message at least, got an empty list", "messages")
+        if own_template(self._tokenizer, tools=body.tools) is None:
+            raise refuse(
+                f"{no_template(self._tokenizer)}; ask /v1/completions with a whole prompt", "messages"
+            )
+        try:
+            text = render_chat(
+                self._tokenizer,
+                turns,
+                ask=body.add_generation_prompt,
+                tools=body.tools,
+                variables=body.chat_template_kwargs,
+            )
+        except Exception as error:  # a template is a program, and not ours
+            said = " ".join(str(error).split())[:200]
+            raise refuse(
+                f"the chat template refuses it: {type(error).__name__}: {said}", "messages"
+            ) from None
+        return encode_texts(self._tokenizer, [text], special=False)
+
+    def _sampling(self, body: GenerationBody, num_prompt_tokens: int) -> SamplingParams:
+        room = self._max_total_tokens - num_prompt_tokens
+        if body.most_tokens is None and room < 1:
+            raise refuse(
+                f"the prompt has {num_prompt_tokens} tokens, and prompt and response have room for "
+                f"{self._max_total_tokens} together; shorten it",
+                "messages",
+            )
+        if len(body.stops) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in body.stops):
+            raise refuse(
+                f"stop may name {MAX_STOPS} texts of {MAX_STOP_CHARS} characters, got {len(body.stops)} of up to "
+                f"{max(map(len, body.stops))}",
+                "stop",
+            )
+        known = self._chat_ends if isinstance(body, ChatBody) else self._ends
+        ends = () if body.ignore_eos else known
+        return _as_api_error(
+            lambda: SamplingParams(
+                temperature=body.temperature,
+                top_k=max(body.top_k, 0),
+                top_p=body.top_p,
+                max_new_tokens=room if body.most_tokens is None else body.most_tokens,
+                stop_token_ids=tuple(dict.fromkeys((*ends, *body.stop_token_ids))),
+                stop=body.stops,
+            )
+        )
+
+    @cached_property
+    def _chat_ends(self) -> tuple[int, ...]:
+        closing = turn_end(self._tokenizer, DataConfig(task="chain"))
+        return self._ends if closing is None else tuple(dict.fromkeys((*self._ends, closing)))
+
+    def _require_fits(self, request: SampleRequest) -> None:
+        _as_api_error(
+            lambda: require_can_be_sampled(
+                request, vocab_size=self._vocab_size, max_total_tokens=self._max_total_tokens
+            ),
+            "prompt",
+        )
+
+
+def _as_api_error(call: Callable[[], _T], param: str | None = None) -> _T:
+    """What a call returns; what it refuses as bad input is refused with 400."""
+    try:
+        return call()
+    except InputError as error:
+        text = str(error).replace("sampling.max_new_tokens", "max_tokens").replace("sampling.", "")
+        raise refuse(text, param) from None

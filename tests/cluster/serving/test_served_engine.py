@@ -1,0 +1,217 @@
+"""The engine server over HTTP on real Ray: its answers are the engine's to the bit, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from byte_chat import save_byte_pair
+from malformed import malformed
+from served_engine import TOKEN, ServedEngine, bits, serve_pair, told
+from transformers import LlamaForCausalLM
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+MAX_OPEN = 64
+ASKED = {"logprobs": 0, "return_token_ids": True}
+CHAT = {"messages": [{"role": "user", "content": "hé"}], "logprobs": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    save_byte_pair(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(local_ray: None, pair: Path) -> Iterator[ServedEngine]:
+    yield from serve_pair(pair, max_open=MAX_OPEN)
+
+
+def joined(events: list[dict[str, Any]], num_choices: int, *, chat: bool) -> list[dict[str, Any]]:
+    """Choices as a whole answer has them, of a stream's parts."""
+    made: list[dict[str, Any]] = [{"text": "", "token_ids": [], "logprobs": []} for _ in range(num_choices)]
+    for event in events:
+        for choice in event["choices"]:
+            one = made[choice["index"]]
+            assert "finish_reason" not in one, "something came behind the end"
+            one["text"] += choice["delta"].get("content", "") if chat else choice["text"]
+            one["token_ids"] += choice["token_ids"]
+            one["logprobs"] += (
+                [row["logprob"] for row in choice["logprobs"]["content"]]
+                if chat
+                else choice["logprobs"]["token_logprobs"]
+            )
+            if choice["finish_reason"]:
+                one["finish_reason"] = choice["finish_reason"]
+    return made
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt": ["one", "two", "two"], "n": 2, "max_tokens": 20},
+        {"prompt": [[7, 8, 9], [200]], "temperature": 0.7, "top_p": 0.9, "top_k": 40, "max_tokens": 30},
+        {"prompt": "greedy", "temperature": 0, "max_tokens": 30, "ignore_eos": True},
+        {"prompt": "stops", "stop": ["a", "e", "~"], "max_tokens": 200, "ignore_eos": True},
+    ],
+    ids=["texts", "ids", "greedy", "stop"],
+)
+def test_completions_are_the_engines(server: ServedEngine, pair: Path, more: dict[str, Any]):
+    answer = server.generate(ASKED | more | {"seed": 11})
+    expected = server.expected(pair / "target", ASKED | more, seed=11)
+    assert told(answer) == bits(expected)
+    assert [one["finish_reason"] for one in answer["choices"]] == [c.finish_reason for c in expected]
+    assert answer["usage"]["completion_tokens"] == sum(c.num_tokens for c in expected)
+
+
+def test_a_chat_is_the_engines_and_a_fresh_seed_is_told(server: ServedEngine, pair: Path):
+    first, second = (
+        server.generate(CHAT | {"n": 2, "max_completion_tokens": 24}, chat=True) for _ in range(2)
+    )
+    assert first["seed"] != second["seed"] and told(first) != told(second)
+    body = CHAT | {"n": 2, "max_completion_tokens": 24}
+    assert told(first) == bits(server.expected(pair / "target", body, seed=first["seed"], chat=True))
+    tokenizer = server.plan.inputs.tokenizer
+    assert tokenizer.decode(first["prompt_token_ids"]) == "<user>hé<end><assistant>"
+    assert first["choices"][0]["message"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_joins_to_the_whole_answer(server: ServedEngine, chat: bool):
+    body = (CHAT if chat else ASKED | {"prompt": "stream"}) | {"n": 3, "seed": 5, "ignore_eos": True}
+    body |= {"max_tokens": 300, "stop": "zq"}
+    whole = server.generate(body, chat=chat)
+    events = list(server.stream(body | {"stream_options": {"include_usage": True}}, chat=chat))
+    assert events.pop()["usage"] == whole["usage"]
+    made = joined(events, 3, chat=chat)
+    assert [(one["token_ids"], one["logprobs"]) for one in made] == told(whole)
+    for one, choice in zip(made, whole["choices"], strict=True):
+        assert one["text"] == (choice["message"]["content"] if chat else choice["text"])
+        assert one["finish_reason"] == choice["finish_reason"]
+    assert len(events) > 3, "parts come while the responses are generated"
+
+
+def test_what_trl_sends_is_answered_as_it_reads_it(server: ServedEngine):
+    sampling = {"repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    asked = {
+        "model": "tiny",
+        "n": 2,
+        "max_tokens": 8,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    choices = server.generate(asked | sampling | {"prompt": ["a", "b"], "logprobs": 0})["choices"]
+    assert [one["prompt_token_ids"] for one in choices[::2]] == [
+        server.plan.inputs.tokenizer.encode(text) for text in ("a", "b")
+    ]
+    for one in choices:
+        assert one["logprobs"]["tokens"] == [f"token_id:{token}" for token in one["token_ids"]]
+        assert [list(top.values()) for top in one["logprobs"]["top_logprobs"]] == [
+            [value] for value in one["logprobs"]["token_logprobs"]
+        ]
+    chat = server.generate(
+        asked | sampling | {"messages": CHAT["messages"], "logprobs": True, "top_logprobs": 0}, chat=True
+    )
+    assert chat["prompt_token_ids"] and all(
+        row["token"] == f"token_id:{token}"
+        for one in chat["choices"]
+        for row, token in zip(one["logprobs"]["content"], one["token_ids"], strict=True)
+    )
+    assert server.get("/get_world_size").json() == {"world_size": 2}
+    refused = server.post("/init_weight_transfer_engine", {"init_info": {"master_port": 1}})
+    assert refused.status_code == 400 and "NCCL" in refused.json()["error"]["message"]
+
+
+def test_malformed_requests_are_each_refused_with_a_reason(server: ServedEngine):
+    bodies = malformed(250, seed=1)
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda one: server.post(f"/v1/{one[0]}", one[1]), bodies))
+    for (route, body), answer in zip(bodies, answers, strict=True):
+        assert 400 <= answer.status_code < 500, (route, body[:200], answer.status_code, answer.text)
+        assert answer.json()["error"]["message"], (route, body[:200])
+    assert server.post("/v1/completions", b" " * ((1 << 20) + 1)).status_code == 413
+    for path in ("/v1/nothing", "/v1/completions/x"):
+        assert server.post(path, {}).json()["error"]["type"] == "not_found_error"
+    assert server.get("/v1/completions").status_code == 405
+
+
+def test_pages_and_the_token(server: ServedEngine):
+    assert server.get("/health").status_code == 200
+    assert [one["id"] for one in server.get("/v1/models").json()["data"]] == ["tiny"]
+    assert "rlhfspec_serve_tokens_total" in server.get("/metrics").text
+    for token in (None, "other", TOKEN + "x"):
+        refused = server.post("/v1/completions", {"prompt": "a"}, token=token)
+        assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_more_than_the_limit_is_to_be_sent_again(server: ServedEngine):
+    body = {"prompt": "x", "n": MAX_OPEN, "max_tokens": 400, "ignore_eos": True}
+    running = server.stream(body)
+    next(running)
+    refused = server.post("/v1/completions", {"prompt": "x"})
+    assert refused.status_code == 429 and refused.headers["Retry-After"]
+    assert f"of {MAX_OPEN} at once" in refused.json()["error"]["message"]
+    assert sum(1 for event in running if event["choices"][0]["finish_reason"]) == MAX_OPEN
+    assert server.post("/v1/completions", body | {"n": MAX_OPEN + 1}).status_code == 400
+
+
+def test_an_instance_that_dies_costs_no_request(server: ServedEngine, pair: Path):
+    body = ASKED | {"prompt": "killed", "n": 16, "max_tokens": 450, "ignore_eos": True, "seed": 3}
+    events = server.stream(body)
+    first = next(events)
+    server.kill("gen-0")
+    made = joined([first, *events], 16, chat=False)
+    expected = bits(server.expected(pair / "target", body, seed=3))
+    assert [(one["token_ids"], one["logprobs"]) for one in made] == expected
+    server.wait_for_instances(2)
+    assert "gen-0" not in server.instances()
+
+
+def test_a_version_that_is_published_meanwhile_costs_no_request(
+    server: ServedEngine, pair: Path, tmp_path: Path
+):
+    torch.manual_seed(9)
+    model = LlamaForCausalLM.from_pretrained(pair / "target")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    model.save_pretrained(tmp_path / "next")
+    bodies = [
+        ASKED | {"prompt": f"v{number}", "n": 2, "seed": number, "max_tokens": 300, "ignore_eos": True}
+        for number in range(12)
+    ]
+    with ThreadPoolExecutor(16) as threads:
+        early = [threads.submit(server.generate, body) for body in bodies[:6]]
+        published = threads.submit(
+            server.post,
+            "/update_weights",
+            {"update_info": {"path": str(tmp_path / "next" / "model.safetensors")}},
+        )
+        answers = [one.result() for one in early]
+        assert published.result().json() == {"status": "ok", "weight_version": 1}
+        answers += threads.map(server.generate, bodies[6:])
+    for body, answer in zip(bodies, answers, strict=True):
+        (version,) = {version for one in answer["choices"] for version in one["weight_versions"]}
+        weights = pair / "target" if version == 0 else tmp_path / "next"
+        assert told(answer) == bits(server.expected(weights, body, seed=body["seed"]))
+    assert answers[-1]["choices"][0]["weight_versions"] == [1]
+
+
+def test_a_pause_that_keeps_cuts_no_response(server: ServedEngine, tmp_path: Path):
+    body = ASKED | {"prompt": "kept", "n": 4, "max_tokens": 450, "ignore_eos": True, "seed": 2}
+    whole = server.generate(body)
+    events = server.stream(body)
+    first = next(events)
+    assert server.post("/pause?mode=keep", {}).status_code == 200
+    assert server.get("/is_paused").json() == {"is_paused": True}
+    assert server.post("/resume", {}).status_code == 200
+    made = joined([first, *events], 4, chat=False)
+    assert [(one["token_ids"], one["logprobs"]) for one in made] == told(whole)
+    missing = server.post("/update_weights", {"update_info": {"path": str(tmp_path / "none")}})
+    assert missing.status_code == 400 and "no folder or file" in missing.json()["error"]["message"]
