@@ -1,0 +1,204 @@
+"""What a launch script starts its trainer with, read without running it.
+
+Assignments, arrays and `${NAME:-default}` are followed. What only a shell could know ($1, $(command)) stays as it
+stands. Of branches (if, case) the first assignment counts, and what they append to arrays is named, not taken.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhfspec.core.yaml_text import YamlFault, parse_yaml
+
+_PIECE = re.compile(
+    r"""(?P<space>\\\n|[ \t\r]+)
+    |(?P<comment>(?<![^\s(;])\#[^\n]*)
+    |(?P<end>\n|;+|&+|\|+|<+-?|>+)
+    |(?P<open>\()|(?P<close>\))
+    |'(?P<single>[^']*)'
+    |"(?P<double>(?:\\.|\$\([^()]*\)|[^"\\])*)"
+    |(?P<command>\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))
+    |(?P<variable>\$\{(?:[^{}]|\{[^{}]*\})*\}|\$\w+|\$[@*\#?!-])
+    |(?P<plain>\\.|[^\s'"$()\#;&|<>\\]+|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_VARIABLE = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|\$\{(?:[^{}]|\{[^{}]*\})*\}|\$\w+")
+_NAMED = re.compile(r"(?P<name>\w+)(?P<all>\[[@*]\])?(?::?[-=](?P<default>.*))?", re.DOTALL)
+_ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=")
+_BEGINS, _ENDS = {"if", "case", "for", "while", "until"}, {"fi", "esac", "done"}
+_WITHIN = {"then", "else", "elif", "do"}
+_STARTERS = {"torchrun", "accelerate", "deepspeed"}
+
+
+@dataclass(slots=True)
+class Launch:
+    """One launch command."""
+
+    program: str
+    "the module or script that is started"
+    words: list[str]
+    "behind it"
+    launcher: list[str] = field(default_factory=list)
+    "before it, where torchrun or the like starts it"
+    branched: list[str] = field(default_factory=list)
+    "what branches of the script append to its arrays"
+
+
+@dataclass(slots=True)
+class _Shell:
+    is_program: Callable[[str], bool]
+    scalars: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    branched: list[str] = field(default_factory=list)
+    depth: int = 0
+    launch: Launch | None = None
+
+    def expand(self, text: str) -> str:
+        """The text with what is known of its variables."""
+        return _VARIABLE.sub(lambda found: self.value(found[0]), text)
+
+    def value(self, text: str) -> str:
+        """Of one `$...`."""
+        if text.startswith("$(("):
+            names = re.compile(r"[A-Za-z_]\w*")
+            return _arithmetic(names.sub(lambda one: self.value(f"${one[0]}"), self.expand(text[3:-2])), text)
+        named = _NAMED.fullmatch(text[2:-1] if text.startswith("${") else text[1:])
+        if named is None or text.startswith("$("):
+            return text
+        name, default = named["name"], named["default"]
+        if name == "HOME":
+            return "~"
+        known = self.scalars.get(name, "")
+        if not known and default is not None:
+            return self.expand(
+                default[1:-1] if default[:1] in {'"', "'"} and default[:1] == default[-1:] else default
+            )
+        return known if name in self.scalars else text
+
+    def run(self, words: list[str]) -> None:
+        """One statement."""
+        while words and words[0] in _WITHIN | {"export", "local", "declare", "readonly"}:
+            words = words[1:]
+        if words:
+            self.depth += (words[0] in _BEGINS) - (words[0] in _ENDS)
+        if words and all(_ASSIGNED.match(word) for word in words):
+            for word in words:
+                name, _, text = word.partition("=")
+                if not self.depth or not self.scalars.get(name):
+                    self.scalars[name] = text
+            return
+        place = next((index for index, word in enumerate(words) if self.is_program(word)), None)
+        if place is not None and self.launch is None:
+            before = words[:place]
+            start = next((index for index, word in enumerate(before) if word in _STARTERS), len(before))
+            self.launch = Launch(words[place], words[place + 1 :], before[start + 1 :], self.branched)
+
+    def assign_array(self, name: str, words: list[str], *, is_more: bool) -> None:
+        """`NAME=(...)` or `NAME+=(...)`."""
+        if self.depth and (is_more or self.arrays.get(name)):
+            self.branched += [word for word in words if "=" in word or word.startswith("--")]
+        elif is_more:
+            self.arrays.setdefault(name, []).extend(words)
+        else:
+            self.arrays[name] = words
+
+
+def read_launch(text: str, is_program: Callable[[str], bool]) -> Launch | None:
+    """The first command of a script of which a word is a program that is looked for; None where there is none."""
+    shell = _Shell(is_program)
+    words: list[str] = []
+    array: str | None = None
+    word: str | None = None
+
+    def end_word() -> None:
+        nonlocal word
+        if word is not None:
+            words.append(word)
+        word = None
+
+    for found in _PIECE.finditer(text + "\n"):
+        kind, piece = found.lastgroup, found[found.lastgroup or 0]
+        if kind in ("space", "comment"):
+            end_word()
+        elif kind == "open" and word is not None and _ASSIGNED.fullmatch(word):
+            array, word, words = word, None, []
+        elif kind == "close" and array is not None:
+            end_word()
+            assigned = _ASSIGNED.fullmatch(array)
+            if assigned is not None:
+                shell.assign_array(assigned["name"], words, is_more=bool(assigned["more"]))
+            array, words = None, []
+        elif kind in ("end", "open", "close"):
+            end_word()
+            if array is None:
+                shell.run(words)
+                words = []
+        elif kind in ("variable", "double") and (several := _whole_array(piece, shell)) is not None:
+            words += several
+        elif kind == "single":
+            word = (word or "") + piece
+        elif kind == "plain":
+            word = (word or "") + piece.removeprefix("\\")
+        else:
+            value = shell.value(piece) if kind in ("variable", "command") else _unescaped(shell.expand(piece))
+            word = (word or "") + ("" if kind == "variable" and piece in ("$@", "$*") else value)
+    return shell.launch
+
+
+def _whole_array(piece: str, shell: _Shell) -> list[str] | None:
+    """What `${NAME[@]}` alone stands for; a scalar there is split as a shell would."""
+    if piece in ("$@", "$*"):
+        return []
+    named = _NAMED.fullmatch(piece[2:-1]) if piece.startswith("${") and piece.endswith("}") else None
+    if named is None or not named["all"]:
+        return None
+    return list(shell.arrays.get(named["name"], ()))
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
+
+
+def _arithmetic(text: str, whole: str) -> str:
+    """Sums of products, which is what scripts compute; anything else stays as it stands."""
+    if not re.fullmatch(r"\s*\d+(\s*[*+]\s*\d+)*\s*", text):
+        return whole
+    return str(sum(math.prod(int(one) for one in product.split("*")) for product in text.split("+")))
+
+
+def scalar(text: str) -> Any:
+    """A word of a command line as a value: number, truth value, null, list, or the word itself."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    words = {"true": True, "false": False, "null": None, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    if text[:1] in "[{" and text:
+        try:
+            return parse_yaml(text)
+        except YamlFault:
+            return text
+    return text
+
+
+def flags(words: list[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value`, `--name a b` (a list) and `--name` alone (true)."""
+    found: dict[str, Any] = {}
+    name: str | None = None
+    for word in words:
+        if word.startswith("--") or (word.startswith("-") and word[1:2].isalpha()):
+            name, sign, text = word.lstrip("-").partition("=")
+            found[name] = scalar(text) if sign else True
+        elif name is not None:
+            value, before = scalar(word.rstrip(",")), found[name]
+            found[name] = (
+                value if before is True else [*(before if isinstance(before, list) else [before]), value]
+            )
+    return found

@@ -1,0 +1,123 @@
+"""Which kind of run another trainer's file is of, and the keys that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhfspec.cluster.convert import openrlhf, trl, verl
+from rlhfspec.cluster.convert.launch_script import Launch, flags, read_launch, scalar
+from rlhfspec.cluster.convert.rules import Converted, convert, read_kinds, require_mapping
+from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.yaml_text import YamlFault, parse_yaml
+
+TRAINERS: dict[str, ModuleType] = {"trl": trl, "verl": verl, "openrlhf": openrlhf}
+
+
+def convert_files(trainer: str, files: Sequence[Path], kind: str | None = None) -> Converted:
+    """The config of ours that files of another trainer say, with the account of every key.
+
+    Later files add to the first and overrule it. Raises ConfigError for what cannot be read or is of no known kind.
+    """
+    module = TRAINERS[trainer]
+    given: dict[str, Any] = {}
+    branched: list[str] = []
+    origin = ", ".join(file.name for file in files)
+    for file in files:
+        text = _text(file)
+        launch = read_launch(text, lambda word: module.program_kind(word) is not None)
+        if launch is None:
+            given |= _tree(text, file, is_nested=trainer == "verl")
+            continue
+        kind = kind or module.program_kind(launch.program)
+        given |= _of_launch(trainer, launch)
+        branched += launch.branched
+    kind = (
+        kind
+        or (trl.kind_of_keys(given) if trainer == "trl" else None)
+        or ("ppo" if trainer == "verl" else None)
+    )
+    kinds = read_kinds(trainer, module.DECISIONS)
+    if kind not in kinds:
+        raise ConfigError(
+            f"{origin} does not say which trainer it is of; name it with --kind, one of {', '.join(kinds)}"
+            if kind is None
+            else f"no counterpart to {trainer}'s {kind}; expected one of {', '.join(kinds)}"
+        )
+    result = convert(given, kinds[kind], origin)
+    result.branched += branched
+    result.to_do += _open_points(result)
+    return result
+
+
+def _of_launch(trainer: str, launch: Launch) -> dict[str, Any]:
+    before = {f"launcher.{key}": value for key, value in flags(launch.launcher).items()}
+    if trainer == "verl":
+        return before | {
+            key: scalar(text) for key, _, text in (word.lstrip("+").partition("=") for word in launch.words)
+        }
+    ours = flags(launch.words)
+    if trainer == "trl":
+        for key in ("num_processes", "num_machines"):
+            if f"launcher.{key}" in before:
+                ours.setdefault(key, before.pop(f"launcher.{key}"))
+    return before | ours
+
+
+def _tree(text: str, file: Path, *, is_nested: bool) -> dict[str, Any]:
+    try:
+        tree = require_mapping(parse_yaml(text), str(file))
+    except YamlFault as error:
+        raise ConfigError(
+            f"{file} is neither YAML ({error}) nor a script that starts a trainer this command knows"
+        ) from None
+    if is_nested:
+        return dict(_flat(tree))
+    nested = {
+        key: tree[key] for key in ("deepspeed_config", "fsdp_config") if isinstance(tree.get(key), dict)
+    }
+    return {key: value for key, value in tree.items() if key not in nested} | dict(_flat(nested))
+
+
+def _flat(tree: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of nested mappings, without what only Hydra reads."""
+    for name, value in tree.items():
+        key = f"{start}{name}"
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{key}.")
+        elif name != "_target_":
+            yield key, value
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}; name a config or a launch script") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is no text: expected a YAML config or a launch script") from None
+
+
+def _open_points(result: Converted) -> list[str]:
+    """What a run needs and their file does not say."""
+    points = []
+    values = result.values
+    if result.kind.command == "train" and not any(key.startswith("reward") for key in values):
+        values["reward.kind"] = "reward.py:reward"
+        points.append(
+            "reward.kind: the file names no reward; write `def reward(prompt, response)` in reward.py"
+        )
+    if str(values.get("reward.kind", "")).startswith(("verl.", "trl.")):
+        points.append(f"reward.kind {values['reward.kind']}: needs that package where the run is")
+    if {"data.path", "data.sources"}.isdisjoint(values):
+        values["data.path"] = "data.jsonl"
+        points.append("data.path: the file names no data; write the rows, or their path")
+    unset = [key for key, value in values.items() if isinstance(value, str) and "$" in value]
+    points += [f"{key} {values[key]}: the script leaves it to its shell; write the value" for key in unset]
+    if "run.output_dir" in unset:
+        del values["run.output_dir"]
+    if "rollout.prompts_per_iteration" in values and "run.iterations" not in values:
+        points.append("run.iterations: 20 by default; see the epochs below")
+    return points
