@@ -392,7 +392,8 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     """Rows whose logits fit into the cache; the result does not depend on them."""
-    return _row_chunks(*logits.shape, _CPU_VALUES if logits.device.type == "cpu" else _GPU_VALUES)
+    values = _CPU_VALUES if logits.device.type == "cpu" else _GPU_VALUES
+    return _row_chunks(logits.shape[0], logits.shape[1], values)
 
 
 def _product_chunks(states: Tensor, width: int) -> Iterator[slice]:
