@@ -7,13 +7,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhfspec.cluster.convert import openrlhf, trl, verl
+from rlhfspec.cluster.convert import openrlhf_keys, trl_keys, verl_keys
 from rlhfspec.cluster.convert.launch_script import Launch, flags, read_launch, scalar
 from rlhfspec.cluster.convert.rules import Converted, convert, read_kinds, require_mapping
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.yaml_text import YamlFault, parse_yaml
 
-TRAINERS: dict[str, ModuleType] = {"trl": trl, "verl": verl, "openrlhf": openrlhf}
+TRAINERS: dict[str, ModuleType] = {"trl": trl_keys, "verl": verl_keys, "openrlhf": openrlhf_keys}
 
 
 def convert_files(trainer: str, files: Sequence[Path], kind: str | None = None) -> Converted:
@@ -36,7 +36,7 @@ def convert_files(trainer: str, files: Sequence[Path], kind: str | None = None) 
         branched += launch.branched
     kind = (
         kind
-        or (trl.kind_of_keys(given) if trainer == "trl" else None)
+        or (trl_keys.kind_of_keys(given) if trainer == "trl" else None)
         or ("ppo" if trainer == "verl" else None)
     )
     kinds = read_kinds(trainer, module.DECISIONS)
