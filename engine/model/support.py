@@ -31,12 +31,19 @@ def refuse_unsupported(model: CausalLM, capacity: int) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise unsupported(model, reason)
-    limit = _rope_changes_at(config)
+    refuse_changing_rope(
+        model, capacity, "prompt, response, drafts", "sampling.max_new_tokens or data.max_prompt_tokens"
+    )
+
+
+def refuse_changing_rope(model: CausalLM, capacity: int, what: str, keys: str) -> None:
+    """Raise ModelError where rotary positions would depend on the longest neighbour; `keys` bound `capacity`."""
+    limit = _rope_changes_at(model.config.get_text_config().to_dict())
     if limit is not None and capacity > limit:
         raise ModelError(
             f"{type(model).__name__} is not supported at this length: its rotary positions change for a whole batch "
-            f"whose longest sample has more than {limit} tokens, and one may have {capacity} here (prompt, response, "
-            "drafts); lower sampling.max_new_tokens or data.max_prompt_tokens, or take a model of another family"
+            f"whose longest sample has more than {limit} tokens, and one may have {capacity} here ({what}); lower "
+            f"{keys}, or take a model of another family"
         )
 
 

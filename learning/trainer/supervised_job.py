@@ -33,6 +33,7 @@ from rlhfspec.core.settings.supervised import (
     SupervisedModelConfig,
     SupervisedTrainerConfig,
 )
+from rlhfspec.engine.model.support import refuse_changing_rope
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
 from rlhfspec.learning.objectives.supervised_objectives import (
@@ -211,6 +212,8 @@ def _load(job: SupervisedJob) -> tuple[PreTrainedModel, ModelForm]:
         model = load_causal_lm(name, "float32", trust_remote_code=trust)
         if model.config.pad_token_id is None:
             set_pad_token(model, job.tokenizer)
+    longest = max(len(ids) for item in (*job.train, *job.held_out) for ids in item.sequences)
+    refuse_changing_rope(model, longest, "a row", "data.max_tokens")
     return model, ModelForm.of(model, is_classifier=job.kind == "reward", dtype=job.model.dtype)
 
 

@@ -4,13 +4,23 @@ import numpy as np
 import pytest
 import torch
 from supervised_items import CASES, PAD, SAVED_AFTER, STEPS, items_of, learn, new_learner, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast
 from transformers.optimization import get_scheduler
 
-from rlhfspec.core.errors import ConfigError, NotFiniteError
+from rlhfspec.core.errors import ConfigError, ModelError, NotFiniteError
+from rlhfspec.core.settings.supervised import (
+    PreferenceLossConfig,
+    SupervisedModelConfig,
+    SupervisedTrainerConfig,
+)
 from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.learning.data.supervised_rows import Demonstration
 from rlhfspec.learning.objectives.supervised_objectives import bradley_terry_loss
 from rlhfspec.learning.rewards.reward_head import packed_scores, scored_places
 from rlhfspec.learning.trainer.batching import PackedSequences
+from rlhfspec.learning.trainer.supervised_job import SupervisedJob, run_job
 
 
 def dense_token_loss(model, items):
@@ -135,3 +145,31 @@ def test_a_loss_that_is_not_finite_takes_no_step():
     with pytest.raises(NotFiniteError, match="the loss of step 1 is nan"):
         learner.step(items_of("sft"))
     assert learner.num_steps == 0
+
+
+def test_a_row_at_which_rotary_positions_change_for_its_whole_pack_is_refused(tmp_path):
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        **sizes,
+        num_hidden_layers=1,
+        pad_token_id=0,
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        rope_parameters=rope,
+    )
+    Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    rows = [Demonstration(token_ids=np.arange(2, 2 + n), is_learned=np.arange(n) > 0) for n in (8, 17)]
+    job = SupervisedJob(
+        kind="sft",
+        model=SupervisedModelConfig(name=str(tmp_path), dtype="float32"),
+        trainer=SupervisedTrainerConfig(max_steps=1),
+        loss=PreferenceLossConfig(),
+        seed=0,
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}))),
+        train=rows,
+        held_out=[],
+        folder=tmp_path / "out",
+    )
+    with pytest.raises(ModelError, match=r"more than 16 tokens, and one may have 17 here.*data\.max_tokens"):
+        next(run_job(job, device=torch.device("cpu")))
