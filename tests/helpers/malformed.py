@@ -12,7 +12,7 @@ GOOD = {
 }
 _WRONG_KINDS: tuple[Any, ...] = ("x", -5, 0.5, [], [[]], {}, {"a": 1}, True, [None], 2**70, "\0" * 9)
 _TAKEN = {
-    "temperature": (0.5,), "top_p": (0.5,), "seed": (-5,), "stop_token_ids": ([],), "stream": (True,),
+    "temperature": (0.5, 2**70), "top_p": (0.5,), "seed": (-5,), "stop_token_ids": ([],), "stream": (True,),
     "ignore_eos": (True,),
 }  # fmt: skip
 "Of the kinds above, what a key takes."
