@@ -62,7 +62,10 @@ def commands() -> dict[str, Command | Group]:
         "simulate": Group(simulate.__doc__ or "", {"cluster": cluster}, simulate),
         "check": check,
         "data": Group(data.ABOUT, {"check": data.check_data}),
-        "models": Group(models.MODELS, {"make": models.make_pair, "get": models.get_known_model}),
+        "models": Group(
+            models.MODELS,
+            {"make": models.make_pair, "get": models.get_known_model, "from-gguf": models.convert_file},
+        ),
         "drafter": Group(models.DRAFTER, {"make": models.make_head, "eval": models.evaluate_head}),
         "serve": Group(serve.ABOUT, {"reward": serve.serve, "engine": serve.serve_engine}),
         "convert": Group(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhfspec.cluster.cli import main
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.records import Prompt
 from rlhfspec.learning.rewards.reward_function import build_reward
@@ -101,3 +102,19 @@ def test_a_model_by_its_hub_name_comes_from_an_offline_cache(tmp_path, tiny_pair
     done = subprocess.run([sys.executable, "-c", LOADS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1] == "llama"
+
+
+def test_a_gguf_file_of_ones_own_becomes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
+    from tiny_gguf import write_tiny_gguf
+
+    from rlhfspec.engine.weights.loading import load_causal_lm
+
+    file, out = write_tiny_gguf(tmp_path / "own.gguf").file, tmp_path / "model"
+    assert main(["models", "from-gguf", str(file), "--out", str(out)]) == 0
+    assert str(out) in capsys.readouterr().out.replace("\n", "")
+    assert load_causal_lm(str(out), "float32").num_parameters() > 0
+    assert main(["models", "from-gguf", str(file), "--out", str(out)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["models", "from-gguf", str(tmp_path / "none.gguf"), "--out", str(tmp_path / "new")]) == 2
+    assert "none.gguf does not exist" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`rlhfspec models make | get` and `rlhfspec drafter make | eval`: models to start from, draft heads for them."""
+"""`rlhfspec models make | get | from-gguf`, `rlhfspec drafter make | eval`: models to start from, draft heads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from rlhfspec.cluster.jobs.drafter_jobs import DrafterInputs
     from rlhfspec.cluster.observe.console import Reporter
 
-MODELS = """Make a model pair of your own, or get a real model (models make, models get).
+MODELS = """Make a model pair of your own, or get a real model (models make, models get, models from-gguf).
 
 Make a pair of models of your own, or get a real one.
 
   rlhfspec models make --data train.jsonl --out pair
   rlhfspec models get smollm2-135m-instruct
+  rlhfspec models from-gguf model.gguf --out model
 """
 
 DRAFTER = """Make a draft head for a target, or evaluate one (drafter make, drafter eval).
@@ -107,6 +108,36 @@ def get_known_model(
     return 0
 
 
+def convert_file(
+    file: Annotated[Path, Arg("FILE", "a GGUF file")],
+    *,
+    out: Annotated[Path, Arg("DIR", "the model's folder, new", parse=folder)],
+) -> int:
+    """A Hugging Face folder of a GGUF file.
+
+    Unpack a GGUF file to float32 weights, with its tokenizer and chat template, as a folder that models.target takes.
+
+      rlhfspec models from-gguf smollm2-135m-instruct-q8_0.gguf --out model
+
+    Values of 4 or 8 bits and their scales are exact in float32. A vocabulary that the tokenizer would not reproduce id
+    by id is refused.
+    """
+    _require_new(out)
+    if not file.is_file():
+        got = "is a folder" if file.exists() else "does not exist"
+        raise ConfigError(f"models from-gguf expects a GGUF file, {file} {got}")
+    # what takes seconds to load comes after what may be mistyped
+    from rlhfspec.cluster.observe.console import Reporter
+    from rlhfspec.learning.models.gguf_folder import convert_gguf
+
+    with Reporter() as report:
+        report.stage(f"unpacking {file.name}")
+        head = convert_gguf(file, out)
+    blocks = ", ".join(f"{number} {kind}" for kind, number in sorted(head.block_types.items()))
+    report.note(f"{out}\nfrom tensors {blocks}")
+    return 0
+
+
 def make_head(
     *,
     target: Target,
@@ -130,8 +161,7 @@ def make_head(
 
     The folder has the files and names of EAGLE-3 heads as SpecForge writes them: SGLang and vLLM load it.
     """
-    if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"--out {out} is not empty; expected a new folder; remove it or name another")
+    _require_new(out)
     # what takes seconds to load comes after what may be mistyped
     from rlhfspec.cluster.jobs.drafter_jobs import make_drafter
     from rlhfspec.learning.drafts.make_head import HeadRecipe
@@ -216,3 +246,8 @@ def _inputs(
             category_field=category_field,
         )
     return report, inputs
+
+
+def _require_new(out: Path) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"--out {out} is not empty; expected a new folder; remove it or name another")

@@ -51,6 +51,7 @@ FAILING = {
     "data check": ["data", "check", f"./{NAME}"],
     "models make": ["models", "make", "--data", f"./{NAME}", "--out", NAME],
     "models get": ["models", "get", NAME],
+    "models from-gguf": ["models", "from-gguf", f"./{NAME}", "--out", NAME],
     "drafter make": ["drafter", "make", "--target", f"./{NAME}", "--data", NAME, "--out", NAME],
     "drafter eval": ["drafter", "eval", "--target", f"./{NAME}", "--data", NAME, "--drafter", NAME],
     "serve reward": ["serve", "reward", "--config", NAME],

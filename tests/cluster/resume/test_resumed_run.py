@@ -207,6 +207,7 @@ def start(*argv: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )
 
 
@@ -227,9 +228,13 @@ def new_run(folder: Path, known: set[Path], child: subprocess.Popen) -> RunDir:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [*((case, signal.SIGKILL) for case in CASES), ("ppo", signal.SIGINT)],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
+)
 def test_a_run_whose_driver_is_killed_again_and_again_ends_as_the_one_left_alone(
-    case: str, tiny_pair: TinyPair, tmp_path: Path
+    case: str, number: signal.Signals, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     rng = random.Random(case)
     file = write_config(tmp_path, tiny_pair, LONGER, **CASES[case])
@@ -242,7 +247,7 @@ def test_a_run_whose_driver_is_killed_again_and_again_ends_as_the_one_left_alone
         while len(read_metrics(run_dir.metrics_file)) < target and child.poll() is None:
             time.sleep(0.01)
         time.sleep(rng.random() * 0.3)
-        child.send_signal(signal.SIGKILL)
+        child.send_signal(number)  # SIGINT is Ctrl-C
         child.communicate()
         print(f"kill {kill}: {len(read_metrics(run_dir.metrics_file))} iterations written")
         if run_dir.status()["state"] == "finished":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhfspec.cluster.resume import checkpoints
@@ -49,6 +52,26 @@ def test_a_checkpoint_loads_and_is_what_its_manifest_says(tmp_path: Path, save):
     assert AutoTokenizer.from_pretrained(tmp_path / "target").eos_token_id is not None
     save(tmp_path / "target", 2)
     assert versions(tmp_path) == {"target": 2}
+
+
+def test_a_checkpoint_has_what_loaders_of_servers_read(tmp_path: Path, save, tiny_pair):
+    """vLLM's and SGLang's: the class by config.json, weights by safetensors (and their index, where there is one)."""
+    save(tmp_path / "target", 1)
+    folder = tmp_path / "target"
+    expected = load_causal_lm(str(tiny_pair.target), "float32").state_dict()
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    found: dict[str, Any] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            named = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+            assert not listed or {listed[name] for name in named} == {file.name}
+            assert not found.keys() & named.keys()
+            found |= named
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not list(folder.glob("*.bin"))
 
 
 def test_a_checkpoint_keeps_every_end_token_and_what_the_model_says_of_sampling(tmp_path: Path, save):
