@@ -52,6 +52,7 @@ def bench(
       rlhfspec bench publication --out bench         weights of a real size to two instances; a second start
       rlhfspec bench update --out bench              the learner beside a bare loop over the same tokens
       rlhfspec bench rlhf --out bench                a whole step beside a plain and static one
+      rlhfspec bench trl --out bench                 a GRPO step beside TRL's, and TRL's with our rollouts
       rlhfspec bench episodes --out bench            several turns with a calculator, moved: the same bits as unmoved
       rlhfspec bench models --out bench              which model families run: the page docs/reference/models.md
       rlhfspec bench pipeline --out bench            generation ahead of learning: step time, reward, equal bits
