@@ -31,9 +31,13 @@ def whole_weights(trainer: Any) -> dict[str, Tensor]:
     is_adapted = hasattr(model, "peft_config")
     if is_adapted:
         _require_lora(model)
+        _require_untied(model.get_base_model())
     base = model.get_base_model() if is_adapted else model
     with _gathered(model) as is_temporary:
-        tensors = ((_plain(name), _whole(tensor)) for name, tensor in unique_tensors(base))
+        second = _second_names(base)
+        tensors = (
+            (_plain(name), _whole(tensor)) for name, tensor in unique_tensors(base) if name not in second
+        )
         if is_adapted:
             tensors = merged_tensors(base, tensors)
         return {name: tensor.clone() if is_temporary else tensor for name, tensor in tensors}
@@ -51,6 +55,15 @@ def _gathered(model: nn.Module) -> Iterator[bool]:
             yield True
     else:
         yield False
+
+
+def _second_names(base: nn.Module) -> set[str]:
+    """Further names of weights that are tied, where the first FSDP's `state_dict` makes a copy for each name."""
+    if not any(isinstance(module, FullyShardedDataParallel) for module in base.modules()):
+        return set()
+    weights = sorted(base.named_parameters(remove_duplicate=False))
+    first = {parameter.data_ptr(): name for name, parameter in reversed(weights) if parameter.numel()}
+    return {name for name, parameter in weights if first.get(parameter.data_ptr(), name) != name}
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -79,4 +92,15 @@ def _require_lora(model: Any) -> None:
         raise ConfigError(
             "rollout_func: LoRA was given and FSDP shards the model, where adapters are not merged for the engine; use "
             "DeepSpeed or plain data parallelism, or train all weights"
+        )
+
+
+def _require_untied(base: Any) -> None:
+    """Refuse what parts a weight that is the embedding's and the output's: the engine has one for both."""
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    is_parted = any(hasattr(one, "base_layer") or hasattr(one, "original_module") for one in ends)
+    if is_parted and base.config.get_text_config().tie_word_embeddings:
+        raise ConfigError(
+            "rollout_func: the adapter changes the embedding or lm_head, which are one weight in this model "
+            "(tie_word_embeddings) and would differ once merged; take them out of target_modules and modules_to_save"
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from byte_chat import save_byte_pair
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from trl_like import trl_like
 
@@ -178,15 +178,30 @@ def test_adapters_that_cannot_be_merged_are_refused(model, tokenizer):
         rollouts()(CHATS, trl_like(get_peft_model(model, recipe), tokenizer))
 
 
-def test_shards_are_gathered(model, tokenizer):
+@pytest.mark.parametrize("more", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}])
+def test_an_adapter_that_parts_a_tied_weight_is_refused(model, tokenizer, more):
+    from peft import LoraConfig, get_peft_model
+
+    model.lm_head.weight, model.config.tie_word_embeddings = model.model.embed_tokens.weight, True
+    recipe = LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | more)
+    with pytest.raises(ConfigError, match="the embedding or lm_head, which are one weight"):
+        rollouts()(CHATS, trl_like(get_peft_model(model, recipe), tokenizer))
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD")
+@pytest.mark.parametrize("first", [False, True])
+def test_shards_are_gathered(model, tokenizer, first):
     model.lm_head.weight = model.model.embed_tokens.weight
     expected = {name: tensor.clone() for name, tensor in unique_tensors(model)}
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        if first:
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        else:
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
         got = whole_weights(trl_like(model, tokenizer))
     finally:
         torch.distributed.destroy_process_group()
