@@ -209,6 +209,8 @@ def one_of(key: str, names: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 def whole(value: Any) -> int:
     """A whole number above 0; others mean none."""
+    if not isinstance(value, bool) and 0.0 < float(value) < 1.0:
+        raise Unmatched("a share of the run's steps is meant; here it is a number: write that")
     if isinstance(value, bool) or int(value) != float(value) or int(value) <= 0:
         raise Unmatched("none is meant, which is so here too where the key is left out")
     return int(value)

@@ -54,8 +54,9 @@ def _step(device: Any, processes: Any, accumulate: Any) -> dict[str, Any]:
 
 
 def _batches(
-    device: Any, processes: Any, accumulate: Any, generate: Any, size: Any, group: Any, mini: Any, steps: Any
-) -> dict[str, Any]:
+    device: Any, processes: Any, accumulate: Any, generate: Any, size: Any, group: Any, mini: Any, steps: Any,
+    passes: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Samples of an optimizer step and of an iteration; TRL counts samples, a group of them a prompt."""
     step = int(device or 8) * int(processes or 1) * int(accumulate or 1)
     per_iteration = int(size or 0) or int(device or 8) * int(processes or 1) * int(
@@ -70,14 +71,14 @@ def _batches(
         "trainer.minibatch_size": max(1, step // minibatches),
     }
     if steps and int(steps) > 0:
-        decided["run.iterations"] = max(1, int(steps) * step // per_iteration)
+        decided["run.iterations"] = max(1, int(steps) * step // (per_iteration * int(passes or 1)))
     return decided
 
 
 def _ppo_batches(
     device: Any, processes: Any, accumulate: Any, mini: Any, episodes: Any, epochs: Any
 ) -> dict[str, Any]:
-    decided = _batches(device, processes, accumulate, None, None, 1, mini, None)
+    decided = _batches(device, processes, accumulate, None, None, 1, mini, None, None)
     num = decided["rollout.prompts_per_iteration"]
     decided["trainer.epochs"] = int(epochs or 4)
     return decided | ({"run.iterations": max(1, int(episodes) // num)} if episodes else {})

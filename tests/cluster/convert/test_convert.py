@@ -224,6 +224,10 @@ def test_a_key_that_no_table_knows_and_a_value_that_has_no_counterpart_are_named
     assert "sampling.top_p" in converted.unmatched["min_p 0.1"]
     assert converted.values["reward.kind"] == "a.b:score"
     assert converted.values["run.iterations"] == 40
+    text += "num_iterations: 4\nwarmup_steps: 0.1\n"
+    converted = convert_files("trl", [file_of(tmp_path, text)], "grpo")
+    assert (converted.values["trainer.epochs"], converted.values["run.iterations"]) == (4, 10)
+    assert "a share of the run's steps is meant" in converted.unmatched["warmup_steps 0.1"]
 
 
 def test_several_rewards_keep_their_weights(tmp_path: Path) -> None:
