@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.serving.engine_requests import Asked
-from rlhfspec.cluster.serving.request_bodies import ChatBody, GenerationBody
+from rlhfspec.cluster.serving.request_bodies import ChatBody
 from rlhfspec.core.records import Completion, FinishReason
 
 _UNFINISHED = "\ufffd"
@@ -53,7 +53,7 @@ class AnswerWriter:
         choices = []
         for place, completion in enumerate(completions):
             self._num_sampled += completion.num_tokens
-            text = _text(self.tokenizer, self.asked.body, completion, is_whole=True)
+            text = self._text(place, completion, is_whole=True)
             said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
             choices.append(self._choice(place, completion, said, first=0, is_last=True))
         answer = self._envelope(choices, "chat.completion" if self.is_chat else "text_completion")
@@ -66,7 +66,7 @@ class AnswerWriter:
         is_first, sent = place not in self._sent, self._sent.setdefault(place, _Sent())
         if completion.num_tokens <= sent.tokens and not is_last:
             return
-        text = _text(self.tokenizer, self.asked.body, completion, is_whole=is_last)
+        text = self._text(place, completion, is_whole=is_last)
         new = text[len(sent.text) :] if text.startswith(sent.text) else ""
         if self.is_chat:
             said: dict[str, Any] = {"delta": {"content": new} | ({"role": "assistant"} if is_first else {})}
@@ -120,6 +120,27 @@ class AnswerWriter:
                 choice["prompt_token_ids"] = self.asked.requests[place].prompt.token_ids.tolist()
         return choice
 
+    def _text(self, place: int, completion: Completion, *, is_whole: bool) -> str:
+        """A response's text up to what stopped it; of one that goes on, what no further token changes."""
+        body, ids = self.asked.body, completion.token_ids.tolist()
+        has_stopped = is_whole and completion.finish_reason is FinishReason.STOP
+        if has_stopped and not body.include_stop_str_in_output:
+            # as vLLM: among the tokens and their log-probabilities, not in the text
+            ids = ids[:-1] if ids[-1] in self.asked.requests[place].sampling.stop_token_ids else ids
+        text = str(
+            self.tokenizer.decode(
+                ids, skip_special_tokens=body.skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+        stops = () if body.include_stop_str_in_output else body.stops
+        if has_stopped:
+            return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+        if is_whole:
+            return text
+        # a stop string may be under way, and a character's last bytes may be missing
+        held = max((len(stop) - 1 for stop in stops), default=0)
+        return text[: len(text) - held].rstrip(_UNFINISHED)
+
     def _logprobs(self, place: int, completion: Completion, first: int) -> dict[str, Any]:
         """Of the distribution that was sampled from: behind temperature, top-k and top-p."""
         ids, values = completion.token_ids[first:].tolist(), completion.sampling_logprobs[first:].tolist()
@@ -146,24 +167,3 @@ class AnswerWriter:
 def event(data: dict[str, Any]) -> str:
     """A server-sent event."""
     return f"data: {json.dumps(data, allow_nan=False, ensure_ascii=False)}\n\n"
-
-
-def _text(
-    tokenizer: PreTrainedTokenizerBase, body: GenerationBody, completion: Completion, *, is_whole: bool
-) -> str:
-    """A response's text up to a stop string; of one that goes on, what no further token changes."""
-    text = str(
-        tokenizer.decode(
-            completion.token_ids.tolist(),
-            skip_special_tokens=body.skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-    )
-    stops = () if body.include_stop_str_in_output else body.stops
-    if is_whole and completion.finish_reason is FinishReason.STOP:
-        return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
-    if is_whole:
-        return text
-    # a stop string may be under way, and a character's last bytes may be missing
-    held = max((len(stop) - 1 for stop in stops), default=0)
-    return text[: len(text) - held].rstrip(_UNFINISHED)

@@ -203,8 +203,6 @@ class EngineServer:
     @http.post("/update_weights")
     async def update_weights(self, request: Request) -> Response:
         """Publish the weights at a path of this machine; answered when every instance decodes from them."""
-        from rlhfspec.cluster.serving.served_weights import read_version
-
         info = (await self._object(request)).get("update_info")
         path = info.get("path") if isinstance(info, dict) else None
         if not isinstance(path, str) or not path or "\0" in path:
@@ -213,6 +211,13 @@ class EngineServer:
                 "shapes alone announce an NCCL broadcast, which is not taken here",
                 "update_info",
             )
+        # a client that leaves ends its request, and the next update would take the same number of version
+        version = await asyncio.shield(self._publish(path))
+        return JSONResponse({"status": "ok", "weight_version": version})
+
+    async def _publish(self, path: str) -> int:
+        from rlhfspec.cluster.serving.served_weights import read_version
+
         async with self._publishing:
             try:
                 weights = await asyncio.to_thread(
@@ -221,7 +226,7 @@ class EngineServer:
             except (InputError, WeightsError, OSError) as error:
                 raise refuse(describe_error(error), "update_info") from None
             await asyncio.wrap_future(self._pool.publish(weights))
-        return JSONResponse({"status": "ok", "weight_version": weights.manifest.weight_version})
+        return weights.manifest.weight_version
 
     def _require_token(self, request: Request) -> None:
         expected, given = self._limits.token, request.headers.get("authorization", "")
@@ -263,7 +268,9 @@ class EngineServer:
         async for place, completion, has_ended in self._generate(asked):
             if has_ended:
                 done[place] = completion
-        return JSONResponse(writer.whole([done[place] for place in range(len(done))]))
+        # long responses with log-probabilities take seconds, in which nobody else would be answered
+        answer = await asyncio.to_thread(writer.whole, [done[place] for place in range(len(done))])
+        return JSONResponse(answer)
 
     def _require_room(self, count: int) -> None:
         most, has = self._limits.max_open, self._pool.num_open

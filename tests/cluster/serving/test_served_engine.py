@@ -97,6 +97,23 @@ def test_a_stream_joins_to_the_whole_answer(server: ServedEngine, chat: bool):
     assert len(events) > 3, "parts come while the responses are generated"
 
 
+def test_a_stop_token_is_told_and_is_no_text(server: ServedEngine):
+    body = ASKED | {
+        "prompt": "stop",
+        "seed": 7,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "max_tokens": 8,
+    }
+    ids = server.generate(body)["choices"][0]["token_ids"]
+    body |= {"stop_token_ids": [ids[-1]]}
+    at = ids.index(ids[-1])
+    decode = server.plan.inputs.tokenizer.decode
+    for included, text in ((False, decode(ids[:at])), (True, decode(ids[: at + 1]))):
+        choice = server.generate(body | {"include_stop_str_in_output": included})["choices"][0]
+        assert (choice["token_ids"], choice["text"], choice["finish_reason"]) == (ids[: at + 1], text, "stop")
+
+
 def test_what_trl_sends_is_answered_as_it_reads_it(server: ServedEngine):
     sampling = {"repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     asked = {
