@@ -179,9 +179,9 @@ def _watch(
 
 def _sample(driver: int, below: set[int], temporary: Path) -> Sample:
     actors = serving_actors(driver)
-    sample = {f"{pool}_mib": sum(map(private_mib, pids)) for pool, pids in actors.items()}
-    sample["driver_mib"] = private_mib(driver)
-    sample["all_mib"] = sample["driver_mib"] + sum(map(private_mib, below))
+    sample = {f"{pool}_mib": sum(map(_private_mib, pids)) for pool, pids in actors.items()}
+    sample["driver_mib"] = _private_mib(driver)
+    sample["all_mib"] = sample["driver_mib"] + sum(map(_private_mib, below))
     sample["num_processes"] = float(sum(not _is_idle(pid) for pid in below))
     sample["open_files"] = float(sum(map(_open_files, {driver, *below})))
     # all that have it open see it; no other process below has shared memory of such a size
@@ -222,7 +222,7 @@ def _require_running(driver: subprocess.Popen[bytes], out: Path) -> None:
         )
 
 
-def private_mib(pid: int) -> float:
+def _private_mib(pid: int) -> float:
     """Memory of a process that no other has, nor the page cache: what would leak."""
     held = sizes(PROC / str(pid) / "smaps_rollup")
     return (held.get("Private_Dirty", 0) + held.get("Swap", 0)) / _MIB

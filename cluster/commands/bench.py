@@ -17,7 +17,7 @@ from rlhfspec.cluster.commands.declare import Arg
 from rlhfspec.cluster.placement.origin import ROOT
 from rlhfspec.core.errors import ConfigError, DataError
 
-WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "chain", "rlhf", "served")
+WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "chain", "rlhf")
 
 
 def benchmark_names(folder: Path = ROOT / "benchmarks") -> list[str]:
@@ -58,7 +58,6 @@ def bench(
       rlhfspec bench pipeline --out bench            generation ahead of learning: step time, reward, equal bits
       rlhfspec bench faults --out bench              killed, frozen and cut off actors, a full store; killed drivers
       rlhfspec bench soak --out bench --full         an hour of training: memory, processes, files
-      rlhfspec bench served --out bench              the engine server beside the engine; 200 clients, a kill meanwhile
       rlhfspec bench cluster_simulation --out bench  the cluster simulator beside published figures and own runs
       rlhfspec bench device-ops --out bench          launches and copies of a decode step on a GPU, counted without one
       rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule
