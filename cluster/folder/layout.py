@@ -100,9 +100,13 @@ def _free_folder(out: Path) -> Path:
         with suppress(OSError):
             out.rmdir()
     if out.exists():
-        raise ConfigError(
-            f"--out {out} is there already; expected a new folder: name another, or go on with it by --resume {out}"
+        goes_on = any(out.glob("checkpoints/state_*"))
+        other = (
+            f"go on with it by --resume {out}"
+            if goes_on
+            else "delete this one, which keeps no state to go on with"
         )
+        raise ConfigError(f"--out {out} is there already; expected a new folder: name another, or {other}")
     return out
 
 

@@ -91,7 +91,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
     if state is None:
         raise ConfigError(
             f"{run_dir.path} cannot be resumed: expected a whole state in checkpoints/, got none; a run keeps one "
-            "every run.state_every iterations; start it anew with --config"
+            "every run.state_every iterations; start it anew with --config, and another --out"
         )
     kept = state.config_file
     if kept.is_file():

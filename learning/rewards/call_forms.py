@@ -33,7 +33,8 @@ _SAYS = {value: frozenset(words.split()) for value, words in _WORDS.items()}
 _UNKNOWN = "asks for '{name}', which is neither one of them nor a column that it is given"
 _BY_NAME = (
     f"name its arguments {', '.join(PLACES)}, what else it needs of {', '.join(EXTRAS)}, and columns as "
-    "data.reward_fields of every source names them"
+    "data.reward_fields of every source names them, such as data.reward_fields: [difficulty]; what "
+    "data.reference_field names is reference"
 )
 _MARKS = ("<|", "[/INST]", "<start_of_turn>", "### Response")
 
