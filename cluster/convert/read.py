@@ -118,6 +118,14 @@ def _open_points(result: Converted) -> list[str]:
     points += [f"{key} {values[key]}: the script leaves it to its shell; write the value" for key in unset]
     if "run.output_dir" in unset:
         del values["run.output_dir"]
+    if result.kind.command == "train":
+        points += [
+            f"{key}: theirs is none of ours, see below; {ours} is taken unless you set it"
+            for key, ours in (("algorithm.kind", "ppo"), ("algorithm.kl_coef", "0.01"))
+            if key not in values
+        ]
+    if result.kind.name == "verl main_ppo" and values.get("algorithm.kind") == "ppo":
+        values.setdefault("algorithm.clip_value", 0.5)
     if "rollout.prompts_per_iteration" in values and "run.iterations" not in values:
         points.append("run.iterations: 20 by default; see the epochs below")
     return points

@@ -152,6 +152,7 @@ def convert(given: Given, kind: Kind, origin: str) -> Converted:
         line = f"{key} {short(value)}"
         if key not in given:
             result.defaults |= {line: "; ".join(words[key])} if words[key] else {}
+            result.to_do += [] if words[key] else [f"{line}, their default: {reasons[key][0]}"]
         elif words[key]:
             result.taken[line] = "; ".join(words[key])
         else:

@@ -61,6 +61,10 @@ def _kl(
 ) -> dict[str, Any]:  # fmt: skip
     if not in_loss and not in_reward:
         return {"algorithm.kl_coef": 0.0}
+    if in_loss and in_reward:
+        raise Unmatched(
+            "the KL term is in the loss or in the rewards here, not in both: algorithm.kl_placement"
+        )
     name = str(loss_kind or "low_var_kl") if in_loss else str(penalty or "kl")
     estimator = one_of("algorithm.kl_estimator", _KL)(name)
     given = coefficient if in_loss else reward_coef

@@ -288,12 +288,11 @@ class EnginePool:
     def _note(self, system: GeneratingSystem) -> None:
         self.stats, self.num_instances = system.scheduler.stats, len(system.generation.instances)
         self.weight_version = system.target.manifest.weight_version
-        if self._is_aborting:
-            while self._waiting:
-                sample = self._waiting.popleft()
-                sample.tell((as_asked(sample.request), True))
 
     def _end_aborting(self, system: GeneratingSystem) -> None:
+        while self._waiting:
+            sample = self._waiting.popleft()
+            sample.tell((as_asked(sample.request), True))
         self._is_aborting = False
 
     def _unavailable(self) -> ApiError:

@@ -296,3 +296,19 @@ def test_the_command_writes_the_config_and_says_what_is_refused(
     assert "sampling.temperature must be above 0" in capsys.readouterr().err
     assert main(["convert", "trl", str(tmp_path / "nowhere")]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_what_is_not_decided_here_and_changes_learning_is_to_be_done(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=remax algorithm.use_kl_in_reward=True "
+        "actor_rollout_ref.actor.use_kl_loss=True\n"
+    )
+    to_do = "\n".join(convert_files("verl", [script]).to_do)
+    assert "algorithm.kind: theirs is none of ours" in to_do
+    assert "algorithm.kl_coef: theirs is none of ours" in to_do
+    script.write_text("python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator gae\n")
+    to_do = "\n".join(convert_files("openrlhf", [script]).to_do)
+    assert "actor.lr_warmup_ratio 0.03, their default: trainer.warmup_steps counts" in to_do
+    script.write_text("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae\n")
+    assert convert_files("verl", [script]).values["algorithm.clip_value"] == 0.5
