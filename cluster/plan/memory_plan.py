@@ -36,7 +36,7 @@ from rlhfspec.engine.model.prefill_plan import MAX_BIAS_TOGETHER
 from rlhfspec.engine.weights.chunks import CHUNK_BYTES
 from rlhfspec.learning.trainer.batching import PATHS_PER_TOKEN
 from rlhfspec.learning.trainer.engine_scoring import MOST_SLOTS
-from rlhfspec.learning.trainer.training_forward import most_logits
+from rlhfspec.learning.trainer.training_forward import logit_copies, most_logits
 
 GIB = 1 << 30
 GPU_PAGE_BYTES = 2 << 20
@@ -386,7 +386,8 @@ class MemoryNeeds:
         gradient = target.vocab_size * target.hidden_size * 4 * (_HEAD_GRADIENTS if learns_head else 0)
         if target.has_whole_logits or config.refits_draft:
             copies = _SEEN_LOGIT_COPIES if config.refits_draft else _LOGIT_COPIES
-            return tokens * target.vocab_size * 4 * copies + gradient
+            at_work = logit_copies(tokens, target.vocab_size, on_gpu=config.learns_on_gpu)
+            return 4 * (tokens * target.vocab_size * copies + at_work) + gradient
         return 4 * most_logits(tokens, target.vocab_size, on_gpu=config.learns_on_gpu) + gradient
 
     def _scorer(self) -> int:

@@ -290,7 +290,7 @@ class EnginePool:
         self.weight_version = system.target.manifest.weight_version
 
     def _end_aborting(self, system: GeneratingSystem) -> None:
-        while self._waiting:
+        while self._is_aborting and self._waiting:
             sample = self._waiting.popleft()
             sample.tell((as_asked(sample.request), True))
         self._is_aborting = False

@@ -256,9 +256,13 @@ def most_logits(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
     Kept ones, the product of a chunk and its gradient, and copies of the part of it that is worked on.
     """
     whole = num_tokens * vocab_size
-    product, part = (_GPU_PRODUCT_VALUES, _GPU_VALUES) if on_gpu else (_PRODUCT_VALUES, _CPU_VALUES)
-    product, part = (min(whole, max(values, vocab_size)) for values in (product, part))
-    return min(whole, _KEPT_VALUES) + 2 * product + _COPIES * part
+    product = min(whole, max(_GPU_PRODUCT_VALUES if on_gpu else _PRODUCT_VALUES, vocab_size))
+    return min(whole, _KEPT_VALUES) + 2 * product + logit_copies(num_tokens, vocab_size, on_gpu=on_gpu)
+
+
+def logit_copies(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
+    """Values of the copies of what is worked on at once, whole logits or not."""
+    return _COPIES * min(num_tokens * vocab_size, max(_GPU_VALUES if on_gpu else _CPU_VALUES, vocab_size))
 
 
 def token_statistics(

@@ -112,7 +112,8 @@ def learn_over_bfloat16(rank, rollouts):
     weights = {}
     groups = {}
     for strategy in STRATEGIES:
-        model = tiny_llama()
+        # of weights that bfloat16 holds, as a model in it has: others would stay float32
+        model = tiny_llama().bfloat16().float()
         hold_linears_in(model, torch.bfloat16)
         learner = Learner(
             model,

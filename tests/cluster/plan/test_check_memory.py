@@ -177,8 +177,8 @@ def test_logits_are_planned_by_the_chunk_unless_something_comes_behind_the_head_
         return found - 2 * vocab_size * 32 * 4
 
     assert logits() == 4 * (2**26 + 2 * 2**23 + 8 * 2**18)
-    assert logits(caps=True) == 4096 * 262_144 * 4 * 2
-    assert logits(refit=True) == 4096 * 262_144 * 4 * 3
+    assert logits(caps=True) == 4 * (4096 * 262_144 * 2 + 8 * 2**18)
+    assert logits(refit=True) == 4 * (4096 * 262_144 * 3 + 8 * 2**18)
     assert logits(vocab_size=100) == 4 * (4096 * 100 * 3 + 8 * 2**18)
 
 

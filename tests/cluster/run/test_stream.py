@@ -1,8 +1,9 @@
 """The stream of rollouts, over a scheduler and a reward pool made by hand. No Ray, no torch models."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from made_moves import move
 
 from rlhfspec.actors.actor_messages import LostInstance, Taken
 from rlhfspec.cluster.run.stream import RolloutStream
+from rlhfspec.cluster.system.system import GeneratingSystem
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.errors import RewardError, RlhfSpecError, WeightsError
 from rlhfspec.core.records import (
@@ -154,7 +156,7 @@ class Generation:
 
 
 def system(*script: Taken, batch_size: int = 2) -> Any:
-    return SimpleNamespace(
+    made = SimpleNamespace(
         scheduler=Scheduler(*script),
         rewards=Rewards(),
         episodes=None,
@@ -168,6 +170,8 @@ def system(*script: Taken, batch_size: int = 2) -> Any:
             cluster=SimpleNamespace(order_timeout_s=300.0),
         ),
     )
+    made.take = partial(GeneratingSystem.take, cast(GeneratingSystem, made))
+    return made
 
 
 def taken(*indices: int, **fields: Any) -> Taken:
