@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     from rlhfspec.actors.serving.loopback import spare_loopback
     from rlhfspec.cluster.observe.visible_stream import show_escape_sequences
-    from rlhfspec.core.errors import RlhfSpecError
+    from rlhfspec.core.errors import RlhfSpecError, describe_error
 
     show_escape_sequences()
     spare_loopback()  # before anything is started or asked
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe can be told, not when Python ends
         return code
     except RlhfSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe_error(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

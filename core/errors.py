@@ -186,7 +186,7 @@ class SchedulerLost(RlhfSpecError):
 
 
 def describe_error(error: BaseException) -> str:
-    """One line for a person: the message alone of this project's errors, the type too of any other."""
+    """One line for a person: of this project's errors the message and its notes, of any other the type too."""
     if isinstance(error, RlhfSpecError):
-        return str(error)
+        return "; ".join([str(error), *getattr(error, "__notes__", ())])
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -52,7 +52,10 @@ def set_flag(help: str) -> Arg:
 
 ConfigFile = Annotated[
     Path,
-    Arg("FILE", "YAML file; configs/ holds examples, core/settings/ every key with its default and meaning"),
+    Arg(
+        "FILE",
+        "YAML file; configs/ holds examples, docs/reference/config.md every key with its default and meaning",
+    ),
 ]
 Overrides = Annotated[list[str], set_flag("override one key of the file, such as run.iterations=5")]
 RunFolder = Annotated[Path, Arg("DIR", "the run folder, new (default: one in run.output_dir, with the time)")]

@@ -47,7 +47,7 @@ def cluster(
       rlhfspec simulate cluster --set model.config=path/to/config.json --set step.staleness=1
       rlhfspec simulate cluster --config cluster.yaml --sweep --picture sweep.svg --out sweep.json
 
-    Every key, its default and its meaning: core/settings/simulated_cluster.py. What it assumes is printed with its
+    Every key, its default and its meaning: docs/reference/config-simulator.md. What it assumes is printed with its
     source; how far it is from published figures: docs/how-to/simulate.md.
     """
     from rlhfspec.cluster.folder.rollouts import read_lengths

@@ -13,7 +13,7 @@ from rlhfspec.core.outside import user_path
 if TYPE_CHECKING:
     from rlhfspec.core.settings.supervised import SupervisedConfig
 
-ConfigFile = Annotated[Path, Arg("FILE", "YAML file; keys: core/settings/supervised.py")]
+ConfigFile = Annotated[Path, Arg("FILE", "YAML file; keys: docs/reference/config-supervised.md")]
 Model = Annotated[str, Arg("NAME", "path, hub name or known name of the model (model.name)")]
 Data = Annotated[str, Arg("FILE", "the rows (data.path)")]
 Overrides = Annotated[list[str], set_flag("override one key, such as trainer.epochs=3")]

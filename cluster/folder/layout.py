@@ -1,7 +1,7 @@
 """The run folder: one absolute place for everything a run leaves behind.
 
     RUN/config.yaml                     the resolved config, every default spelled out
-    RUN/status.json                     running | stopping | finished | interrupted | failed, why, heartbeat
+    RUN/status.json                     state, why, heartbeat; always 4096 bytes, filled up with spaces
     RUN/owners/0001.json                the process that began the run, then each that resumed it
     RUN/live.json                       what the run is doing now, for `rlhfspec status`; replaced every two seconds
     RUN/logs/ACTOR.jsonl                structured log of each process; at most 16 MB each

@@ -71,10 +71,15 @@ class SampleRow:
 
 
 def choose_samples(rows: Sequence[SampleRow], count: int, *, seed: int) -> list[tuple[str, SampleRow]]:
-    """Up to `count` samples and why each was chosen, none twice: a third each of best, worst and random."""
+    """Up to `count` samples and why each was chosen, none twice: a third each of best, worst and random.
+
+    All are random where all rewards are equal.
+    """
     ordered = sorted(range(len(rows)), key=lambda i: (-rows[i].reward, rows[i].sample_index))
     count = min(count, len(rows))
     num_best, num_worst = -(-count // 3), -(-(count - 1) // 3) if count else 0
+    if len({row.reward for row in rows}) == 1:
+        num_best = num_worst = 0
     best = ordered[:num_best]
     worst = ordered[num_best:][::-1][:num_worst]
     left = ordered[num_best : len(ordered) - num_worst]

@@ -95,6 +95,9 @@ class Reporter:
     ) -> None:
         self.console = console or PipeConsole(highlight=False, soft_wrap=True)
         self.clock = clock
+        self._began_s = clock()
+        self.start_up_s: float | None = None
+        "from the command to the first `start`; None before it"
         self._bars: Progress | None = None
         self._iterations: TaskID | None = None
         self._phase: TaskID | None = None
@@ -124,6 +127,8 @@ class Reporter:
     def start(self, total_iterations: int, *, done: int = 0) -> None:
         """Begin: `total_iterations` is what the bar counts to, `done` of them are finished."""
         self._end_stage()
+        if self.start_up_s is None:
+            self.start_up_s = self.clock() - self._began_s
         self._total = total_iterations
         self._done = done
         self._send("")

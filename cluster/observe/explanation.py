@@ -79,8 +79,8 @@ class Explained:
         return [
             (
                 "run",
-                f"{summary.num_iterations} iterations in {summary.total_s:.0f} s, {summary.num_samples:,} samples, "
-                f"{summary.num_response_tokens:,} tokens",
+                f"{summary.num_iterations} iterations in {summary.total_s:.0f} s{self._start_up()}, "
+                f"{summary.num_samples:,} samples, {summary.num_response_tokens:,} tokens",
             ),
             ("reward", f"{summary.reward_first:.3f} to {summary.reward_last:.3f}, first to last fifth"),
             ("time", ", ".join(f"{_PARTS[part]} {self.share(part):.0%}" for part in summary.part_s)),
@@ -104,6 +104,10 @@ class Explained:
         fitting = (one for one in _CHANGES if one.part == self.largest and one.holds(self))
         first = next(fitting, None)
         return "nothing that these records show" if first is None else first.text(self)
+
+    def _start_up(self) -> str:
+        start_up_s = self.summary.start_up_s
+        return "" if start_up_s is None else f" after a start-up of {start_up_s:.0f} s"
 
     def _waiting(self) -> str:
         if self.decode_share is None:
@@ -136,6 +140,8 @@ class Explained:
             return f"none: reallocation.policy is {self.config.reallocation.policy}"
         if self.decode_share is None:
             return f"{self.summary.num_moved:,} samples moved; what they gave and cost is not recorded"
+        if not self.summary.num_moved:
+            return "none was worth its cost"
         return (
             f"{self.summary.num_moved:,} samples moved, expected to shorten the tails by "
             f"{self.total('moves/expected_gain_s'):.1f} s; they cost "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Metrics = Mapping[str, float]
-NO_SIGNAL = "learner/no_signal"
+NO_SIGNAL, START_UP = "learner/no_signal", "time/start_up_s"
 MANY_CUT = 0.5
 "Of an iteration's responses: more than this share is told."
 _CUT_ADVICE = "raise it, or see in samples/ whether responses end as the model's chat template ends a turn"
@@ -125,6 +125,8 @@ class Summary:
     total_s: float
     part_s: Mapping[str, float]
     "seconds by part of the iteration; `other` is what no part claims"
+    start_up_s: float | None = None
+    "of the process that ran last; None: not recorded"
     update_hidden_s: float = 0.0
     "of updates, behind the sampling of later batches"
     update_line: str | None = None
@@ -172,8 +174,10 @@ class Summary:
             ("acceptance rate", f"{self.acceptance_rate:.3f} of the draft tokens"),
             ("  first to last fifth", f"{self.acceptance_first:.3f} to {self.acceptance_last:.3f}"),
             ("goodput", f"{self.goodput_tokens_per_s:,.0f} tokens/s"),
-            ("time", f"{self.total_s:.1f} s"),
         ]
+        if self.start_up_s is not None:
+            rows.append(("start-up", f"{self.start_up_s:.1f} s, before the first iteration"))
+        rows.append(("time", f"{self.total_s:.1f} s"))
         rows += [
             (f"  {name}", f"{seconds:.1f} s ({seconds / max(self.total_s, 1e-9):.0%})")
             for name, seconds in self.part_s.items()
@@ -289,6 +293,7 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         is_invariant=all(promised) if promised else None,
         total_s=total_s,
         part_s=part_s,
+        start_up_s=next((row[START_UP] for row in reversed(metrics) if START_UP in row), None),
         update_hidden_s=_total(metrics, "time/update_hidden_s"),
         update_line=update_line(metrics),
         signal=signal_rows(metrics),

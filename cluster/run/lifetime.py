@@ -18,7 +18,7 @@ from rlhfspec.cluster.run.evaluate import Evaluator
 from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import System
 from rlhfspec.core.checkpoint_manifest import state_folders, state_number
-from rlhfspec.core.errors import RewardServerLost, RlhfSpecError, RunTaken, StorageError
+from rlhfspec.core.errors import RlhfSpecError, RunTaken, StorageError
 from rlhfspec.core.records import SampleRequest
 from rlhfspec.policies.schedule.free import Free, FreeAdmission
 from rlhfspec.policies.schedule.in_turns import InTurns, UsefulGroups
@@ -103,16 +103,12 @@ def ending_well(run: Run) -> Iterator[None]:
     """
     try:
         yield
-    except RewardServerLost as error:
-        run.recorder.write_timeline()
-        raise RewardServerLost(f"{error}; {_keep_what_was_learned(run)}") from error
     except (RunTaken, SystemExit):
         # another's folder is not ours, and SIGTERM leaves no time
         raise
-    except StorageError:
+    except StorageError as error:
         # no room for pictures; what is refused may be one file, and not the state
-        with suppress(RlhfSpecError):
-            run.report.note(_keep_what_was_learned(run))
+        _keep_what_was_learned(run, error)
         raise
     except RlhfSpecError as error:
         run.recorder.write_timeline()
@@ -123,9 +119,8 @@ def ending_well(run: Run) -> Iterator[None]:
         lost = as_trainer_lost(run.system, error)
         if lost is not None:
             raise lost from error
-        with suppress(RlhfSpecError):
-            # what ended the run is what is told; weights are here, whoever died
-            run.report.note(_keep_what_was_learned(run))
+        # weights are here, whoever died
+        _keep_what_was_learned(run, error)
         raise
     except BaseException:
         run.recorder.write_timeline()
@@ -135,14 +130,20 @@ def ending_well(run: Run) -> Iterator[None]:
     run.recorder.write_timeline()
 
 
-def _keep_what_was_learned(run: Run) -> str:
-    """Save state and weights of the iterations that are finished; how to go on from them."""
-    system, run_dir = run.system, run.run_dir
+def _keep_what_was_learned(run: Run, error: RlhfSpecError) -> None:
+    """Save state and weights of the iterations that are finished; `error`, which ended the run, says how to go on."""
     # what ended the run would end this too
-    system.trainers.meanwhile = None
+    run.system.trainers.meanwhile = None
+    if run.system.target.manifest.weight_version:
+        with suppress(RlhfSpecError):
+            # what cannot be kept hides nothing of what ended the run
+            error.add_note(_kept(run))
+
+
+def _kept(run: Run) -> str:
+    """Save state and weights; how to go on from them."""
+    system, run_dir = run.system, run.run_dir
     finished = system.target.manifest.weight_version
-    if not finished:
-        return "no iteration was finished"
     if run.boundary is not None and not system.is_learning:
         with suppress(RlhfSpecError):
             run.states.save(run.boundary)

@@ -18,7 +18,7 @@ from rlhfspec.cluster.folder.run_status import STOPPING
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.iteration_metrics import iteration_metrics, with_evaluation
 from rlhfspec.cluster.observe.observer import Observer, observing
-from rlhfspec.cluster.observe.summary import signal_line, with_signal
+from rlhfspec.cluster.observe.summary import START_UP, signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.resume.checkpoints import save_checkpoints
@@ -136,6 +136,8 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
                 metrics = with_signal(step(run, iteration))
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {settings.iterations}: {error}") from error
+            if iteration == run.first and report.start_up_s is not None:
+                metrics[START_UP] = report.start_up_s
             # instances and trainers hold the same version again
             system.is_learning, boundary = False, run.stand_at(iteration + 1)
             try:

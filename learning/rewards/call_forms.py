@@ -30,6 +30,7 @@ _WORDS = {
     "reference": "reference ref gold golden truth target label expected gt answer solution",
 }
 _SAYS = {value: frozenset(words.split()) for value, words in _WORDS.items()}
+_EITHER = _SAYS["response"] & _SAYS["reference"]
 _UNKNOWN = "asks for '{name}', which is neither one of them nor a column that it is given"
 _BY_NAME = (
     f"name its arguments {', '.join(PLACES)}, what else it needs of {', '.join(EXTRAS)}, and columns as "
@@ -264,15 +265,23 @@ def _own_plan(parameters: Collection[inspect.Parameter], names: Collection[str] 
             plan[name] = name  # a column, it may be
         elif parameter.default is parameter.empty:
             raise CannotBeCalled(_UNKNOWN.format(name=name), _BY_NAME)
+    if "reference" not in plan.values():
+        for name in (name for name, value in plan.items() if value == "response"):
+            if _EITHER & (words := set(_words(name))) and not (_SAYS["response"] - _EITHER) & words:
+                raise CannotBeCalled(f"has '{name}', which may be the response or the reference", _BY_NAME)
     takes_more = takes_rest or any(p.kind is p.VAR_KEYWORD for p in parameters)
     if not takes_more and not {"response", "num_tokens", "finish_reason"} & set(plan.values()):
         raise CannotBeCalled("takes nothing of the response", _BY_NAME)
     return plan
 
 
+def _words(name: str) -> list[str]:
+    return name.lower().strip("_").split("_")
+
+
 def _require_word(name: str, value: str, *, is_mixed: bool) -> None:
     """Raise CannotBeCalled where the word says something else than its place."""
-    words = name.lower().strip("_").split("_")
+    words = _words(name)
     said = {which for which, those in _SAYS.items() if those & set(words)}
     if len(words) == 1 and any(words[0] == f"{word}s" for those in _SAYS.values() for word in those):
         raise CannotBeCalled(

@@ -53,8 +53,11 @@ class ScoreRequest:
 
     @property
     def shown(self) -> str:
-        """The response's beginning, for messages."""
-        return f"response began '{self.response[:60]}'"
+        """How prompt, reference and response begin, for messages: a prompt's number is no line of a file."""
+        texts = {"prompt": self.prompt.text, "reference": self.prompt.reference, "response": self.response}
+        return ", ".join(
+            f"{name} began '{text[:60]}'" for name, text in texts.items() if text or name == "response"
+        )
 
 
 def score_requests(

@@ -21,7 +21,7 @@ from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import running_system
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.config_io import config_from_dict
-from rlhfspec.core.errors import RewardServerLost
+from rlhfspec.core.errors import RewardServerLost, describe_error
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.records import Prompt
 from rlhfspec.learning.rewards.reward_function import build_reward
@@ -112,7 +112,8 @@ def test_a_server_that_goes_down_ends_the_run_with_its_finished_iterations_kept(
     url = f"http://127.0.0.1:{server.server_port}/score"
     try:
         with pytest.raises(
-            RewardServerLost, match=r"3 tries.*1 iterations are finished; go on with `rlhfspec train --resume"
+            RewardServerLost,
+            match=r"(?s)3 tries.*1 iterations are finished; go on with `rlhfspec train --resume",
         ) as lost:
             run("short", {"kind": "serve", "url": url, "server": {"retries": 2, "backoff_s": 0.1}})
     finally:
@@ -121,7 +122,9 @@ def test_a_server_that_goes_down_ends_the_run_with_its_finished_iterations_kept(
     run_dir = RunDir.open(tmp_path / "short")
     assert len(read_metrics(run_dir.metrics_file)) == 1
     checkpoint = run_dir.checkpoint_dir("target")
-    assert (checkpoint / "config.json").is_file() and f"--resume {run_dir.path}`" in str(lost.value)
+    assert (checkpoint / "config.json").is_file() and f"--resume {run_dir.path}`" in describe_error(
+        lost.value
+    )
     state = last_state(run_dir, pytest.fail)
     assert state is not None and state.num_iterations == 1
     assert state.cursor["next_sample_index"] == SAMPLES, "what was asked for in vain is asked for again"

@@ -29,6 +29,12 @@ def test_best_and_worst_are_what_they_say_and_random_ones_follow_the_seed():
     assert chosen == choose_samples(ROWS, 9, seed=1) != choose_samples(ROWS, 9, seed=2)
 
 
+def test_none_is_best_where_all_rewards_are_equal():
+    rows = [SampleRow.of(rollout(index, reward=0.5), advantage=0.0) for index in range(9)]
+    chosen = choose_samples(rows, 4, seed=1)
+    assert {why for why, _ in chosen} == {"random"} and len(chosen) == 4
+
+
 def test_no_text_leaves_its_fence():
     row = SampleRow.of(rollout(prompt="# not a heading", response="```python\n````\nx"), advantage=None)
     text = as_markdown("Iteration 1", [("best", row)])

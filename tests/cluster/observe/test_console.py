@@ -84,6 +84,19 @@ def test_the_summary_counts_moved_samples_where_there_were_any() -> None:
     assert none is not None and "samples moved" not in [label for label, _ in none.rows()]
 
 
+def test_the_summary_says_how_long_the_start_took_of_the_last_process() -> None:
+    resumed = summarise([TEN[0] | {"time/start_up_s": 30.0}, *TEN[1:5], TEN[5] | {"time/start_up_s": 20.0}])
+    assert resumed is not None and ("start-up", "20.0 s, before the first iteration") in resumed.rows()
+
+
+def test_a_reporter_knows_how_long_the_start_took() -> None:
+    times = iter([10.0, 25.0, 99.0])
+    report = Reporter(Console(file=io.StringIO()), clock=lambda: next(times))
+    report.start(2)
+    report.start(2, done=1)
+    assert report.start_up_s == 15.0, "a restart's is the run's own"
+
+
 def test_no_iteration_gives_no_summary_and_no_picture(tmp_path: Path) -> None:
     assert summarise([]) is None
     write_picture([], tmp_path / "p.png")

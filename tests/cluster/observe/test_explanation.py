@@ -78,6 +78,10 @@ def test_ten_rows_say_where_the_time_went_and_what_each_mechanism_gave() -> None
     assert rows["moves"].startswith("4 samples moved, expected to shorten the tails by 1.0 s; they cost 1.0%")
     assert rows["limit"].startswith("generation in no time would make an iteration 1.67 times")
     assert "rlhfspec compare RUN" in rows["measured"]
+    assert dict(explained(**{"moves/num_moved": 0.0}).rows())["moves"] == "none was worth its cost"
+    assert dict(explained(**{"time/start_up_s": 9.0}).rows())["run"].startswith(
+        "2 iterations in 20 s after a start-up of 9 s,"
+    )
 
 
 @pytest.mark.parametrize(

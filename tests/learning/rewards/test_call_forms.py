@@ -46,6 +46,8 @@ def test_other_words_are_bound_by_their_place():
         "It is 4",
         "4",
     )
+    assert seen_by(lambda question, answer, reference: answer) == "It is 4"
+    assert seen_by(lambda question, predicted_answer: predicted_answer) == "It is 4"
     assert seen_by(lambda prompt, response, target=None: target) == "4"
     assert seen_by(lambda p, *rest: (p, *rest)) == ("2+2?", "It is 4", "4")
     assert seen_by(lambda prompt, response, threshold=0.5: threshold) == 0.5
@@ -91,6 +93,8 @@ def test_a_decorated_function_is_called_by_what_its_wrapper_takes():
         (lambda prompts, responses, references: 1.0, "'prompts', a list as it seems"),
         (lambda a, b, c, d: 1.0, "'d', which is neither"),
         (lambda prompt, reference: 1.0, "takes nothing of the response"),
+        (lambda question, answer: 1.0, "'answer', which may be the response or the reference"),
+        (lambda prompt, solution_text, **columns: 1.0, "'solution_text', which may be"),
         (lambda response, *rest: 1.0, "'response' in the place of prompt"),
         (lambda completions, answer: 1.0, "the column 'answer'"),
         (lambda completions, trainer_state: 1.0, "only TRL's trainer has"),

@@ -58,7 +58,8 @@ def test_a_sample_that_cannot_be_scored_is_named_and_the_others_are_scored(name,
         fault = outcomes[place]
         assert isinstance(fault, Unscored)
         with raises(
-            RewardError, match=rf"sample 90{place} \(prompt 4{place}\) {words}.*response began 'bad'"
+            RewardError,
+            match=rf"sample 90{place} \(prompt 4{place}\) {words}.*prompt began '.+', .*response began 'bad'",
         ):
             raise RewardError(fault.reason)
 
