@@ -47,7 +47,28 @@ RUN = (
         "trace",
         "diagnose",
     ),
+    *("convert trl", "convert verl", "convert openrlhf"),
 )
+CONFIGS = ROOT / "tests" / "cluster" / "convert" / "configs"
+THEIRS = {
+    "run_qwen3_8b_fsdp.sh": CONFIGS / "verl" / "grpo.sh",
+    "grpo.yaml": CONFIGS / "trl" / "grpo_config.yaml",
+    "deepspeed_zero3.yaml": CONFIGS / "trl" / "deepspeed_zero3.yaml",
+    "train_ppo_ray_hybrid_engine.sh": CONFIGS / "openrlhf" / "train_ppo_ray_hybrid_engine.sh",
+}
+"What a reader of the page on `convert` has from other trainers."
+CONVERTED = [
+    *("--set=models.target=pair/target", "--set=data.path=train.jsonl", "--set=data.sources=[]"),
+    *(
+        "--set=data.prompt_field=question",
+        "--set=data.prompt_template='{prompt}'",
+        "--set=data.reward_fields=[]",
+    ),
+    *("--set=data.reference_field=answer", "--set=reward.kind=gsm8k", "--set=reward.model=null"),
+    *("--set=evaluation.every=0", "--set=evaluation.data=null", "--set=tracking={}", "--set=cluster={}"),
+    *("--set=sampling.max_new_tokens=32",),
+]
+"Of a config of theirs, what this machine has instead: their models, data, GPUs and services."
 LESS = {
     "drafter make": ["--tokens=100", "--draft-vocab=16", "--max-new-tokens=8"],
     "drafter eval": ["--max-new-tokens=8", "--limit=4"],
@@ -95,10 +116,14 @@ def blocks(page: Path) -> list[Block]:
 
 def words(parser: argparse.ArgumentParser, argv: list[str]) -> str:
     """The words that name a command: `drafter make` of `drafter make --target ...`."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) and argv and argv[0] in action.choices:
-            return f"{argv[0]} {words(action.choices[argv[0]], argv[1:])}".strip()
-    return ""
+    below = choices(parser)
+    return f"{argv[0]} {words(below[argv[0]], argv[1:])}".strip() if argv and argv[0] in below else ""
+
+
+def choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of a parser, by their words."""
+    found = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next((dict(action.choices) for action in found), {})
 
 
 def require_readable(command: list[str]) -> None:
@@ -145,6 +170,19 @@ def test_every_block_of_a_page_can_be_read(page: Path) -> None:
             config_from_dict({**base, **{k: v if k in own else {**base[k], **v} for k, v in given.items()}})
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_every_command_within_a_sentence_has_the_flags_it_is_given(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for command in re.findall(r"`rlhfspec ([a-z][^`]*)`", text):
+        argv = command.replace("|", " ").split()
+        parser, named = build_parser(), words(build_parser(), argv)
+        assert named, command
+        for word in named.split():
+            parser = choices(parser)[word]
+        known = {flag for action in parser._actions for flag in action.option_strings}
+        assert {word.split("=")[0] for word in argv if word.startswith("--")} <= known, command
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a reader has: data of all kinds, a pair of models, the config and the reward of the tutorials."""
@@ -162,6 +200,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "test.jsonl").write_text("\n".join(rows[:8]))
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     (folder / "talks.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for _ in range(8)))
+    for name, example in THEIRS.items():
+        shutil.copyfile(example, folder / name)
     pairs = [{"prompt": f"say {i}", "chosen": f"{i}", "rejected": "no"} for i in range(8)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     return folder
@@ -195,6 +235,7 @@ def run_page(page: Path, folder: Path, *, with_ray: bool, run: Path | None = Non
             if (named == "eval" and not with_ray) or (needs_run and not (with_ray or run)):
                 continue
             argv = shorter(named, [replaced(word, folder, run) for word in argv], with_ray=with_ray)
+            argv += CONVERTED if page.stem == "convert" and named == "check" else []
             assert main(argv) == 0, argv
             done.append(named)
     return done
