@@ -1,15 +1,17 @@
 """What a launch script starts its trainer with, read without running it.
 
-Assignments, arrays and `${NAME:-default}` are followed. What only a shell could know ($1, $(command)) stays as it
-stands. Of branches (if, case) the first assignment counts, and what they append to arrays is named, not taken.
+Assignments, arrays, arithmetic and `${NAME:-default}` are followed. What only a shell could know ($1, $(command)) stays
+as it stands. In branches (if, case) the first assignment counts; others, and what is appended, are named, not taken.
 """
 
 from __future__ import annotations
 
-import math
+import ast
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from rlhfspec.core.yaml_text import YamlFault, parse_yaml
@@ -17,7 +19,7 @@ from rlhfspec.core.yaml_text import YamlFault, parse_yaml
 _PIECE = re.compile(
     r"""(?P<space>\\\n|[ \t\r]+)
     |(?P<comment>(?<![^\s(;])\#[^\n]*)
-    |(?P<end>\n|;+|&+|\|+|<+-?|>+)
+    |(?P<end>\n|;+|(?<=\s)\d?>+(?:&\d)?|&+|\|+|<+-?|>+)
     |(?P<open>\()|(?P<close>\))
     |'(?P<single>[^']*)'
     |"(?P<double>(?:\\.|\$\([^()]*\)|[^"\\])*)"
@@ -26,12 +28,19 @@ _PIECE = re.compile(
     |(?P<plain>\\.|[^\s'"$()\#;&|<>\\]+|.)""",
     re.VERBOSE | re.DOTALL,
 )
-_VARIABLE = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|\$\{(?:[^{}]|\{[^{}]*\})*\}|\$\w+")
+_VARIABLE = re.compile(
+    r"\\(?P<escaped>.)|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|\$\{(?:[^{}]|\{[^{}]*\})*\}|\$\w+",
+    re.DOTALL,
+)
 _NAMED = re.compile(r"(?P<name>\w+)(?P<all>\[[@*]\])?(?::?[-=](?P<default>.*))?", re.DOTALL)
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=")
 _BEGINS, _ENDS = {"if", "case", "for", "while", "until"}, {"fi", "esac", "done"}
-_WITHIN = {"then", "else", "elif", "do"}
+_BEFORE = {"then", "else", "elif", "do", "export", "local", "declare", "readonly"}
+"What may stand before an assignment."
 _STARTERS = {"torchrun", "accelerate", "deepspeed"}
+_OPERATORS: Mapping[type, Callable[[int, int], int]] = MappingProxyType(
+    {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
+)
 
 
 @dataclass(slots=True)
@@ -45,7 +54,7 @@ class Launch:
     launcher: list[str] = field(default_factory=list)
     "before it, where torchrun or the like starts it"
     branched: list[str] = field(default_factory=list)
-    "what branches of the script append to its arrays"
+    "what branches of the script assign anew, or append to its arrays"
 
 
 @dataclass(slots=True)
@@ -54,12 +63,17 @@ class _Shell:
     scalars: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     branched: list[str] = field(default_factory=list)
+    quoted: set[str] = field(default_factory=set)
+    "words that were read as commands"
     depth: int = 0
     launch: Launch | None = None
 
     def expand(self, text: str) -> str:
-        """The text with what is known of its variables."""
-        return _VARIABLE.sub(lambda found: self.value(found[0]), text)
+        """A text between double quotes, with what is known of its variables."""
+        return _VARIABLE.sub(
+            lambda found: self.value(found[0]) if found["escaped"] is None else _unescaped(found["escaped"]),
+            text,
+        )
 
     def value(self, text: str) -> str:
         """Of one `$...`."""
@@ -81,18 +95,30 @@ class _Shell:
 
     def run(self, words: list[str]) -> None:
         """One statement."""
-        while words and words[0] in _WITHIN | {"export", "local", "declare", "readonly"}:
+        while words and words[0] in _BEFORE:
             words = words[1:]
         if words:
             self.depth += (words[0] in _BEGINS) - (words[0] in _ENDS)
-        if words and all(_ASSIGNED.match(word) for word in words):
+        if words and _are_assignments(words):
             for word in words:
                 name, _, text = word.partition("=")
-                if not self.depth or not self.scalars.get(name):
+                known = self.scalars.get(name.removesuffix("+"))
+                if known and self.depth and known != text:
+                    self.branched.append(word)
+                elif name.endswith("+"):
+                    self.scalars[name[:-1]] = (known or "") + text
+                else:
                     self.scalars[name] = text
             return
+        if self.launch is not None:
+            return
         place = next((index for index, word in enumerate(words) if self.is_program(word)), None)
-        if place is not None and self.launch is None:
+        if place is None:
+            for word in words:
+                if word not in self.quoted and any(map(self.is_program, word.split()[1:])):  # bash -c "..."
+                    self.quoted.add(word)
+                    self.read(word)
+        else:
             before = words[:place]
             start = next((index for index, word in enumerate(before) if word in _STARTERS), len(before))
             self.launch = Launch(words[place], words[place + 1 :], before[start + 1 :], self.branched)
@@ -106,47 +132,59 @@ class _Shell:
         else:
             self.arrays[name] = words
 
+    def read(self, text: str) -> None:
+        """All statements of a text."""
+        words: list[str] = []
+        array: str | None = None
+        word: str | None = None
+
+        for found in _PIECE.finditer(text + "\n"):
+            kind, piece = found.lastgroup, found[found.lastgroup or 0]
+            is_end = kind in ("space", "comment", "end", "open", "close")
+            if kind == "open" and word is not None and _ASSIGNED.fullmatch(word):
+                array, word, words = word, None, []
+                continue
+            if is_end and word is not None:
+                words.append(word)
+                word = None
+            if kind == "close" and array is not None:
+                assigned = _ASSIGNED.fullmatch(array)
+                if assigned is not None:
+                    self.assign_array(assigned["name"], words, is_more=bool(assigned["more"]))
+                array, words = None, []
+            elif kind in ("end", "open", "close"):
+                if array is None:
+                    self.run(words)
+                    words = []
+            elif is_end:
+                continue
+            elif kind == "single":
+                word = (word or "") + piece
+            elif kind == "plain":
+                word = (word or "") + piece.removeprefix("\\")
+            elif kind == "command" or (kind == "double" and _whole_array(piece, self) is None):
+                word = (word or "") + (self.value(piece) if kind == "command" else self.expand(piece))
+            else:
+                parts = _whole_array(piece, self)
+                if parts is None:
+                    value = self.value(piece)
+                    parts = [value] if "$" in value else value.split()
+                if array is None and word is not None and _are_assignments([*words, word]):
+                    word += " ".join(parts)
+                elif parts:
+                    *before, word = [(word or "") + parts[0], *parts[1:]]
+                    words += before
+
 
 def read_launch(text: str, is_program: Callable[[str], bool]) -> Launch | None:
     """The first command of a script of which a word is a program that is looked for; None where there is none."""
     shell = _Shell(is_program)
-    words: list[str] = []
-    array: str | None = None
-    word: str | None = None
-
-    def end_word() -> None:
-        nonlocal word
-        if word is not None:
-            words.append(word)
-        word = None
-
-    for found in _PIECE.finditer(text + "\n"):
-        kind, piece = found.lastgroup, found[found.lastgroup or 0]
-        if kind in ("space", "comment"):
-            end_word()
-        elif kind == "open" and word is not None and _ASSIGNED.fullmatch(word):
-            array, word, words = word, None, []
-        elif kind == "close" and array is not None:
-            end_word()
-            assigned = _ASSIGNED.fullmatch(array)
-            if assigned is not None:
-                shell.assign_array(assigned["name"], words, is_more=bool(assigned["more"]))
-            array, words = None, []
-        elif kind in ("end", "open", "close"):
-            end_word()
-            if array is None:
-                shell.run(words)
-                words = []
-        elif kind in ("variable", "double") and (several := _whole_array(piece, shell)) is not None:
-            words += several
-        elif kind == "single":
-            word = (word or "") + piece
-        elif kind == "plain":
-            word = (word or "") + piece.removeprefix("\\")
-        else:
-            value = shell.value(piece) if kind in ("variable", "command") else _unescaped(shell.expand(piece))
-            word = (word or "") + ("" if kind == "variable" and piece in ("$@", "$*") else value)
+    shell.read(text)
     return shell.launch
+
+
+def _are_assignments(words: list[str]) -> bool:
+    return all(_ASSIGNED.match(word) or word in _BEFORE for word in words)
 
 
 def _whole_array(piece: str, shell: _Shell) -> list[str] | None:
@@ -159,15 +197,25 @@ def _whole_array(piece: str, shell: _Shell) -> list[str] | None:
     return list(shell.arrays.get(named["name"], ()))
 
 
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
+def _unescaped(letter: str) -> str:
+    """What a backslash and a letter mean between double quotes; with the end of a line, nothing."""
+    return "" if letter == "\n" else letter if letter in '$`"\\' else f"\\{letter}"
 
 
 def _arithmetic(text: str, whole: str) -> str:
-    """Sums of products, which is what scripts compute; anything else stays as it stands."""
-    if not re.fullmatch(r"\s*\d+(\s*[*+]\s*\d+)*\s*", text):
+    """Sums, products and quotients of whole numbers; anything else stays as it stands."""
+    try:
+        return str(_number(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, KeyError, TypeError, ZeroDivisionError):
         return whole
-    return str(sum(math.prod(int(one) for one in product.split("*")) for product in text.split("+")))
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise TypeError(node)
 
 
 def scalar(text: str) -> Any:

@@ -18,20 +18,31 @@ _ESTIMATORS = {
 }
 
 
-def _algorithm(estimator: Any, policy: Any, lambd: Any, gamma: Any, clip: Any) -> dict[str, Any]:
+def _algorithm(estimator: Any, policy: Any, clip: Any, low_high: Any) -> dict[str, Any]:
     """`algorithm.kind` with the parts in which theirs differs from the row here; OpenRLHF's losses are token means."""
     kind = one_of("algorithm.kind", _ESTIMATORS)(estimator or "gae")
-    decided: dict[str, Any] = {"algorithm.kind": kind}
+    low, high = low_high or (clip or 0.2, clip or 0.2)
+    decided: dict[str, Any] = {
+        "algorithm.kind": kind,
+        "algorithm.clip_ratio": float(low),
+        "algorithm.clip_ratio_high": float(high),
+    }
     if kind in ("grpo", "rloo"):
         decided |= {"algorithm.loss_aggregation": "token_mean", "algorithm.ratio_level": "token"}
     if policy == "gspo":
         decided |= {"algorithm.ratio_level": "sequence_mean", "algorithm.loss_aggregation": "sequence_mean"}
+    return decided
+
+
+def _returns(estimator: Any, gamma: Any, lambd: Any, clip: Any) -> dict[str, Any]:
+    """What discounts, and what bounds a critic."""
+    kind = _ESTIMATORS.get(estimator or "gae")
+    if kind not in ("ppo", "reinforce_pp"):
+        raise Unmatched(f"advantages {estimator} read neither returns nor a critic")
+    decided = {"algorithm.gamma": 1.0 if gamma is None else float(gamma)}
     if kind == "ppo":
         decided["algorithm.gae_lambda"] = 1.0 if lambd is None else float(lambd)
-    if kind in ("ppo", "reinforce_pp"):
-        decided["algorithm.gamma"] = 1.0 if gamma is None else float(gamma)
-    if clip:
-        decided |= {"algorithm.clip_ratio": float(clip[0]), "algorithm.clip_ratio_high": float(clip[1])}
+        decided["algorithm.clip_value"] = 0.5 if clip is None else float(clip)
     return decided
 
 
@@ -99,7 +110,9 @@ def _trainers(nodes: Any, gpus: Any, together: Any) -> dict[str, Any]:
     }
 
 
-def _evaluation(every: Any, data: Any, split: Any, temperature: Any, samples: Any) -> dict[str, Any]:
+def _evaluation(
+    every: Any, data: Any, split: Any, temperature: Any, samples: Any, prompt: Any, label: Any, template: Any, chat: Any
+) -> dict[str, Any]:  # fmt: skip
     if not every or int(every) <= 0:
         raise Unmatched("eval.steps is not above 0, so nothing is evaluated there")
     decided: dict[str, Any] = {
@@ -107,20 +120,48 @@ def _evaluation(every: Any, data: Any, split: Any, temperature: Any, samples: An
         "evaluation.temperature": 0.6 if temperature is None else float(temperature),
         "evaluation.samples_per_prompt": int(samples or 4),
     }
-    return decided | (
-        {"evaluation.data": {"path": str(data), "split": str(split or "train")}} if data else {}
-    )
+    if data:
+        fields = {
+            "path": str(data), "split": str(split or "train"), "prompt_field": str(prompt or "input"),
+            "reference_field": label, "chat": bool(chat),
+        }  # fmt: skip
+        if template and not chat:
+            fields["prompt_template"] = _template(template)
+        decided["evaluation.data"] = fields
+    return decided
 
 
-def _asynchrony(on: Any) -> dict[str, Any]:
+def _template(text: Any) -> str:
+    return str(text).replace("\\n", "\n").replace("{}", "{prompt}")
+
+
+def _prompt_template(text: Any, chat: Any) -> dict[str, Any]:
+    if chat or not text or "{}" not in str(text):
+        raise Unmatched("the chat template stands in its place, or none is meant")
+    return {"data.prompt_template": _template(text)}
+
+
+def _asynchrony(on: Any, filters: Any) -> dict[str, Any]:
     if not on:
         raise Unmatched("generation and update take turns, as here by default")
+    if filters:
+        raise Unmatched(
+            "algorithm.dynamic_sampling takes turns with the update here: rollout.max_staleness 0"
+        )
     return {"rollout.max_staleness": 1, "algorithm.correction": {"kind": "tis"}}
+
+
+def _overlong(tokens: Any, factor: Any) -> dict[str, Any]:
+    if not tokens:
+        raise Unmatched("reward.overlong_buffer_len is not set, so nothing reads it")
+    penalty = {"buffer_tokens": int(tokens), "factor": 1.0 if factor is None else float(factor)}
+    return {"reward.shaping.overlong": penalty}
 
 
 DECISIONS: Mapping[str, Decide] = MappingProxyType(
     {
         "algorithm": _algorithm,
+        "returns": _returns,
         "kl": _kl,
         "correction": _correction,
         "lengths": _lengths,
@@ -131,9 +172,10 @@ DECISIONS: Mapping[str, Decide] = MappingProxyType(
         "evaluation": _evaluation,
         "asynchrony": _asynchrony,
         "data": lambda names: data_paths("data", str(names).split(",")),
-        "overlong": lambda tokens: {"reward.shaping.overlong": {"buffer_tokens": int(tokens)}},
+        "overlong": _overlong,
+        "template": _prompt_template,
         "project": lambda name: {"tracking.wandb": {"project": str(name)}},
-        "adapters": adapters,
+        "adapters": lambda rank, alpha, targets, dropout: adapters(rank, alpha or 16, targets, dropout),
     }
 )
 "By the names that the table has for them."

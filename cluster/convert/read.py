@@ -11,6 +11,9 @@ from rlhfspec.cluster.convert import openrlhf_keys, trl_keys, verl_keys
 from rlhfspec.cluster.convert.launch_script import Launch, flags, read_launch, scalar
 from rlhfspec.cluster.convert.rules import Converted, convert, read_kinds, require_mapping
 from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.outside import cut
+from rlhfspec.core.settings.algorithm import AlgorithmConfig
+from rlhfspec.core.settings.generation import RolloutConfig
 from rlhfspec.core.yaml_text import YamlFault, parse_yaml
 
 TRAINERS: dict[str, ModuleType] = {"trl": trl_keys, "verl": verl_keys, "openrlhf": openrlhf_keys}
@@ -47,7 +50,7 @@ def convert_files(trainer: str, files: Sequence[Path], kind: str | None = None) 
             else f"no counterpart to {trainer}'s {kind}; expected one of {', '.join(kinds)}"
         )
     result = convert(given, kinds[kind], origin)
-    result.branched += branched
+    result.branched += dict.fromkeys(cut(" ".join(words.split())) for words in branched)
     result.to_do += _open_points(result)
     return result
 
@@ -56,10 +59,16 @@ def _of_launch(trainer: str, launch: Launch) -> dict[str, Any]:
     before = {f"launcher.{key}": value for key, value in flags(launch.launcher).items()}
     if trainer == "verl":
         return before | {
-            key: scalar(text) for key, _, text in (word.lstrip("+").partition("=") for word in launch.words)
+            key: scalar(text)
+            for key, _, text in (word.lstrip("+").partition("=") for word in launch.words if word.strip())
         }
     ours = flags(launch.words)
     if trainer == "trl":
+        ours = {key.replace("-", "_"): value for key, value in ours.items()}
+        ours = {
+            key.removeprefix("no_"): not value if key.startswith("no_") else value
+            for key, value in ours.items()
+        }
         for key in ("num_processes", "num_machines"):
             if f"launcher.{key}" in before:
                 ours.setdefault(key, before.pop(f"launcher.{key}"))
@@ -111,6 +120,10 @@ def _open_points(result: Converted) -> list[str]:
         )
     if str(values.get("reward.kind", "")).startswith(("verl.", "trl.")):
         points.append(f"reward.kind {values['reward.kind']}: needs that package where the run is")
+    model = "models.target" if result.kind.command == "train" else "model.name"
+    if model not in values:
+        values[model] = "MODEL"
+        points.append(f"{model}: the file names no model; write its folder or hub name")
     if {"data.path", "data.sources"}.isdisjoint(values):
         values["data.path"] = "data.jsonl"
         points.append("data.path: the file names no data; write the rows, or their path")
@@ -119,13 +132,18 @@ def _open_points(result: Converted) -> list[str]:
     if "run.output_dir" in unset:
         del values["run.output_dir"]
     if result.kind.command == "train":
+        row = AlgorithmConfig.model_validate(
+            {"kind": values["algorithm.kind"]} if "algorithm.kind" in values else {}
+        )
         points += [
             f"{key}: theirs is none of ours, see below; {ours} is taken unless you set it"
-            for key, ours in (("algorithm.kind", "ppo"), ("algorithm.kl_coef", "0.01"))
+            for key, ours in (
+                ("algorithm.kind", row.kind),
+                ("algorithm.kl_coef", row.kl_coef),
+                ("rollout.prompts_per_iteration", RolloutConfig().prompts_per_iteration),
+            )
             if key not in values
         ]
-    if result.kind.name == "verl main_ppo" and values.get("algorithm.kind") == "ppo":
-        values.setdefault("algorithm.clip_value", 0.5)
     if "rollout.prompts_per_iteration" in values and "run.iterations" not in values:
         points.append("run.iterations: 20 by default; see the epochs below")
     return points

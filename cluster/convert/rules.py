@@ -129,11 +129,11 @@ def convert(given: Given, kind: Kind, origin: str) -> Converted:
     reasons: dict[str, list[str]] = {key: [] for key in all_given}
     joint = {key for keys, _ in kind.together for key in keys}
     for key, value in all_given.items():
-        rule = kind.rules.get(key)
+        rule = kind.rules.get(key) or _of_mapping(key, kind)
         if rule is None and key in joint:
             continue
         try:
-            ours, changed = _by_rule(value, {"no": _of_family(key, kind)} if rule is None else rule)
+            ours, changed = _by_rule(value, rule or {"no": _of_family(key, kind)})
         except Unmatched as fault:
             reasons[key].append(str(fault))
         else:
@@ -176,13 +176,20 @@ def _by_rule(value: Any, rule: Given) -> tuple[str, Any]:
         raise Unmatched(f"{key} expects another kind of value; set it by hand") from None
 
 
+def _of_mapping(key: str, kind: Kind) -> Given | None:
+    """The rule of an entry of a mapping that is taken over whole."""
+    parent, _, name = key.rpartition(".")
+    rule = kind.rules.get(parent, {})
+    return {"to": f"{rule['to']}.{name}", "as": "same"} if rule.get("as") == "dict" else None
+
+
 def _by_decision(decide: Decide, values: list[Any]) -> tuple[Mapping[str, Any], str]:
     """Our keys, or why there are none."""
     try:
         return decide(*values), "nothing to set"
     except Unmatched as fault:
         return {}, str(fault)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, AttributeError, LookupError):
         return {}, "expected another kind of value, here or beside it; set it by hand"
 
 
@@ -206,6 +213,20 @@ def one_of(key: str, names: Mapping[Any, Any]) -> Callable[[Any], Any]:
         return names[value]
 
     return change
+
+
+def text(value: Any) -> str:
+    """Raises Unmatched for none."""
+    if str(value) == "":
+        raise Unmatched("an empty text stands there")
+    return str(value)
+
+
+def numbers(values: Any) -> list[float]:
+    """Raises TypeError for a text, whose letters are no numbers."""
+    if isinstance(values, str):
+        raise TypeError(values)
+    return [float(one) for one in values]
 
 
 def whole(value: Any) -> int:
@@ -275,15 +296,14 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "float": float,
         "int": int,
         "bool": bool,
-        "str": str,
-        "list": list,
+        "str": text,
+        "numbers": numbers,
         "dict": dict,
-        "floats": lambda values: [float(one) for one in values],
+        "same": lambda value: value,
         "one": lambda value: [int(value)],
         "count": lambda value: max(0, int(value)),
         "whole": whole,
         "run_name": run_name,
-        "template": lambda text: str(text).replace("{}", "{prompt}"),
     }
 )
 "What a table may do to a value."

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from rlhfspec.cluster.convert.rules import Decide, Unmatched, adapters, data_paths, epochs, run_name, tracking
+from rlhfspec.cluster.convert.rules import Decide, Unmatched, adapters, epochs, run_name, tracking, whole
 
 _OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 _ONLY_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -25,10 +25,25 @@ def _adam(first: float | None, second: float | None) -> dict[str, Any]:
     return {"trainer.adam_betas": [0.9 if first is None else first, 0.999 if second is None else second]}
 
 
-def _dataset(name: Any, subset: Any) -> dict[str, Any]:
-    if not name:
+def _dataset(name: Any, subset: Any, several: Any) -> dict[str, Any]:
+    """One data set, or a mixture, which stands before it."""
+    mixture = several or [{"path": name, "name": subset}]
+    paths = [f"{one['path']}:{one['name']}" if one.get("name") else str(one["path"]) for one in mixture]
+    if not mixture[0]["path"]:
         raise Unmatched("data.path is to be named")
-    return data_paths("data", f"{name}:{subset}" if subset else str(name))
+    known = {"path", "name", "split", "columns"}
+    rest = {key for one in mixture for key, value in one.items() if key not in known and value is not None}
+    if rest:
+        raise Unmatched(f"data.sources have no {', '.join(sorted(rest))}: write the files into data.path")
+    splits = [one.get("split") for one in mixture]
+    if len(paths) == 1:
+        return {"data.path": paths[0]} | ({"data.split": splits[0]} if splits[0] else {})
+    return {
+        "data.sources": [
+            {"path": path} | ({"split": split} if split else {})
+            for path, split in zip(paths, splits, strict=True)
+        ]
+    }
 
 
 def _adapters(rank: Any, alpha: Any, targets: Any, dropout: Any, use: Any) -> dict[str, Any]:
@@ -53,15 +68,20 @@ def _step(device: Any, processes: Any, accumulate: Any) -> dict[str, Any]:
     return {"trainer.batch_size": int(device or 8) * int(processes or 1) * int(accumulate or 1)}
 
 
+def _per_step_and_iteration(
+    device: Any, processes: Any, accumulate: Any, generate: Any, size: Any
+) -> tuple[int, int]:
+    """Samples of an optimizer step, and of what is generated at once, which is an iteration here."""
+    together = int(device or 8) * int(processes or 1)
+    return together * int(accumulate or 1), int(size or 0) or together * int(generate or accumulate or 1)
+
+
 def _batches(
     device: Any, processes: Any, accumulate: Any, generate: Any, size: Any, group: Any, mini: Any, steps: Any,
     passes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Samples of an optimizer step and of an iteration; TRL counts samples, a group of them a prompt."""
-    step = int(device or 8) * int(processes or 1) * int(accumulate or 1)
-    per_iteration = int(size or 0) or int(device or 8) * int(processes or 1) * int(
-        generate or accumulate or 1
-    )
+    step, per_iteration = _per_step_and_iteration(device, processes, accumulate, generate, size)
     num_group, minibatches = int(group or 1), int(mini or 1)
     if per_iteration % num_group:
         raise Unmatched(f"{per_iteration} samples an iteration are no whole number of groups of {num_group}")
@@ -71,8 +91,35 @@ def _batches(
         "trainer.minibatch_size": max(1, step // minibatches),
     }
     if steps and int(steps) > 0:
-        decided["run.iterations"] = max(1, int(steps) * step // (per_iteration * int(passes or 1)))
+        decided["run.iterations"] = _iterations(steps, step, per_iteration, passes)
     return decided
+
+
+def _iterations(steps: Any, step: int, per_iteration: int, passes: Any) -> int:
+    """Of so many optimizer steps."""
+    return max(1, round(int(steps) * step / (per_iteration * int(passes or 1))))
+
+
+def _checkpoints(
+    every: Any,
+    strategy: Any,
+    device: Any,
+    processes: Any,
+    accumulate: Any,
+    generate: Any,
+    size: Any,
+    passes: Any,
+) -> dict[str, Any]:
+    """TRL counts optimizer steps, of which an iteration has several."""
+    steps = _saved_every(every, strategy)
+    samples = _per_step_and_iteration(device, processes, accumulate, generate, size)
+    return {"run.checkpoint_every": _iterations(steps, *samples, passes)}
+
+
+def _saved_every(every: Any, strategy: Any) -> int:
+    if every is None or strategy not in (None, "steps"):
+        raise Unmatched("run.checkpoint_every counts iterations; the last checkpoint is always written")
+    return whole(every)
 
 
 def _ppo_batches(
@@ -164,11 +211,27 @@ def _rewards(functions: Any, weights: Any, model: Any) -> dict[str, Any]:
     return decided | ({"reward.parts": parts} if parts else {})
 
 
-def _evaluation(strategy: Any, every: Any, name: Any, split: Any) -> dict[str, Any]:
-    if strategy in (None, "no", False):
-        raise Unmatched("eval_strategy is no: nothing is evaluated there")
-    data = {"path": str(name), "split": str(split or "test"), "prompt_field": "prompt"}
-    return {"evaluation.every": int(every or 500), "evaluation.data": data}
+def _evaluation(
+    strategy: Any, every: Any, logged: Any, at_start: Any, name: Any, split: Any, temperature: Any, top_p: Any,
+    group: Any, group_then: Any, device: Any, processes: Any, accumulate: Any, generate: Any, size: Any,
+    passes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """TRL evaluates by the sampling of its training; without eval_steps as often as it logs."""
+    if strategy != "steps":
+        raise Unmatched("nothing is evaluated by steps there")
+    samples = _per_step_and_iteration(device, processes, accumulate, generate, size)
+    decided: dict[str, Any] = {
+        "evaluation.every": _iterations(whole(every or logged or 10), *samples, passes),
+        "evaluation.at_start": bool(at_start),
+        "evaluation.temperature": 1.0 if temperature is None else float(temperature),
+        "evaluation.top_p": 1.0 if top_p is None else float(top_p),
+        "evaluation.samples_per_prompt": int(group_then or group or 8),
+    }
+    if name:
+        decided["evaluation.data"] = {
+            "path": str(name), "split": str(split or "test"), "prompt_field": "prompt", "reference_field": None,
+        }  # fmt: skip
+    return decided
 
 
 DECISIONS: Mapping[str, Decide] = MappingProxyType(
@@ -188,6 +251,8 @@ DECISIONS: Mapping[str, Decide] = MappingProxyType(
         "rewards": _rewards,
         "reward_model": lambda path: {"reward.kind": "model", "reward.model": str(path)},
         "evaluation": _evaluation,
+        "checkpoints": _checkpoints,
+        "ppo_checkpoints": lambda every, how: {"run.checkpoint_every": _saved_every(every, how)},
         "tracking": tracking,
     }
 )

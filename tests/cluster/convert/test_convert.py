@@ -27,6 +27,7 @@ EXAMPLES = [
     for file in sorted(folder.iterdir())
     if file.name != "deepspeed_zero3.yaml"
 ]
+MIXED = ("HuggingFaceH4/Polaris-Dataset-53K", "trl-lib/DeepMath-103K")
 BEHIND_PROGRAM = re.compile(r"(?:grpo|gspo|ppo|ppo_tldr|dpo|rloo|sft)\.py|openrlhf\.cli\.train_\w+|-m verl\.")
 
 
@@ -97,6 +98,7 @@ def test_an_example_becomes_a_config_that_its_command_takes(
         "evaluation.data": "null",
         "tracking": "{}",
         "sampling.max_new_tokens": 32,
+        "reward.shaping": "{}",
         "run.output_dir": tmp_path / "runs",
         "run.cache_dir": tmp_path / "cache",
         "cluster": "{}",
@@ -134,8 +136,21 @@ def test_an_example_becomes_a_config_that_its_command_takes(
                 "algorithm.loss_aggregation": "sequence_mean",
                 "algorithm.clip_ratio": 3e-4,
                 "algorithm.clip_ratio_high": 4e-4,
-                "algorithm.dual_clip": 10.0,
+                "algorithm.dual_clip": None,  # verl's gspo reads none
                 "rollout.prompts_per_iteration": 512,
+            },
+        ),
+        (
+            "verl",
+            "grpo_megatron.sh",
+            {
+                # 96 prompts in minibatches of 32: the schedule of verl goes on once where ours does three times
+                "trainer.warmup_steps": 30,
+                "trainer.minibatch_size": 32 * 8,
+                "reward.shaping.overlong": {"buffer_tokens": 4096, "factor": 1.0},
+                "algorithm.clip_ratio_high": 0.28,
+                "evaluation.temperature": 1.0,
+                "evaluation.top_p": 0.7,
             },
         ),
         ("verl", "grpo_lora.sh", {"trainer.lora": {"rank": 64, "alpha": 32.0}, "evaluation.at_start": False}),
@@ -165,6 +180,7 @@ def test_an_example_becomes_a_config_that_its_command_takes(
                 "reward.shaping.missing_eos_penalty": 1.0,
             },
         ),
+        ("trl", "grpo_mixture.yaml", {"data.sources": [{"path": one} for one in MIXED]}),
         ("trl", "rloo_config.yaml", {"algorithm.kind": "rloo", "algorithm.kl_coef": 0.05}),
         (
             "trl",
@@ -182,6 +198,16 @@ def test_an_example_becomes_a_config_that_its_command_takes(
                 "cluster.generation.num_actors": 4,
                 "trainer.minibatch_size": 128,
             },
+        ),
+        (
+            "openrlhf",
+            "train_ppo_ray_slurm.sh",
+            {"algorithm.kind": "ppo", "algorithm.clip_value": 0.5, "algorithm.gae_lambda": 1.0, "reward.kind": "model"},
+        ),
+        (
+            "openrlhf",
+            "train_reinforce_baseline_ray_agent_async.sh",
+            {"algorithm.dynamic_sampling": True, "rollout.max_staleness": None},
         ),
         ("openrlhf", "train_sft.sh", {"data.reference_field": "response", "trainer.batch_size": 256}),
     ],
@@ -310,5 +336,62 @@ def test_what_is_not_decided_here_and_changes_learning_is_to_be_done(tmp_path: P
     script.write_text("python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator gae\n")
     to_do = "\n".join(convert_files("openrlhf", [script]).to_do)
     assert "actor.lr_warmup_ratio 0.03, their default: trainer.warmup_steps counts" in to_do
-    script.write_text("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae\n")
-    assert convert_files("verl", [script]).values["algorithm.clip_value"] == 0.5
+
+
+def values_of(tmp_path: Path, trainer: str, text: str, kind: str | None = None) -> dict[str, Any]:
+    return convert_files(trainer, [file_of(tmp_path, text)], kind).values
+
+
+def test_trl_counts_optimizer_steps_and_evaluates_as_it_samples(tmp_path: Path) -> None:
+    text = "reward_funcs: [a.b]\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 2\n"
+    text += "steps_per_generation: 8\nnum_iterations: 2\nnum_generations: 4\nsave_steps: 80\n"
+    values = values_of(tmp_path, "trl", text)
+    # 32 samples are generated and learned from in 2 x 4 steps of 8
+    assert values["run.checkpoint_every"] == 10
+    assert "evaluation.every" not in values
+    values = values_of(tmp_path, "trl", text + "eval_strategy: steps\neval_steps: 16\ntemperature: 0.7\n")
+    assert (values["evaluation.every"], values["evaluation.samples_per_prompt"]) == (2, 4)
+    assert (values["evaluation.temperature"], values["evaluation.at_start"]) == (0.7, False)
+    values = values_of(tmp_path, "trl", text + "save_strategy: epoch\neval_strategy: epoch\n")
+    assert {"run.checkpoint_every", "evaluation.every"}.isdisjoint(values)
+    assert values_of(tmp_path, "trl", "save_steps: 80\n", "ppo")["run.checkpoint_every"] == 80
+
+
+def test_what_verl_does_with_keys_that_are_left_out(tmp_path: Path) -> None:
+    start = "python3 -m verl.trainer.main_ppo "
+    values = values_of(tmp_path, "verl", f"{start}algorithm.adv_estimator=gae\n")
+    assert (values["algorithm.clip_value"], values["algorithm.clip_ratio_high"]) == (0.5, 0.2)
+    assert (values["data.max_prompt_tokens"], values["models.target"]) == (512, "MODEL")
+    grpo = f"{start}algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False "
+    actor = "actor_rollout_ref.actor."
+    values = values_of(tmp_path, "verl", f"{grpo}{actor}clip_ratio_low=0.1 {actor}clip_ratio=0.3\n")
+    assert values["algorithm.advantage"] == "group_mean"
+    assert (values["algorithm.clip_ratio"], values["algorithm.clip_ratio_high"]) == (0.1, 0.2)
+    assert "algorithm.clip_value" not in values
+    values = values_of(
+        tmp_path, "verl", f"{grpo}trainer.test_freq=1 actor_rollout_ref.rollout.val_kwargs.n=16\n"
+    )
+    assert (values["evaluation.temperature"], values["evaluation.samples_per_prompt"]) == (0.0, 1)
+    text = f"{grpo}+data.apply_chat_template_kwargs.enable_thinking=False\n"
+    assert values_of(tmp_path, "verl", text)["data.chat_template_kwargs.enable_thinking"] is False
+
+
+def test_supervised_rows_are_held_out_only_where_theirs_are(tmp_path: Path) -> None:
+    for trainer, text in (
+        ("trl", "trl sft --model_name_or_path m --dataset_name d\n"),
+        ("verl", "torchrun -m verl.trainer.sft_trainer data.train_files=d model.path=m\n"),
+        ("openrlhf", "python -m openrlhf.cli.train_sft --data.dataset d --model.model_name_or_path m\n"),
+    ):
+        assert values_of(tmp_path, trainer, text)["data.eval_share"] == 0.0
+    values = values_of(tmp_path, "openrlhf", "python -m openrlhf.cli.train_sft --data.dataset d\n")
+    assert (values["trainer.learning_rate"], values["data.prompt_template"]) == (
+        5e-6,
+        "User: {prompt}\nAssistant: ",
+    )
+
+
+def test_of_two_adapters_without_alpha_each_has_its_trainers_own(tmp_path: Path) -> None:
+    text = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.lora_rank=8\n"
+    assert values_of(tmp_path, "verl", text)["trainer.lora"]["alpha"] == 16.0
+    text = "python -m openrlhf.cli.train_ppo_ray --ds.lora.rank 8\n"
+    assert values_of(tmp_path, "openrlhf", text)["trainer.lora"]["alpha"] == 16.0

@@ -17,6 +17,10 @@ SCRIPTS = {
     "arithmetic": "n=3\nprog a=$((2 * n + 1024)) b=$(( n*4 ))\n",
     "branches": 'k=\nif [ "$k" = 1 ]; then\n  k=5\nelse\n  k=7\nfi\nm=${m:-8}\nprog m=$m; prog x=9\n',
     "comments": "#!/bin/bash\nprog a=b#c # tail\n",
+    "bare variables": 'A="x=1 \\\n  y=2"\nC=\nA+=" z=3"\nprog $A b=$C $C c=${A}d "e=\\$A \\q"\n',
+    "arrays as texts": 'A=(a=1 b=2)\nB="${A[@]}"\nprog $B c="${A[@]}"\n',
+    "more arithmetic": "n=7\nprog a=$(((n + 2) * 3)) b=$((n / 2 - 1))\n",
+    "redirections": "L=$((1))\nprog a=1 b=2>&1 | cat\n",
     "semicolons": "set -x; A=4; prog a=$A && echo done\n",
 }
 SHELL = shutil.which("bash")
@@ -39,8 +43,8 @@ def test_words_are_those_of_bash(name: str) -> None:
 
 
 def test_what_only_a_shell_knows_stays_as_it_stands() -> None:
-    words = launch_of('prog a=$1 b=$(date +%Y) c="$UNSET/x" d=$HOME/data e=$((4 / 3))\n').words
-    assert words == ["a=$1", "b=$(date +%Y)", "c=$UNSET/x", "d=~/data", "e=$((4 / 3))"]
+    words = launch_of('prog a=$1 b=$(date +%Y) c="$UNSET/x" d=$HOME/data e=$((4 ** 3)) f=$((4 / 0))\n').words
+    assert words == ["a=$1", "b=$(date +%Y)", "c=$UNSET/x", "d=~/data", "e=$((4 ** 3))", "f=$((4 / 0))"]
 
 
 def test_what_branches_append_is_named_and_not_taken() -> None:
@@ -49,6 +53,19 @@ def test_what_branches_append_is_named_and_not_taken() -> None:
         'case $D in\n gpu | npu) E+=(z=2) ;;\nesac\nprog "${E[@]}" a=1\n'
     )
     assert (launch.words, launch.branched) == (["a=1"], ["x.y=1", "z=2"])
+
+
+def test_what_a_branch_assigns_anew_is_named_and_not_taken() -> None:
+    launch = launch_of('N=4\nif [ "$1" = b ]; then\n  N=8\n  M=2\nelse\n  N=4\n  M=3\nfi\nprog n=$N m=$M\n')
+    assert (launch.words, launch.branched) == (["n=4", "m=2"], ["N=8", "M=3"])
+
+
+def test_a_command_within_quotes_is_read() -> None:
+    launch = launch_of(
+        "X=3\nsrun bash -c \"pip install . \\\n && torchrun --n 2 prog \\\n --a $X --b 'c d'\" &>> log\n"
+    )
+    assert (launch.launcher, launch.words) == (["--n", "2"], ["--a", "3", "--b", "c d"])
+    assert read_launch("echo $(echo prog x)\n", lambda word: word == "prog") is None
 
 
 def test_a_text_that_a_script_holds_is_a_command_too() -> None:
