@@ -29,7 +29,8 @@ _BASE, _OWN = ".base_layer.", ".lora_"
 "Parts of names in an adapted model: of the frozen weight, of the adapter's own."
 _PREFIX = "base_model.model."
 "Before the names of all tensors in a peft model."
-_WHOLE, _BEFORE = f".modules_to_save.{_NAME}.", ".original_module."
+_KEPT, _BEFORE = ".modules_to_save.", ".original_module."
+_WHOLE = f"{_KEPT}{_NAME}."
 "Parts of names: of a head that learns whole, and of what it was before."
 
 
@@ -134,26 +135,31 @@ def require_peft() -> Any:
         ) from None
 
 
-def merged_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, adapter: str = _NAME
+) -> Iterator[tuple[str, Tensor]]:
     """The weights of an adapted model under the names it had without adapters, one merged at a time.
 
     `tensors` are the adapted model's, in name order, a layer's adapters whole while its weight is the last one
-    given. Merged ones are float32 whatever the weights below are held in.
+    given. Merged ones are float32 whatever the weights below are held in. Of several adapters one is merged.
     """
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    layers = {
+        name: module for name, module in model.named_modules() if adapter in getattr(module, "lora_A", ())
+    }
+    whole = f"{_KEPT}{adapter}."
     for name, tensor in tensors:
-        if _OWN in name or _BEFORE in name:
+        if _OWN in name or _BEFORE in name or (_KEPT in name and whole not in name):
             continue
-        name = name.replace(_WHOLE, ".")
+        name = name.replace(whole, ".")
         path, _, kind = name.partition(_BASE)
         is_merged = kind == "weight" and path in layers
-        yield name.replace(_BASE, "."), _merged(layers[path], tensor) if is_merged else tensor
+        yield name.replace(_BASE, "."), _merged(layers[path], tensor, adapter) if is_merged else tensor
 
 
-def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
+def _merged(layer: nn.Module, weight: Tensor, adapter: str) -> Tensor:
     """W + scaling B A of one adapted layer, in float32 and in a tensor of its own."""
     with torch.no_grad():
-        delta = layer.get_delta_weight(_NAME).float()  # type: ignore[operator]
+        delta = layer.get_delta_weight(adapter).float()  # type: ignore[operator]
         # -0.0 + 0.0 is 0.0: a weight that did not move keeps its bits, which the checksum covers
         return torch.where(delta == 0.0, weight.float(), weight.float() + delta)
 

@@ -38,6 +38,7 @@ def trl_like(
         processing_class=tokenizer,
         args=SimpleNamespace(**ARGUMENTS | changes),
         state=SimpleNamespace(global_step=0),
+        is_in_train=True,
         accelerator=SimpleNamespace(
             device=torch.device("cpu"), num_processes=ranks, process_index=rank, unwrap_model=lambda one: one
         ),

@@ -39,6 +39,8 @@ OLDEST = (1, 0)
 MAX_PROMPT_TOKENS = 512
 _INDICES_A_STEP = 1 << 32
 "Sample indices from one `global_step` to the next."
+_INDICES_A_RANK = 1 << 20
+"Of them, from one rank to the next: ranks may have batches of unequal size."
 
 
 def rollout_func(
@@ -99,8 +101,10 @@ class TrlRollouts:
         self._speculation, self._settings, self._environment = speculation, engine, environment
         self._max_prompt_tokens = max_prompt_tokens
         self._trainer: Any = None
+        self._published: tuple[int, bool] | None = None
+        "whose weights the engine has: the step, and whether training went on, whose end may load the best ones"
         self._used: dict[tuple[int, Stream], int] = {}
-        "sample indices that a step has given out"
+        "sample indices that a step has given out on this rank"
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Generate a response for each prompt, on this rank.
@@ -149,14 +153,14 @@ class TrlRollouts:
     def _requests(
         self, prompts: list[Any], prompt_ids: list[list[int]], sampling: SamplingParams, trainer: Any
     ) -> list[SampleRequest]:
-        """Key each sample by run seed, step and its number within the step over all ranks."""
-        step, ranks = int(trainer.state.global_step), trainer.accelerator.num_processes
+        """Key each sample by run seed, step, rank and its number there within the step."""
+        step = int(trainer.state.global_step)
         stream = Stream.TRAIN if trainer.model.training else Stream.EVAL
         used = self._used.get((step, stream), 0)
-        self._used = {(step, stream): used + ranks * len(prompt_ids)} | {
+        self._used = {(step, stream): used + len(prompt_ids)} | {
             key: count for key, count in self._used.items() if key[0] == step and key[1] != stream
         }
-        first = step * _INDICES_A_STEP + used + trainer.accelerator.process_index * len(prompt_ids)
+        first = step * _INDICES_A_STEP + trainer.accelerator.process_index * _INDICES_A_RANK + used
         return [
             SampleRequest(
                 key=SampleKey(run_seed=trainer.args.seed, stream=stream, sample_index=first + number),
@@ -169,21 +173,24 @@ class TrlRollouts:
     def _with_weights_of(self, trainer: Any) -> Engine:
         """The engine, with the trainer's weights of this step. Collective where they are sharded."""
         step = int(trainer.state.global_step)
+        now = step, bool(trainer.is_in_train)
         if self.engine is None or self._trainer is not trainer:
             self.engine = self._build(trainer, step)
             self._trainer = trainer
-        elif self.engine.weight_version != step:
+        elif self._published != now:
             tensors = whole_weights(trainer)
             self.engine.load_weights(_manifest(trainer, tensors, step), tensors)
+        self._published = now
         return self.engine
 
     def _build(self, trainer: Any, step: int) -> Engine:
         tensors = whole_weights(trainer)
         dtype = dtype_of(trainer, tensors)
-        if trainer.args.bf16:
+        if dtype == "bfloat16":
             logger.warning(
-                "GRPOConfig.bf16: TRL computes by autocast, which rounds otherwise than any engine, and corrects for "
-                "it with use_vllm only; bf16=False makes log-probabilities equal"
+                "TRL computes in bfloat16 (%s), which rounds otherwise than any engine, and corrects for it with "
+                "use_vllm only; a model loaded in float32 with bf16=False makes log-probabilities equal",
+                "GRPOConfig.bf16" if trainer.args.bf16 else "the model was loaded in it",
             )
         settings = self._settings
         if settings.device == "auto":

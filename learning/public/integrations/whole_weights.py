@@ -39,7 +39,7 @@ def whole_weights(trainer: Any) -> dict[str, Tensor]:
             (_plain(name), _whole(tensor)) for name, tensor in unique_tensors(base) if name not in second
         )
         if is_adapted:
-            tensors = merged_tensors(base, tensors)
+            tensors = merged_tensors(base, tensors, adapter=_active(model))
         return {name: tensor.clone() if is_temporary else tensor for name, tensor in tensors}
 
 
@@ -74,6 +74,17 @@ def _plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def _active(model: Any) -> str:
+    """The adapter that learns; TRL adds one called ref, which does not. Raises ConfigError where several are on."""
+    names = list(model.active_adapters)
+    if len(names) != 1:
+        raise ConfigError(
+            f"rollout_func: the model's active adapters are {', '.join(names) or 'none'}, expected one, which is "
+            "merged for the engine; call model.set_adapter with one name"
+        )
+    return names[0]
 
 
 def _require_lora(model: Any) -> None:

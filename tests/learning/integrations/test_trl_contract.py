@@ -111,6 +111,12 @@ def test_weights_are_published_when_the_step_changes_and_not_before(model, token
     trainer.state.global_step = 1
     after = ours(CHATS, trainer)
     assert (after["completion_ids"], after["logprobs"]) == alone(model, first["prompt_ids"], first=1 << 32)
+    moved(model)  # as load_best_model_at_end does, at the last step
+    trainer.is_in_train = False
+    best = ours(CHATS, trainer)
+    assert (best["completion_ids"], best["logprobs"]) == alone(
+        model, first["prompt_ids"], first=4 + (1 << 32)
+    )
 
 
 def test_bfloat16_is_decoded_where_trl_computes_in_it_and_what_differs_is_said(
@@ -123,6 +129,8 @@ def test_bfloat16_is_decoded_where_trl_computes_in_it_and_what_differs_is_said(
         rounded = load_causal_lm(str(pair / "target"), "bfloat16")
         assert (got["completion_ids"], got["logprobs"]) == alone(rounded, got["prompt_ids"], first=step << 32)
     assert caplog.text.count("bf16=False makes log-probabilities equal") == 1
+    rollouts()(CHATS, trl_like(model.bfloat16(), tokenizer))
+    assert "the model was loaded in it" in caplog.text
 
 
 def test_a_family_without_a_forward_of_ours_is_decoded_by_a_copy_of_its_module(tokenizer):
@@ -148,20 +156,25 @@ def test_a_second_trainer_gets_an_engine_of_its_own_weights(model, tokenizer):
 
 def test_ranks_and_evaluations_share_no_key(model, tokenizer):
     trainer = trl_like(model, tokenizer, rank=1, ranks=2)
-    got = rollouts()(CHATS, trainer)
-    assert got["completion_ids"] == alone(model, got["prompt_ids"], first=4)[0]
+    first, ours = 1 << 20, rollouts()
+    got = ours(CHATS, trainer)
+    assert got["completion_ids"] == alone(model, got["prompt_ids"], first=first)[0]
+    got = ours(TEXTS, trainer)
+    assert got["completion_ids"] == alone(model, got["prompt_ids"], first=first + len(CHATS))[0]
     model.eval()
     got = rollouts()(CHATS, trainer)
-    assert got["completion_ids"] == alone(model, got["prompt_ids"], first=4, stream=Stream.EVAL)[0]
+    assert got["completion_ids"] == alone(model, got["prompt_ids"], first=first, stream=Stream.EVAL)[0]
     assert not model.training
 
 
-def test_adapters_are_merged_beside_the_weights_which_keep_their_bits(model, tokenizer):
+@pytest.mark.parametrize("names", [["default"], ["mine", "ref"]])
+def test_adapters_are_merged_beside_the_weights_which_keep_their_bits(model, tokenizer, names):
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(
-        model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    )
+    recipe = {"r": 2, "modules_to_save": ["norm"], "task_type": "CAUSAL_LM"}
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], **recipe), names[0])
+    for other in names[1:]:
+        adapted.add_adapter(other, LoraConfig(target_modules=["q_proj", "o_proj"], **recipe))
     moved(adapted)
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
     got = rollouts()(CHATS, trl_like(adapted, tokenizer))
@@ -173,6 +186,12 @@ def test_adapters_are_merged_beside_the_weights_which_keep_their_bits(model, tok
 def test_adapters_that_cannot_be_merged_are_refused(model, tokenizer):
     from peft import LoraConfig, get_peft_model
 
+    one = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    two = get_peft_model(deepcopy(model), one)
+    two.add_adapter("second", one)
+    two.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ConfigError, match="active adapters are default, second, expected one"):
+        rollouts()(CHATS, trl_like(two, tokenizer))
     recipe = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="adapter is DoRA, and only LoRA is merged"):
         rollouts()(CHATS, trl_like(get_peft_model(model, recipe), tokenizer))
