@@ -1,41 +1,56 @@
-"""A GRPO step of SmolLM2-135M-Instruct by TRL, by TRL with our rollouts, and by our own run: seconds, memory, reward.
+"""A GRPO step of SmolLM2-135M-Instruct by TRL, by TRL with our rollouts, and by our own run; an SFT step by both.
 
 All three see the same prompts, samples, tokens, learning rate and dense reward, in float32 on two threads, and take one
 optimizer step an iteration. `step_over_trl` is TRL's seconds over ours, `memory_over_trl` ours over TRL's: the peak of
 all processes together, shared pages counted once. `rollouts_over_trl` is TRL's own step over the one with our rollouts.
+`last_reward` is of the last step, one a seed: learning does not differ where the intervals of all sides overlap. Steps
+of SFT learn from the same rows each (`sft_over_trl`), so that their losses are comparable too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.peers.build import TRL_RELEASES, trl_folder
 from benchmarks.peers.trl_trainer import LEARNING_RATE, NEW_TOKENS, PROMPTS_A_STEP, SAMPLES
 from benchmarks.support.harness import Bench
-from benchmarks.support.processes import descendants
+from benchmarks.support.processes import descendants, run_command, setting_words
 from benchmarks.support.result import ROOT
 from benchmarks.support.runs import SMOLLM2, train
 from benchmarks.support.workload import real_model
 from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.proc_files import PROC, sizes
-from rlhfspec.learning.tasks.one_sentence import draw_prompts
+from rlhfspec.learning.tasks.one_sentence import SUBJECTS, draw_prompts
 
-STEPS = {"quick": 1, "default": 3, "full": 8}
+STEPS = {"quick": 1, "default": 1, "full": 8}
 "Measured in a run; the first step before them is left out."
-ORDER = ("trl", "rollouts", "ours", "ours", "rollouts", "trl")
+SEEDS = {"quick": 1, "default": 2, "full": 5}
+"Of sampling: each is a run of every side, in an order that the next turns round."
 THREADS = 2
-_POLL_S = 0.5
+_POLL_S = 1.0
 _LAST_CHARS = 1500
+BESIDE = (
+    ("trl", "ours", "step_over_trl"),
+    ("trl", "rollouts", "rollouts_over_trl"),
+    ("trl_sft", "sft", "sft_over_trl"),
+)
+"Whose seconds are over whose."
+EXAMPLES = 16
+"Rows of a step of SFT."
 Row = Mapping[str, float]
 
 
@@ -45,22 +60,30 @@ def run(bench: Bench) -> int:
     if folder is None or model is None:
         bench.console.print("skipped: no TRL; run python -m benchmarks.peers.build --only trl", markup=False)
         return 0
-    steps = STEPS[bench.mode] + 1
-    prompts = _write_prompts(bench.out / "prompts.jsonl", steps)
-    sides: dict[str, Callable[[], list[Row]]] = {
-        "trl": lambda: _by_trl(bench.out, folder, model, prompts, steps, "own"),
-        "rollouts": lambda: _by_trl(bench.out, folder, model, prompts, steps, "ours"),
-        "ours": lambda: _by_us(bench.out, prompts, steps),
+    out, steps = bench.out, STEPS[bench.mode] + 1
+    prompts, examples = _write_prompts(out / "prompts.jsonl", steps), _write_examples(out / "examples.jsonl")
+    order = {"model": str(model), "out": str(out / "trl"), "steps": steps, "threads": THREADS}
+    sft, grpo = {"task": "sft", "rows": str(examples)}, {"task": "grpo", "rows": str(prompts)}
+    sides: dict[str, Callable[[int], list[Row]]] = {
+        "trl": lambda seed: _by_trl(folder, order | grpo | {"seed": seed, "rollouts": "own"}),
+        "rollouts": lambda seed: _by_trl(folder, order | grpo | {"seed": seed, "rollouts": "ours"}),
+        "ours": lambda seed: _by_us(out, prompts, steps, seed),
+        "trl_sft": lambda seed: _by_trl(folder, order | sft | {"seed": seed}),
+        "sft": lambda seed: _sft_by_us(out, model, examples, steps, seed),
     }
     rows: dict[str, list[Row]] = {name: [] for name in sides}
-    for name in ORDER[: len(sides)] if bench.is_quick else ORDER:
-        with peak_memory() as peak:
-            made = sides[name]()
-        rows[name] += made[1:]
-        bench.rows += [{"side": name, "peak_bytes": float(peak[0]), **row} for row in made]
-        bench.console.print(f"{name}: {made}, {peak[0] / 1e9:.1f} GB", markup=False)
-        _figures(bench, rows)
-        bench.write(steps=steps - 1, trl=TRL_RELEASES[-1])
+    for seed in range(SEEDS[bench.mode]):
+        for name in list(sides)[:: -1 if seed % 2 else 1]:
+            with peak_memory() as peak:
+                made = sides[name](seed)
+            rows[name] += made[1:]
+            bench.rows += [
+                {"side": name, "seed": seed, "step": step, "peak_bytes": float(sum(peak.values())), **row}
+                for step, row in enumerate(made)
+            ]
+            bench.console.print(f"{name}, seed {seed}: {made}, {in_gb(peak)}", markup=False)
+            _figures(bench, rows)
+            bench.write(steps=steps - 1, trl=TRL_RELEASES[-1])
     return 0
 
 
@@ -68,16 +91,20 @@ def _figures(bench: Bench, rows: Mapping[str, list[Row]]) -> None:
     """What is known so far."""
     values = bench.figures.values
     for name, made in rows.items():
-        for part in ("step_s", "generate_s", "reward", "tokens", "acceptance") if made else ():
+        if not made:
+            continue
+        for part in made[0]:
             values[f"{part}_{name}"] = statistics.fmean(row[part] for row in made)
-        if made:
-            peaks = [row["peak_bytes"] for row in bench.rows if row["side"] == name]
-            values[f"peak_gb_{name}"] = max(peaks) / 1e9
-    for name in ("rollouts", "ours"):
-        if rows[name]:
-            over = [a["step_s"] / b["step_s"] for a, b in zip(rows["trl"], rows[name], strict=False)]
-            bench.figures.keep("step_over_trl" if name == "ours" else "rollouts_over_trl", over)
-            values[f"memory_over_trl_{name}"] = values[f"peak_gb_{name}"] / values["peak_gb_trl"]
+        of_side = [row for row in bench.rows if row["side"] == name]
+        values[f"peak_gb_{name}"] = max(row["peak_bytes"] for row in of_side) / 1e9
+        last = max(row["step"] for row in of_side)
+        learned = "reward" if "reward" in made[0] else "loss"
+        bench.figures.keep(f"last_{learned}_{name}", [row[learned] for row in of_side if row["step"] == last])
+    for theirs, name, ratio in BESIDE:
+        if rows[theirs] and rows[name]:
+            over = [a["step_s"] / b["step_s"] for a, b in zip(rows[theirs], rows[name], strict=False)]
+            bench.figures.keep(ratio, over)
+            values[f"memory_over_trl_{name}"] = values[f"peak_gb_{name}"] / values[f"peak_gb_{theirs}"]
 
 
 def _write_prompts(path: Path, steps: int) -> Path:
@@ -86,29 +113,39 @@ def _write_prompts(path: Path, steps: int) -> Path:
     return path
 
 
-def _by_trl(out: Path, trl: Path, model: Path, prompts: Path, steps: int, rollouts: str) -> list[Row]:
-    order = {
-        "model": str(model),
-        "prompts": str(prompts),
-        "out": str(out / "trl"),
-        "steps": steps,
-        "rollouts": rollouts,
-        "threads": THREADS,
-    }
+def _write_examples(path: Path) -> Path:
+    """Chats of one turn, whose answers are one to six sentences long."""
+    rng = np.random.default_rng(1)
+    rows = []
+    for index, (question, subject) in enumerate(draw_prompts(EXAMPLES, rng)):
+        others = rng.choice(SUBJECTS, size=(1 + index % 6, 2))
+        answer = " ".join(f"The {subject} is near the {one} and far from the {two}." for one, two in others)
+        turns = {"prompt": ("user", question), "completion": ("assistant", answer)}
+        rows.append({key: [{"role": role, "content": said}] for key, (role, said) in turns.items()})
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def _by_trl(trl: Path, order: Mapping[str, Any]) -> list[Row]:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.peers.trl_trainer", json.dumps(order)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{trl}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": str(THREADS)},
+        env=os.environ | {"PYTHONPATH": f"{trl}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": str(order["threads"])},
         capture_output=True,
         text=True,
     )
     if done.returncode:
         raise RlhfSpecError(f"TRL ended with {done.returncode}; it said: {done.stderr[-_LAST_CHARS:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    rows = json.loads(done.stdout.splitlines()[-1])
+    if order["task"] == "sft":
+        return rows
+    # with our rollouts weights go to the engine as it is asked
+    return [row | {"update_s": row["step_s"] - row["generate_s"], "publish_s": 0.0} for row in rows]
 
 
-def _by_us(out: Path, prompts: Path, steps: int) -> list[Row]:
+def _by_us(out: Path, prompts: Path, steps: int, seed: int) -> list[Row]:
     settings = {
+        "run.seed": seed,
         "run.iterations": steps,
         "data.task": "null",
         "data.path": prompts,
@@ -126,6 +163,8 @@ def _by_us(out: Path, prompts: Path, steps: int) -> list[Row]:
         {
             "step_s": row["time/iteration_s"],
             "generate_s": row["time/generate_s"],
+            "update_s": row["time/update_s"],
+            "publish_s": row["time/publish_s"],
             "reward": row["reward/mean"],
             "tokens": row["rollout/response_tokens_mean"] * PROMPTS_A_STEP * SAMPLES,
             "acceptance": row["rollout/mean_acceptance_length"],
@@ -134,15 +173,42 @@ def _by_us(out: Path, prompts: Path, steps: int) -> list[Row]:
     ]
 
 
+def _sft_by_us(out: Path, model: Path, examples: Path, steps: int, seed: int) -> list[Row]:
+    settings = {
+        "run.seed": seed,
+        "data.eval_share": 0,
+        "trainer.batch_size": EXAMPLES,
+        "trainer.max_steps": steps,
+        "trainer.schedule": "constant",
+        "trainer.learning_rate": LEARNING_RATE,
+        "trainer.adam_betas": "[0.9, 0.95]",
+        "trainer.num_threads": THREADS,
+    }
+    folder = out / f"sft_{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    words = ["sft", "--model", str(model), "--data", str(examples), "--out", str(folder)]
+    words += setting_words(f"{key}={value}" for key, value in settings.items())
+    run_command(words, folder=ROOT, log=out / "sft.log")
+    made = read_metrics(folder / "metrics.jsonl")
+    return [{"step_s": row["time/step_s"], "loss": row["train/loss"]} for row in made if "time/step_s" in row]
+
+
 @contextmanager
-def peak_memory() -> Iterator[list[int]]:
-    """The most bytes that all processes below this one held together in the block, shared pages counted once."""
-    peak, ended = [0], threading.Event()
+def peak_memory() -> Iterator[dict[str, int]]:
+    """What all processes below this one held when together they held most in the block, shared pages counted once.
+
+    Bytes by kind of process: `TrainerActor`, `GenerationActor`, `raylet`.
+    """
+    peak, ended = dict[str, int](), threading.Event()
 
     def watch() -> None:
         while not ended.wait(_POLL_S):
-            held = (sizes(PROC / str(pid) / "smaps_rollup").get("Pss", 0) for pid in descendants(os.getpid()))
-            peak[0] = max(peak[0], sum(held))
+            held = Counter[str]()
+            for pid in descendants(os.getpid()):
+                held[_kind(pid)] += sizes(PROC / str(pid) / "smaps_rollup").get("Pss", 0)
+            if held.total() > sum(peak.values()):
+                peak.clear()
+                peak.update(held)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -151,3 +217,18 @@ def peak_memory() -> Iterator[list[int]]:
     finally:
         ended.set()
         watcher.join()
+
+
+def in_gb(peak: Mapping[str, int]) -> str:
+    """The whole, and of which kinds it is."""
+    parts = (f"{kind} {held / 1e9:.2f}" for kind, held in sorted(peak.items(), key=lambda one: -one[1]))
+    return f"{sum(peak.values()) / 1e9:.2f} GB ({', '.join(parts)})"
+
+
+def _kind(pid: int) -> str:
+    """A process's command without its folder; of a Ray worker its class."""
+    try:
+        command = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+    except OSError:
+        return "ended"
+    return command.split("/")[-1].split(".")[0].split(":")[-1] or "ended"

@@ -1,10 +1,11 @@
-"""GRPO by TRL in a process of its own: python -m benchmarks.peers.trl_trainer ORDER, a JSON object; TRL is on the path.
+"""GRPO or SFT by TRL in a process of its own: python -m benchmarks.peers.trl_trainer ORDER, a JSON object.
 
-    {"model": folder, "prompts": file, "out": folder, "steps": 4, "rollouts": "own" or "ours", "threads": 2}
+    {"task": "grpo", "model": folder, "rows": file, "out": folder, "steps": 4, "seed": 0, "rollouts": "own" or "ours",
+     "threads": 2}
 
-Prints one line of JSON: for each step the seconds of it and of its generation, by the clock and of processors, its
-reward, and what our engine accepted.
-A row of the prompts' file has `question` and `answer`; each is asked for the same number of responses.
+TRL is on the path. Prints one line of JSON, an object a step. GRPO: seconds of it and of its generation, by the clock
+and of processors, its reward, and what our engine accepted; a row of the file has `question` and `answer`, and each is
+asked for the same number of responses. SFT: its seconds and loss; each row is learned from in every step.
 """
 
 from __future__ import annotations
@@ -13,50 +14,46 @@ import importlib
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from rlhfspec.core.records import Prompt
 from rlhfspec.learning.public.integrations.trl import rollout_func
 from rlhfspec.learning.tasks.one_sentence import one_sentence_reward
 
-PROMPTS_A_STEP, SAMPLES, NEW_TOKENS, MICROBATCH, LEARNING_RATE = 4, 8, 32, 8, 2e-5
+PROMPTS_A_STEP, SAMPLES, NEW_TOKENS, MICROBATCH, LEARNING_RATE = 2, 8, 32, 8, 2e-5
 NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def main(order: dict[str, Any]) -> list[dict[str, float]]:
     """Train; one row a step."""
-    trl = importlib.import_module("trl")
     torch.set_num_threads(order["threads"])
-    rows = [json.loads(line) for line in Path(order["prompts"]).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(order["rows"]).read_text().splitlines()]
+    return {"grpo": grpo, "sft": sft}[order["task"]](order, rows)
+
+
+def grpo(order: dict[str, Any], rows: list[dict[str, str]]) -> list[dict[str, float]]:
+    """`GRPOTrainer`, by its own generation or ours."""
+    trl = importlib.import_module("trl")
     data = {
         "prompt": [[{"role": "user", "content": row["question"]}] for row in rows],
         "answer": [row["answer"] for row in rows],
     }
     num_samples = PROMPTS_A_STEP * SAMPLES
     args = trl.GRPOConfig(
-        output_dir=order["out"],
-        max_steps=order["steps"],
-        per_device_train_batch_size=MICROBATCH,
         gradient_accumulation_steps=num_samples // MICROBATCH,
         num_generations=SAMPLES,
         max_completion_length=NEW_TOKENS,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
         loss_type="grpo",
         beta=0.0,
         shuffle_dataset=False,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
+        **settings_of(order),
     )
     ours = rollout_func() if order["rollouts"] == "ours" else None
 
@@ -94,6 +91,51 @@ def main(order: dict[str, Any]) -> list[dict[str, float]]:
         }
         for began, end, generated, row in zip(trainer.began, ends, trainer.generated, logged, strict=True)
     ]
+
+
+def sft(order: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """`SFTTrainer`: loss on completions."""
+    trl = importlib.import_module("trl")
+    args = trl.SFTConfig(gradient_accumulation_steps=len(rows) // MICROBATCH, **settings_of(order))
+    ends: list[float] = []
+
+    class Timed(TrainerCallback):
+        """Notes when a step ends."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    trainer = trl.SFTTrainer(
+        model=order["model"], train_dataset=Dataset.from_list(rows), args=args, callbacks=[Timed()]
+    )
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    return [
+        {"step_s": end - begin, "loss": row["loss"]}
+        for (begin, end), row in zip(pairwise(ends), logged, strict=True)
+    ]
+
+
+def settings_of(order: dict[str, Any]) -> dict[str, Any]:
+    """Of both trainers."""
+    return {
+        "output_dir": order["out"],
+        "max_steps": order["steps"],
+        "seed": order["seed"],
+        "per_device_train_batch_size": MICROBATCH,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": 0.95,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+    }
 
 
 def now() -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byte_chat import save_byte_pair
@@ -10,26 +11,59 @@ from byte_chat import save_byte_pair
 from benchmarks.peers.build import TRL_RELEASES, trl_folder
 from benchmarks.peers.trl_trainer import rewards
 from benchmarks.support.harness import Bench
-from benchmarks.trl import _by_trl, _figures, _write_prompts, peak_memory
+from benchmarks.trl import _by_trl, _figures, _sft_by_us, _write_examples, _write_prompts, peak_memory
 
 
 def row(step_s: float) -> dict[str, float]:
-    return {"step_s": step_s, "generate_s": 1.0, "reward": 0.5, "tokens": 64.0, "acceptance": 1.0}
+    return {"step_s": step_s, "generate_s": 1.0, "reward": 0.5}
 
 
 def test_seconds_are_theirs_over_ours_and_memory_ours_over_theirs(tmp_path: Path) -> None:
     bench = Bench("trl", out=tmp_path)
-    bench.rows = [{"side": "trl", "peak_bytes": 4e9}, {"side": "rollouts", "peak_bytes": 5e9}]
-    rows = {"trl": [row(12.0), row(10.0)], "rollouts": [row(8.0), row(5.0)], "ours": []}
+    bench.rows = [
+        {"side": side, "step": step, "reward": step / 4, "peak_bytes": peak}
+        for side, peak in (("trl", 4e9), ("rollouts", 5e9), ("ours", 6e9))
+        for step in (1, 2)
+    ]
+    rows = {
+        "trl": [row(12.0), row(10.0)],
+        "rollouts": [row(8.0), row(5.0)],
+        "ours": [],
+        "trl_sft": [],
+        "sft": [],
+    }
     _figures(bench, rows)
     values = bench.figures.values
     assert values["rollouts_over_trl"] == pytest.approx((1.5 + 2.0) / 2)
     assert values["memory_over_trl_rollouts"] == 1.25
     assert values["step_s_trl"] == 11.0
+    assert values["last_reward_trl"] == 0.5
     assert "step_over_trl" not in values
-    bench.rows.append({"side": "ours", "peak_bytes": 6e9})
     _figures(bench, rows | {"ours": [row(4.0), row(5.0)]})
     assert (values["step_over_trl"], values["memory_over_trl_ours"]) == (2.5, 1.5)
+
+
+def order(folder: Path, *, rows: Path, task: str) -> dict[str, Any]:
+    whole = {"model": folder / "target", "out": folder / "trl", "rows": rows}
+    return {key: str(path) for key, path in whole.items()} | {
+        "task": task,
+        "steps": 2,
+        "seed": 0,
+        "threads": 2,
+    }
+
+
+@pytest.mark.slow
+def test_both_sides_of_supervised_steps_have_the_same_losses(tmp_path: Path) -> None:
+    trl = trl_folder(TRL_RELEASES[-1])
+    if trl is None:
+        pytest.skip("no TRL: python -m benchmarks.peers.build --only trl (make bench-peers)")
+    save_byte_pair(tmp_path)
+    examples = _write_examples(tmp_path / "examples.jsonl")
+    theirs = _by_trl(trl, order(tmp_path, rows=examples, task="sft"))
+    ours = _sft_by_us(tmp_path, tmp_path / "target", examples, 2, 0)
+    for one, other in zip(theirs, ours, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -41,8 +75,8 @@ def test_trl_trains_in_a_process_of_its_own(tmp_path: Path, rollouts: str) -> No
     save_byte_pair(tmp_path)
     prompts = _write_prompts(tmp_path / "prompts.jsonl", 2)
     with peak_memory() as peak:
-        rows = _by_trl(tmp_path, trl, tmp_path / "target", prompts, 2, rollouts)
-    assert len(rows) == 2 and peak[0] > 1 << 27
+        rows = _by_trl(trl, order(tmp_path, rows=prompts, task="grpo") | {"rollouts": rollouts})
+    assert len(rows) == 2 and sum(peak.values()) > 1 << 27
     for each in rows:
         assert 0.0 < each["generate_s"] < each["step_s"] and 0.0 < each["generate_cpu_s"] < each["step_cpu_s"]
         assert 32 <= each["tokens"] <= 32 * 32
