@@ -1,6 +1,6 @@
-"""Keeps libraries from drawing over our own bars, here and in the actors.
+"""Keeps libraries from drawing over our own bars and from waiting at full speed, here and in the actors.
 
-transformers, the hub client, `datasets` and Ray read these variables when they are imported. The command line
+torch, transformers, the hub client, `datasets` and Ray read these variables when they are imported. The command line
 imports none of them before `quiet_libraries`; actors get the variables with their runtime environment.
 """
 
@@ -19,12 +19,14 @@ _DEFAULTS = {
     "TRANSFORMERS_VERBOSITY": "error",
     # Ray prints these in the driver whatever it is told; the loop says the same in its own words
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Raylet is terminated|marked dead because the detector",
+    # of a thread that waits for its team; by default milliseconds, taken from whoever else has work for the core
+    "GOMP_SPINCOUNT": "1000",
 }
 "What the caller's environment says goes first."
 
 
 def quiet_environment() -> dict[str, str]:
-    """Variables that switch the libraries' bars and chatter off, unless the caller set them otherwise."""
+    """Variables that switch bars and chatter off and let threads sleep, unless the caller set them otherwise."""
     return {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -32,8 +33,29 @@ def test_progress_bars_are_off_in_libraries_imported_before_the_command(
 def test_environment_variables_of_the_caller_take_precedence(monkeypatch):
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "0")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "30000")
     made = quiet_environment()
+    assert made["GOMP_SPINCOUNT"] == "30000"
     assert (made["HF_HUB_DISABLE_PROGRESS_BARS"], made["TRANSFORMERS_VERBOSITY"]) == ("0", "error")
+
+
+def test_threads_that_wait_for_their_team_sleep_soon():
+    # in a process of its own: the library reads the variable when torch is imported, and shows what it made of it
+    program = """
+from rlhfspec.cluster.placement.quiet import quiet_libraries
+quiet_libraries()
+import torch
+print(torch.arange(1 << 20).sum().item())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment | {"OMP_DISPLAY_ENV": "verbose"},
+    )
+    assert "GOMP_SPINCOUNT = '1000'" in ended.stderr
 
 
 SAID_BY_RAYLETS = (
