@@ -55,7 +55,7 @@ print(torch.arange(1 << 20).sum().item())
         check=True,
         env=environment | {"OMP_DISPLAY_ENV": "verbose"},
     )
-    assert "GOMP_SPINCOUNT = '1000'" in ended.stderr
+    assert "GOMP_SPINCOUNT = '3000'" in ended.stderr
 
 
 SAID_BY_RAYLETS = (
