@@ -34,7 +34,7 @@ def convert_trl(
     """A config of TRL's.
 
     Read the YAML of TRL's command line (or JSON of the same keys), a script that starts one of its trainers with flags,
-    and accelerate's YAML beside either.
+    Python that makes a GRPOConfig or the like, and accelerate's YAML beside them.
 
       rlhfspec convert trl --kind grpo grpo.yaml --out run.yaml
       rlhfspec convert trl train.sh deepspeed_zero3.yaml

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhfspec.cluster.convert import openrlhf_keys, trl_keys, verl_keys
 from rlhfspec.cluster.convert.launch_script import Launch, flags, read_launch, scalar
+from rlhfspec.cluster.convert.python_script import read_script
 from rlhfspec.cluster.convert.rules import Converted, convert, read_kinds, require_mapping
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.outside import cut
@@ -16,6 +17,8 @@ from rlhfspec.core.settings.algorithm import AlgorithmConfig
 from rlhfspec.core.settings.generation import RolloutConfig
 from rlhfspec.core.yaml_text import YamlFault, parse_yaml
 
+_OTHER_KIND = "another kind of value"
+"Said of a text that stands where a number is expected."
 TRAINERS: dict[str, ModuleType] = {"trl": trl_keys, "verl": verl_keys, "openrlhf": openrlhf_keys}
 
 
@@ -30,6 +33,10 @@ def convert_files(trainer: str, files: Sequence[Path], kind: str | None = None) 
     origin = ", ".join(file.name for file in files)
     for file in files:
         text = _text(file)
+        if trainer == "trl" and (script := read_script(text)) is not None:
+            kind = kind or script[0]
+            given |= script[1]
+            continue
         launch = read_launch(text, lambda word: module.program_kind(word) is not None)
         if launch is None:
             given |= _tree(text, file, is_nested=trainer == "verl")
@@ -120,6 +127,13 @@ def _open_points(result: Converted) -> list[str]:
         )
     if str(values.get("reward.kind", "")).startswith(("verl.", "trl.")):
         points.append(f"reward.kind {values['reward.kind']}: needs that package where the run is")
+    parts = [values, *values.get("reward.parts", ())]
+    kinds = {str(part.get(key, "")) for part in parts for key in ("kind", "reward.kind")}
+    points += [
+        f"reward.kind {kind}: write that function into reward.py"
+        for kind in sorted(kinds)
+        if kind.startswith("reward.py:") and kind != "reward.py:reward"
+    ]
     model = "models.target" if result.kind.command == "train" else "model.name"
     if model not in values:
         values[model] = "MODEL"
@@ -129,9 +143,16 @@ def _open_points(result: Converted) -> list[str]:
         points.append("data.path: the file names no data; write the rows, or their path")
     unset = [key for key, value in values.items() if isinstance(value, str) and "$" in value]
     points += [f"{key} {values[key]}: the script leaves it to its shell; write the value" for key in unset]
+    open_lines = [*result.taken, *(key for key, why in result.unmatched.items() if _OTHER_KIND in why)]
+    points += [
+        f"{line}: the script leaves it to its shell; write the value"
+        for line in open_lines
+        if line.partition(" ")[2].startswith("$") and line.partition(" ")[2] not in values.values()
+    ]
     if "run.output_dir" in unset:
         del values["run.output_dir"]
     if result.kind.command == "train":
+        is_grpo_of_trl = result.kind.name == "TRL GRPO"
         row = AlgorithmConfig.model_validate(
             {"kind": values["algorithm.kind"]} if "algorithm.kind" in values else {}
         )
@@ -143,6 +164,7 @@ def _open_points(result: Converted) -> list[str]:
                 ("rollout.prompts_per_iteration", RolloutConfig().prompts_per_iteration),
             )
             if key not in values
+            or (key == "algorithm.kind" and "algorithm.loss_aggregation" not in values and is_grpo_of_trl)
         ]
     if "rollout.prompts_per_iteration" in values and "run.iterations" not in values:
         points.append("run.iterations: 20 by default; see the epochs below")

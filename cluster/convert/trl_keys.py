@@ -131,20 +131,23 @@ def _ppo_batches(
     return decided | ({"run.iterations": max(1, int(episodes) // num)} if episodes else {})
 
 
-def _loss(kind: Any, level: Any, scale: Any, high: Any, low: Any) -> dict[str, Any]:
-    """GRPO's parts: how the loss is averaged, over what ratio, by which advantage, clipped how."""
-    means = {"grpo": "sequence_mean", "dr_grpo": "constant_length"}
-    if kind not in (*means, "dapo", "bnpo", "cispo"):
-        raise Unmatched(f"no loss {kind} here; algorithm.kind has grpo, dr_grpo, dapo, gspo and cispo")
-    if scale == "batch":
+def _scale(how: Any) -> dict[str, Any]:
+    if how == "batch":
         raise Unmatched(
             "rewards are scaled by group or not at all: algorithm.advantage group_std or group_mean"
         )
+    return {"algorithm.advantage": "group_mean" if how in (False, "none", "False") else "group_std"}
+
+
+def _loss(kind: Any, level: Any, high: Any, low: Any) -> dict[str, Any]:
+    """GRPO's parts: how the loss is averaged, over what ratio, clipped how."""
+    means = {"grpo": "sequence_mean", "dr_grpo": "constant_length"}
+    if kind not in (*means, "dapo", "bnpo", "cispo"):
+        raise Unmatched(f"no loss {kind} here; algorithm.kind has grpo, dr_grpo, dapo, gspo and cispo")
     decided: dict[str, Any] = {
         "algorithm.kind": "cispo" if kind == "cispo" else "grpo",
         "algorithm.loss_aggregation": means.get(kind, "token_mean"),
         "algorithm.ratio_level": "sequence_mean" if level == "sequence" else "token",
-        "algorithm.advantage": "group_mean" if scale in (False, "none", "False") else "group_std",
     }
     if kind == "cispo":
         # there the bound is of the ratio itself, and there is none below
@@ -246,6 +249,7 @@ DECISIONS: Mapping[str, Decide] = MappingProxyType(
         "ppo_batches": _ppo_batches,
         "epochs": epochs,
         "loss": _loss,
+        "scale": _scale,
         "entropy": _entropy,
         "correction": _correction,
         "rewards": _rewards,

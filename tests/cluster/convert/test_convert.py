@@ -395,3 +395,65 @@ def test_of_two_adapters_without_alpha_each_has_its_trainers_own(tmp_path: Path)
     assert values_of(tmp_path, "verl", text)["trainer.lora"]["alpha"] == 16.0
     text = "python -m openrlhf.cli.train_ppo_ray --ds.lora.rank 8\n"
     assert values_of(tmp_path, "openrlhf", text)["trainer.lora"]["alpha"] == 16.0
+
+
+SCRIPT = """
+import argparse
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import think_format_reward
+
+parser = argparse.ArgumentParser()
+options, steps = parser.parse_args(), 4
+rate = 2e-6
+model = AutoModelForCausalLM.from_pretrained("me/model", dtype=torch.bfloat16)
+config = GRPOConfig(learning_rate=rate, output_dir=options.out, gradient_accumulation_steps=2, num_iterations=n, **more)
+trainer = GRPOTrainer(
+    model=model,
+    args=config,
+    reward_funcs=[think_format_reward, is_short],
+    train_dataset=load_dataset("me/rows", "easy", split="train[:1%]"),
+    peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"]),
+)
+trainer.train()
+"""
+
+
+def test_a_python_script_is_read_and_not_run(tmp_path: Path) -> None:
+    converted = convert_files("trl", [file_of(tmp_path, SCRIPT, "train.py")])
+    expected = {
+        "models.target": "me/model",
+        "models.dtype": "bfloat16",
+        "data.path": "me/rows:easy",
+        "data.split": "train[:1%]",
+        "trainer.learning_rate": 2e-6,
+        "trainer.lora": {"rank": 8, "alpha": 16.0, "targets": ["q_proj"]},
+        "trainer.minibatch_size": 16,
+        "rollout.samples_per_prompt": 8,
+    }
+    assert {key: converted.values.get(key) for key in expected} == expected
+    kinds = [part["kind"] for part in converted.values["reward.parts"]]
+    assert kinds == ["trl.rewards:think_format_reward", "reward.py:is_short"]
+    to_do = "\n".join(converted.to_do)
+    assert "reward.kind reward.py:is_short: write that function into reward.py" in to_do
+    assert "run.output_dir $(options.out): the script leaves it" in to_do
+    assert "num_iterations $(n): the script leaves it" in to_do
+    assert "not a key that this command knows" in converted.unmatched["**more $(more)"]
+    with pytest.raises(ConfigError, match="holds no keys"):
+        convert_files("trl", [file_of(tmp_path, "print('no config')\nx = [\n", "other.py")])
+
+
+def test_a_loss_or_a_batch_that_is_none_of_ours_is_to_be_done(tmp_path: Path) -> None:
+    text = "reward_funcs: [a.b]\nloss_type: sapo\nnum_generations: 16\nscale_rewards: none\n"
+    converted = convert_files("trl", [file_of(tmp_path, text)])
+    to_do = "\n".join(converted.to_do)
+    assert "algorithm.kind: theirs is none of ours, see below; grpo is taken" in to_do
+    assert "8 samples an iteration are no whole number of groups of 16" in to_do
+    assert "rollout.prompts_per_iteration: theirs is none of ours" in to_do
+    assert converted.values["rollout.samples_per_prompt"] == 16
+    assert converted.values["algorithm.advantage"] == "group_mean"
+    converted = convert_files("trl", [file_of(tmp_path, "loss_type: cispo\nscale_rewards: batch\n")])
+    assert converted.values["algorithm.kind"] == "cispo"
+    assert "by group or not at all" in converted.unmatched["scale_rewards batch"]
