@@ -42,7 +42,7 @@ from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
 from rlhfspec.actors.waiting.remote import Handle, remote
 from rlhfspec.actors.waiting.waiting import own_error, wait_any
 from rlhfspec.core.errors import WaitTimeout
-from rlhfspec.core.records import Completion, SampleRequest
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.policies.migration.move_messages import CallOff, MoveOrder, Settle
 from rlhfspec.policies.reallocation.pool_records import Move
 from rlhfspec.policies.scaling.scaling_records import Starts
@@ -50,7 +50,7 @@ from rlhfspec.policies.scheduling.events import (
     Abandon,
     Alarm,
     ClockTicked,
-    CutAll,
+    Cut,
     CutOwned,
     Deliver,
     Event,
@@ -168,9 +168,9 @@ class SchedulerActor:
             self._handle(SamplesArrived(requests=requests))
 
     @ray.method(concurrency_group="control")
-    def cut(self) -> None:
-        """End every open sample where it is; they complete through `take`, cut."""
-        self._handle(CutAll())
+    def cut(self, keys: frozenset[SampleKey] | None = None) -> None:
+        """End samples where they are, without `keys` all that are open; they complete through `take`, cut."""
+        self._handle(Cut(keys=keys))
 
     @ray.method(concurrency_group="control")
     def rebuild(

@@ -29,6 +29,10 @@ class _Sent:
     text: str = ""
     offset: int = 0
     "characters of these tokens, each by itself"
+    settled: str = ""
+    "of the tokens up to `read`, what no further token changes; `text` is what of it cannot be in a stop string"
+    begin: int = 0
+    read: int = 0
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ class AnswerWriter:
         choices = []
         for place, completion in enumerate(completions):
             self._num_sampled += completion.num_tokens
-            text = self._text(place, completion, is_whole=True)
+            text = self._text(place, completion)
             said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
             choices.append(self._choice(place, completion, said, first=0, is_last=True))
         answer = self._envelope(choices, "chat.completion" if self.is_chat else "text_completion")
@@ -66,8 +70,8 @@ class AnswerWriter:
         is_first, sent = place not in self._sent, self._sent.setdefault(place, _Sent())
         if completion.num_tokens <= sent.tokens and not is_last:
             return
-        text = self._text(place, completion, is_whole=is_last)
-        new = text[len(sent.text) :] if text.startswith(sent.text) else ""
+        text = self._text(place, completion) if is_last else self._text_so_far(sent, completion)
+        new = text[len(sent.text) :]
         if self.is_chat:
             said: dict[str, Any] = {"delta": {"content": new} | ({"role": "assistant"} if is_first else {})}
         else:
@@ -120,26 +124,39 @@ class AnswerWriter:
                 choice["prompt_token_ids"] = self.asked.requests[place].prompt.token_ids.tolist()
         return choice
 
-    def _text(self, place: int, completion: Completion, *, is_whole: bool) -> str:
-        """A response's text up to what stopped it; of one that goes on, what no further token changes."""
-        body, ids = self.asked.body, completion.token_ids.tolist()
-        has_stopped = is_whole and completion.finish_reason is FinishReason.STOP
-        if has_stopped and not body.include_stop_str_in_output:
-            # as vLLM: among the tokens and their log-probabilities, not in the text
-            ids = ids[:-1] if ids[-1] in self.asked.requests[place].sampling.stop_token_ids else ids
-        text = str(
+    def _text(self, place: int, completion: Completion) -> str:
+        """A whole response's text up to what stopped it."""
+        ids = completion.token_ids.tolist()
+        if completion.finish_reason is not FinishReason.STOP or self.asked.body.include_stop_str_in_output:
+            return self._decode(ids)
+        # as vLLM: among the tokens and their log-probabilities, not in the text
+        ids = ids[:-1] if ids[-1] in self.asked.requests[place].sampling.stop_token_ids else ids
+        text, stops = self._decode(ids), self.asked.body.stops
+        return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+    def _text_so_far(self, sent: _Sent, completion: Completion) -> str:
+        """Of a response that goes on, what no further token changes.
+
+        As vLLM's `detokenize_incrementally`: new tokens are decoded behind those of the part before, which give them
+        their context, and settle once no character's bytes are missing at the end.
+        """
+        before = self._decode(completion.token_ids[sent.begin : sent.read].tolist())
+        now = self._decode(completion.token_ids[sent.begin :].tolist())
+        if not now.endswith(_UNFINISHED):
+            sent.settled += now[len(before) :]
+            sent.begin, sent.read = sent.read, completion.num_tokens
+        stops = () if self.asked.body.include_stop_str_in_output else self.asked.body.stops
+        held = max((len(stop) - 1 for stop in stops), default=0)
+        return sent.settled[: len(sent.settled) - held]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(
             self.tokenizer.decode(
-                ids, skip_special_tokens=body.skip_special_tokens, clean_up_tokenization_spaces=False
+                ids,
+                skip_special_tokens=self.asked.body.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
             )
         )
-        stops = () if body.include_stop_str_in_output else body.stops
-        if has_stopped:
-            return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
-        if is_whole:
-            return text
-        # a stop string may be under way, and a character's last bytes may be missing
-        held = max((len(stop) - 1 for stop in stops), default=0)
-        return text[: len(text) - held].rstrip(_UNFINISHED)
 
     def _logprobs(self, place: int, completion: Completion, first: int) -> dict[str, Any]:
         """Of the distribution that was sampled from: behind temperature, top-k and top-p."""

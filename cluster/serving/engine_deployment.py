@@ -8,8 +8,10 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -23,8 +25,10 @@ from rlhfspec.cluster.serving.engine_answers import AnswerWriter, event
 from rlhfspec.cluster.serving.engine_pool import EnginePool, PauseMode
 from rlhfspec.cluster.serving.engine_requests import Asked, RequestReader
 from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body, read_object
+from rlhfspec.cluster.serving.served_weights import LastPublished, forget_published, read_version
 from rlhfspec.cluster.serving.server_metrics import ServerMetrics
 from rlhfspec.core.errors import InputError, WeightsError, describe_error
+from rlhfspec.core.outside import user_path
 
 http = FastAPI(title="rlhfspec engine", openapi_url=None)
 
@@ -97,6 +101,20 @@ class EngineServer:
         self._began = int(time.time())
         self._is_draining = False
         self._publishing = asyncio.Lock()
+        self._server = session.namespace
+        self._last_published = LastPublished.of(self._server)
+        self._lost_weights = self._publish_again()
+
+    def _publish_again(self) -> str | None:
+        """Give a pool that takes the place of a lost one that one's weights; why it cannot."""
+        if self._last_published is None:
+            return None
+        try:
+            weights = self._last_published.read_again(self._plan.config.models, self._pool.target)
+        except (InputError, WeightsError, OSError) as error:
+            return describe_error(error)
+        self._pool.publish(weights).result()
+        return None
 
     async def check_health(self) -> None:
         """Raise when the pool has ended: Serve replaces the replica, and so the pool."""
@@ -110,6 +128,7 @@ class EngineServer:
         while self._pool.num_open and not self._pool.is_paused and time.monotonic() < ends_s:
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self._pool.stop)
+        forget_published(self._server)
 
     @http.get("/health")
     async def health(self) -> Response:
@@ -216,17 +235,20 @@ class EngineServer:
         return JSONResponse({"status": "ok", "weight_version": version})
 
     async def _publish(self, path: str) -> int:
-        from rlhfspec.cluster.serving.served_weights import read_version
-
         async with self._publishing:
+            version = 1 + (self._last_published.version if self._last_published else 0)
+            read = partial(read_version, path, self._plan.config.models, self._pool.target, version=version)
             try:
-                weights = await asyncio.to_thread(
-                    read_version, path, self._plan.config.models, self._pool.target
-                )
+                weights = await asyncio.to_thread(read)
             except (InputError, WeightsError, OSError) as error:
                 raise refuse(describe_error(error), "update_info") from None
             await asyncio.wrap_future(self._pool.publish(weights))
-        return weights.manifest.weight_version
+            self._last_published = LastPublished(
+                path=str(user_path(path).absolute()), version=version, checksum=weights.manifest.checksum
+            )
+            self._last_published.keep(self._server)
+            self._lost_weights = None
+        return version
 
     def _require_token(self, request: Request) -> None:
         expected, given = self._limits.token, request.headers.get("authorization", "")
@@ -241,6 +263,13 @@ class EngineServer:
         if self._is_draining or self._pool.failure is not None:
             why = "is stopping" if self._is_draining else "has lost its pool of instances and starts it again"
             raise ApiError(503, f"the server {why}; send the request again", code="unavailable")
+        if self._lost_weights is not None and self._last_published is not None:
+            raise ApiError(
+                503,
+                f"the server was started again and cannot read weight version {self._last_published.version}: "
+                f"{self._lost_weights}; publish weights by /update_weights",
+                code="unavailable",
+            )
 
     async def _body(self, request: Request) -> bytes:
         """What was sent; the token is looked at first. Raises ApiError: 401, 413."""
@@ -261,12 +290,15 @@ class EngineServer:
         # a long text takes a while to tokenise
         asked = await asyncio.to_thread(lambda: self._reader.read(read_body(raw, form)))
         self._require_room(len(asked.requests))
+        # without an await since there was room: nobody else can take it
+        outcomes = self._pool.generate(asked.requests, streams=asked.body.stream)
         writer = AnswerWriter(asked, self._tokenizer, self._served_name)
         if asked.body.stream:
-            return StreamingResponse(self._events(asked, writer), media_type="text/event-stream")
+            return StreamingResponse(self._events(outcomes, writer), media_type="text/event-stream")
         done: dict[int, Any] = {}
-        async for place, completion, has_ended in self._generate(asked):
+        async for place, completion, has_ended in outcomes:
             if has_ended:
+                self._note_response(asked, place, completion)
                 done[place] = completion
         # long responses with log-probabilities take seconds, in which nobody else would be answered
         answer = await asyncio.to_thread(writer.whole, [done[place] for place in range(len(done))])
@@ -285,21 +317,18 @@ class EngineServer:
                 code="rate_limit_exceeded",
             )
 
-    async def _generate(self, asked: Asked) -> AsyncIterator[tuple[int, Any, bool]]:
-        async for place, completion, has_ended in self._pool.generate(
-            asked.requests, streams=asked.body.stream
-        ):
-            if has_ended:
-                self._metrics.note_response(
-                    len(asked.requests[place].prompt.token_ids), completion.num_tokens
-                )
-            yield place, completion, has_ended
+    def _note_response(self, asked: Asked, place: int, completion: Any) -> None:
+        self._metrics.note_response(len(asked.requests[place].prompt.token_ids), completion.num_tokens)
 
-    async def _events(self, asked: Asked, writer: AnswerWriter) -> AsyncIterator[str]:
+    async def _events(self, outcomes: AsyncGenerator[Any], writer: AnswerWriter) -> AsyncIterator[str]:
         try:
-            async for place, completion, has_ended in self._generate(asked):
-                for part in writer.parts(place, completion, is_last=has_ended):
-                    yield part
+            # a client that leaves closes this, and so gives its responses up
+            async with aclosing(outcomes):
+                async for place, completion, has_ended in outcomes:
+                    if has_ended:
+                        self._note_response(writer.asked, place, completion)
+                    for part in writer.parts(place, completion, is_last=has_ended):
+                        yield part
         except ApiError as error:
             # the status is gone: clients of OpenAI raise what they find in an event
             yield event(error.body())

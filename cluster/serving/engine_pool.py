@@ -12,8 +12,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -55,6 +56,8 @@ class _Sample:
     request: SampleRequest
     tell: Callable[[Outcome | ApiError], None]
     streams: bool
+    is_given_up: bool = False
+    "nobody waits for it any more"
 
 
 @dataclass(slots=True)
@@ -106,33 +109,53 @@ class EnginePool:
         """Whether samples wait for a resumption."""
         return self._is_paused
 
-    async def generate(
+    def generate(
         self, requests: Sequence[SampleRequest], *, streams: bool
-    ) -> AsyncIterator[tuple[int, Completion, bool]]:
+    ) -> AsyncGenerator[tuple[int, Completion, bool]]:
         """(place, response, whether it has ended), ended once each; what there is so far too where it `streams`.
 
+        They are open from this call on. Who leaves the iteration gives up those that have not ended.
         Raises ApiError where a sample cannot be generated.
         """
         loop = asyncio.get_running_loop()
-        outcomes: asyncio.Queue[tuple[int, Outcome | ApiError]] = asyncio.Queue()
+        unread: dict[int, Outcome | ApiError] = {}
+        is_new = asyncio.Event()
 
         def take(place: int, outcome: Outcome | ApiError) -> None:
             # here, not where it is read: a client that is gone reads nothing
             self.num_open -= isinstance(outcome, ApiError) or outcome[1]
-            outcomes.put_nowait((place, outcome))
+            # in the place of one that is unread: a slow reader costs one response each
+            unread[place] = outcome
+            is_new.set()
 
-        self._require_open()
-        self.num_open += len(requests)
-        for place, request in enumerate(requests):
-            tell = _teller(loop, take, place)
-            self._put(_Sample(request=request, tell=tell, streams=streams))
-        missing = len(requests)
-        while missing:
-            place, outcome = await outcomes.get()
-            if isinstance(outcome, ApiError):
-                raise outcome
-            missing -= outcome[1]
-            yield place, *outcome
+        samples = [
+            _Sample(request=request, tell=_teller(loop, take, place), streams=streams)
+            for place, request in enumerate(requests)
+        ]
+        for sample in samples:
+            self._put(sample)
+            self.num_open += 1
+        return self._outcomes(samples, unread, is_new)
+
+    async def _outcomes(
+        self, samples: list[_Sample], unread: dict[int, Outcome | ApiError], is_new: asyncio.Event
+    ) -> AsyncGenerator[tuple[int, Completion, bool]]:
+        missing = len(samples)
+        try:
+            while missing:
+                await is_new.wait()
+                is_new.clear()
+                while unread:
+                    place = next(iter(unread))
+                    outcome = unread.pop(place)
+                    if isinstance(outcome, ApiError):
+                        raise outcome
+                    missing -= outcome[1]
+                    yield place, *outcome
+        finally:
+            if missing:
+                with suppress(ApiError):  # it has ended, and they with it
+                    self._put(lambda: self._give_up(samples))
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Take no further samples; done when none is open."""
@@ -253,9 +276,19 @@ class EnginePool:
         if asked:
             system.scheduler.enqueue(tuple(asked))
 
+    def _give_up(self, samples: list[_Sample]) -> None:
+        """End those that are open and those that wait; a sample that has ended is neither."""
+        for sample in samples:
+            sample.is_given_up = True
+        for sample in [one for one in self._waiting if one.is_given_up]:
+            self._waiting.remove(sample)
+            sample.tell((as_asked(sample.request), True))
+        if keys := frozenset(key for key, one in self._open.items() if one.is_given_up):
+            self._system.scheduler.cut(keys)
+
     def _deliver(self, completion: Completion) -> None:
         sample = self._open.pop(completion.key)
-        if completion.finish_reason is not FinishReason.CUT or self._is_aborting:
+        if completion.finish_reason is not FinishReason.CUT or self._is_aborting or sample.is_given_up:
             sample.tell((completion, True))
             return
         if completion.num_tokens:
@@ -274,7 +307,9 @@ class EnginePool:
                 logger.info("no parts of streams from an instance: %s", error)
                 continue
             for completion in found:
-                if (sample := self._open.get(completion.key)) is not None:
+                sample = self._open.get(completion.key)
+                # a late one may be of a sample before it with this key, from other weights
+                if sample is not None and completion.epoch >= sample.request.epoch:
                     sample.tell((completion, False))
         now_s = time.monotonic()
         keys = frozenset(key for key, sample in self._open.items() if sample.streams)
@@ -305,12 +340,13 @@ class EnginePool:
         """Answer what is left as retriable."""
         with self._gate:
             self._is_closed, error = True, self._unavailable()
+        # first: what is received must not ask a scheduler that is gone for them
+        opened, self._open = self._open, {}
         self._receive(wait_s=0.0)
-        for sample in (*self._open.values(), *self._waiting):
+        for sample in (*opened.values(), *self._waiting):
             sample.tell(error)
         for change in self._changes:
             change.done.set_exception(error)
-        self._open.clear()
         self._waiting.clear()
 
 

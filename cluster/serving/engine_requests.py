@@ -24,6 +24,7 @@ from rlhfspec.core.outside import cut
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.core.settings.data import DataConfig
 from rlhfspec.engine.requests import require_can_be_sampled
+from rlhfspec.engine.weights.generation_settings import load_generation_settings
 from rlhfspec.engine.weights.loading import num_token_ids
 from rlhfspec.learning.data.chat_format import no_template, own_template, render_chat
 from rlhfspec.learning.data.encoding import encode_texts, prompt_ids
@@ -70,6 +71,9 @@ class RequestReader:
         self._served_name, self._max_total_tokens = served_name, max_total_tokens
         self._vocab_size = num_token_ids(tokenizer)
         self._ends = model_end_tokens(tokenizer, model)
+        settings = load_generation_settings(model)
+        # as vLLM: also where do_sample is off
+        self._usual = {} if settings is None else settings.to_diff_dict()
 
     def read(self, body: CompletionBody | ChatBody) -> Asked:
         """The samples that a body asks for. Raises ApiError naming the key at fault."""
@@ -160,9 +164,11 @@ class RequestReader:
         ends = () if body.ignore_eos else known
         return _as_api_error(
             lambda: SamplingParams(
-                temperature=body.temperature,
-                top_k=max(body.top_k, 0),
-                top_p=body.top_p,
+                temperature=self._usual.get("temperature", 1.0)
+                if body.temperature is None
+                else body.temperature,
+                top_k=max(self._usual.get("top_k", 0) if body.top_k is None else body.top_k, 0),
+                top_p=self._usual.get("top_p", 1.0) if body.top_p is None else body.top_p,
                 max_new_tokens=room if body.most_tokens is None else body.most_tokens,
                 stop_token_ids=tuple(dict.fromkeys((*ends, *body.stop_token_ids))),
                 stop=body.stops,

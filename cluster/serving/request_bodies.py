@@ -73,9 +73,10 @@ class GenerationBody(BaseModel):
     model: str = ""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = Field(default=0, ge=-1)
+    temperature: float | None = None
+    "None, here and below: as the model's generation_config.json says"
+    top_p: float | None = None
+    top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] = []
     stop_token_ids: list[int] = []

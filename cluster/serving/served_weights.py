@@ -1,9 +1,16 @@
-"""New weights of the served model, from a folder or a file of safetensors that the server can read."""
+"""New weights of the served model, from a folder or a file of safetensors that the server can read.
+
+Where the last ones came from is kept in Ray's store: a replica that takes the place of a lost one reads them again.
+"""
 
 from __future__ import annotations
 
+import json
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from ray.experimental import internal_kv
 
 from rlhfspec.cluster.weights.first_weights import load_and_put
 from rlhfspec.cluster.weights.publish import PublishedWeights
@@ -11,14 +18,49 @@ from rlhfspec.core.errors import ModelError
 from rlhfspec.core.outside import user_path
 from rlhfspec.core.settings.run import ModelsConfig
 
+_STORE = b"rlhfspec-served-weights"
 
-def read_version(name: str, models: ModelsConfig, present: PublishedWeights) -> PublishedWeights:
-    """The weights in a checkpoint's folder, or in one file of safetensors, as the version after the present one.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastPublished:
+    """Where a server's newest version was read."""
+
+    path: str
+    version: int
+    checksum: str
+
+    @classmethod
+    def of(cls, server: str) -> LastPublished | None:
+        """Of a server by its namespace; None: it has the weights that it began with."""
+        kept = internal_kv._internal_kv_get(server.encode(), namespace=_STORE)
+        return None if kept is None else cls(**json.loads(kept))
+
+    def keep(self, server: str) -> None:
+        """Note it for the replica that may come after this one."""
+        text = json.dumps(asdict(self)).encode()
+        internal_kv._internal_kv_put(server.encode(), text, namespace=_STORE)
+
+    def read_again(self, models: ModelsConfig, present: PublishedWeights) -> PublishedWeights:
+        """The same version. Raises ModelError: they cannot be read, or are others by now."""
+        found = read_version(self.path, models, present, version=self.version)
+        if found.manifest.checksum != self.checksum:
+            raise ModelError(f"the weights at {self.path} are not those that were published from there")
+        return found
+
+
+def forget_published(server: str) -> None:
+    """A server that has ended."""
+    internal_kv._internal_kv_del(server.encode(), namespace=_STORE)
+
+
+def read_version(
+    name: str, models: ModelsConfig, present: PublishedWeights, *, version: int
+) -> PublishedWeights:
+    """The weights in a checkpoint's folder, or in one file of safetensors, as a version of the present model.
 
     Raises ModelError: they cannot be read, or are none of this model's.
     """
     path = user_path(name).absolute()
-    version = present.manifest.weight_version + 1
     if path.is_file():
         with tempfile.TemporaryDirectory(prefix="rlhfspec-weights-") as folder:
             (Path(folder) / "config.json").write_text(present.manifest.hf_config_json)

@@ -33,6 +33,10 @@ class ServerMetrics:
             "rlhfspec_serve_acceptance_rate", "accepted of verified draft tokens", registry=own
         )
 
+        self._decoded = Gauge(
+            "rlhfspec_serve_decoded_tokens", "by all instances, given up ones too", registry=own
+        )
+
     def note_request(self, route: str, status: int, seconds: float) -> None:
         """One request was answered, or its stream begun."""
         self._requests.labels(route, str(status)).inc()
@@ -49,5 +53,6 @@ class ServerMetrics:
         self._open.set(pool.num_open)
         self._instances.set(pool.num_instances)
         self._version.set(pool.weight_version)
+        self._decoded.set(pool.stats.num_emitted_tokens)
         self._acceptance.set(pool.stats.acceptance_rate)
         return generate_latest(self._registry).decode()

@@ -58,7 +58,7 @@ class SchedulerClient:
         self._delivered: dict[SampleKey, Completion] = {}
         self._lost: list[LostInstance] = []
         self._updates: list[str] = []
-        self._is_cut = False
+        self._is_cut, self._cut_keys = False, set[SampleKey]()
         "what is open was told to end where it is"
         self._expected: tuple[Starts, tuple[str, ...]] = (Starts(), ())
         self._planning_s = 0.0
@@ -111,14 +111,19 @@ class SchedulerClient:
         if len(self._delivered) == len(self._asked):
             self._asked.clear()
             self._delivered.clear()
+            self._cut_keys.clear()
             self._is_cut = False
         self._asked.update((request.key, request) for request in requests)
         self._send("enqueue", requests)
 
-    def cut(self) -> None:
-        """Have every open sample end where it is; `take` brings what there is of each. Raises SchedulerLost."""
-        self._is_cut = True
-        self._send("cut")
+    def cut(self, keys: frozenset[SampleKey] | None = None) -> None:
+        """Have samples end where they are; `take` brings what there is of each. Raises SchedulerLost.
+
+        `keys`: of those samples; None: all that are open.
+        """
+        self._is_cut |= keys is None
+        self._cut_keys |= keys or frozenset()
+        self._send("cut", keys)
 
     def take(self, wait_s: float) -> Taken:
         """Return the updates since the last call, waiting up to `wait_s` for some.
@@ -141,6 +146,7 @@ class SchedulerClient:
         for key in keys:
             self._asked.pop(key, None)
             self._delivered.pop(key, None)
+            self._cut_keys.discard(key)
 
     def updates(self) -> list[str]:
         """What a person should know of restarts since the last call, one line each."""
@@ -232,7 +238,9 @@ class SchedulerClient:
         self._handle.expect.remote(*self._expected)
         if self._is_cut and len(self._delivered) < len(self._asked):
             # answered before anything else is asked for
-            self._get(self._handle.cut.remote(), "cut", self._start_timeout_s)
+            self._get(self._handle.cut.remote(None), "cut", self._start_timeout_s)
+        elif self._cut_keys:
+            self._get(self._handle.cut.remote(frozenset(self._cut_keys)), "cut", self._start_timeout_s)
         for name, row in self._instances.serving.items():
             if row.state is InstanceState.LEAVING:
                 self._handle.leave.remote(name, row.leaves_because)

@@ -78,13 +78,14 @@ class ClockTicked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutAll:
-    """Every open sample is to end where it is: new weights are there, and it goes on with them."""
+class Cut:
+    """Samples are to end where they are: new weights are there, or nobody waits for them any more."""
+
+    keys: frozenset[SampleKey] | None = None
+    "None: all, those too that arrive until none is open"
 
 
-Event = (
-    SamplesArrived | InstanceJoined | InstanceReported | InstanceGone | InstanceLeaves | ClockTicked | CutAll
-)
+Event = SamplesArrived | InstanceJoined | InstanceReported | InstanceGone | InstanceLeaves | ClockTicked | Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ accepted one and dropped; a difference is an integrity alarm (design 3.4).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import replace
 
 from rlhfspec.core.awake import AwakeClock
@@ -26,7 +26,7 @@ from rlhfspec.policies.scheduling.cutting import cut
 from rlhfspec.policies.scheduling.events import (
     Alarm,
     ClockTicked,
-    CutAll,
+    Cut,
     Deliver,
     Event,
     InstanceGone,
@@ -85,6 +85,7 @@ class Scheduler:
         self._accepted = Accepted()
         self._max_new_tokens = 1
         self._is_cutting = self._is_settled = False
+        self._cut_keys: Set[SampleKey] = frozenset()
         "settled: nothing has happened since samples were bound that could bind another"
 
     @property
@@ -149,11 +150,15 @@ class Scheduler:
                 orders = []
             case ClockTicked():
                 orders = lose_silent(self._ledger, timeout_s=self._heartbeat_timeout_s)
-            case CutAll():
-                self._is_cutting, orders = True, []
-        if self._is_cutting:
-            orders += cut(self._ledger, self._accepted, event)
-            self._is_cutting = bool(self._ledger.samples)
+            case Cut():
+                self._is_cutting |= event.keys is None
+                self._cut_keys |= event.keys or frozenset()
+                orders = []
+        if self._is_cutting or self._cut_keys:
+            keys = None if self._is_cutting else self._cut_keys
+            orders += cut(self._ledger, self._accepted, event, keys)
+            self._is_cutting &= bool(self._ledger.samples)
+            self._cut_keys &= self._ledger.samples.keys()
         if not (self._is_settled and isinstance(event, InstanceReported)):
             orders += self._ledger.pull() + let_go(self._ledger)
             self._is_settled = True

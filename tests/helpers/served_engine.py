@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.serving.engine_deployment import ServerLimits, build
 from rlhfspec.cluster.serving.engine_requests import RequestReader
 from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body
+from rlhfspec.cluster.serving.served_weights import forget_published
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import Completion
 from rlhfspec.engine.build import build_engine
@@ -103,10 +104,29 @@ class ServedEngine:
         """End an instance's process at once."""
         ray.kill(self.instances()[name])
 
+    def kill_replica(self) -> None:
+        """End the server's own process at once, and wait until another is in its place."""
+        (name,) = _replicas()
+        ray.kill(ray.get_actor(name, "serve"), no_restart=True)
+        self._wait(lambda: bool(_replicas()) and name not in _replicas())
+        self._wait(lambda: self.get("/get_world_size").status_code == 200)
+
+    def metric(self, name: str) -> float:
+        """One of /metrics."""
+        (line,) = [one for one in self.get("/metrics").text.splitlines() if one.startswith(f"{name} ")]
+        return float(line.split()[1])
+
+    def wait_until_none_is_open(self) -> None:
+        """Until every response has ended."""
+        self._wait(lambda: self.metric("rlhfspec_serve_open_responses") == 0)
+
     def wait_for_instances(self, count: int) -> None:
         """Until so many live."""
+        self._wait(lambda: self.get("/get_world_size").json()["world_size"] == count)
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
         ends_s = time.monotonic() + TIMEOUT_S
-        while self.get("/get_world_size").json()["world_size"] != count:
+        while not holds():
             assert time.monotonic() < ends_s
             time.sleep(0.1)
 
@@ -135,6 +155,15 @@ def serve_pair(folder: Path, *, max_open: int, num_instances: int = 2) -> Iterat
         yield ServedEngine(url=f"http://127.0.0.1:{port}", plan=plan, reader=reader)
     finally:
         serve.shutdown()
+        forget_published(NAMESPACE)
+
+
+def _replicas() -> set[str]:
+    return {
+        one["name"]
+        for one in list_named_actors(all_namespaces=True)
+        if one["namespace"] == "serve" and one["name"].startswith("SERVE_REPLICA::engine#")
+    }
 
 
 def told(answer: dict[str, Any]) -> list[tuple[list[int], list[float]]]:

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from malformed import malformed
 
+from benchmarks.support.malformed import malformed
 from rlhfspec.cluster.serving.api_error import ApiError
 from rlhfspec.cluster.serving.engine_requests import Asked, RequestReader
 from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body
@@ -80,7 +80,7 @@ def test_a_tokenizer_without_a_chat_template_is_told(reader: RequestReader):
 
 
 def test_malformed_bodies_raise_nothing_else(reader: RequestReader):
-    for route, raw in malformed(1000, seed=2):
+    for route, raw in malformed(1000, seed=2, vocab_size=261, context_tokens=64, max_open=64):
         form = CompletionBody if route == "completions" else ChatBody
         try:
             taken = reader.read(read_body(raw, form))

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from byte_chat import save_byte_pair
-from malformed import malformed
 from served_engine import TOKEN, ServedEngine, bits, serve_pair, told
 from transformers import LlamaForCausalLM
+
+from benchmarks.support.malformed import malformed
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -26,6 +28,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     save_byte_pair(folder)
     return folder
+
+
+def save_changed(model: Path, folder: Path) -> None:
+    """A model's weights, each a little moved."""
+    torch.manual_seed(9)
+    changed = LlamaForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    changed.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +158,7 @@ def test_what_trl_sends_is_answered_as_it_reads_it(server: ServedEngine):
 
 
 def test_malformed_requests_are_each_refused_with_a_reason(server: ServedEngine):
-    bodies = malformed(250, seed=1)
+    bodies = malformed(250, seed=1, vocab_size=261, context_tokens=512, max_open=MAX_OPEN)
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda one: server.post(f"/v1/{one[0]}", one[1]), bodies))
     for (route, body), answer in zip(bodies, answers, strict=True):
@@ -190,15 +202,28 @@ def test_an_instance_that_dies_costs_no_request(server: ServedEngine, pair: Path
     assert "gen-0" not in server.instances()
 
 
+def test_a_client_that_leaves_gives_its_responses_up(server: ServedEngine):
+    decoded = server.metric("rlhfspec_serve_decoded_tokens")
+    body = {"prompt": "left", "n": MAX_OPEN, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with server.post("/v1/completions", body, stream=True) as answer:
+        next(answer.iter_lines(chunk_size=1))
+    server.wait_until_none_is_open()
+    assert server.metric("rlhfspec_serve_decoded_tokens") - decoded < MAX_OPEN * 500
+    # those that wait, too
+    assert server.post("/pause?mode=keep", {}).status_code == 200
+    left = {"prompt": "left", "n": 3}
+    with pytest.raises(requests.ReadTimeout):
+        requests.post(
+            f"{server.url}/v1/completions", json=left, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=1
+        )
+    server.wait_until_none_is_open()
+    assert server.post("/resume", {}).status_code == 200
+
+
 def test_a_version_that_is_published_meanwhile_costs_no_request(
     server: ServedEngine, pair: Path, tmp_path: Path
 ):
-    torch.manual_seed(9)
-    model = LlamaForCausalLM.from_pretrained(pair / "target")
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.02 * torch.randn_like(weight))
-    model.save_pretrained(tmp_path / "next")
+    save_changed(pair / "target", tmp_path / "next")
     bodies = [
         ASKED | {"prompt": f"v{number}", "n": 2, "seed": number, "max_tokens": 300, "ignore_eos": True}
         for number in range(12)
@@ -218,6 +243,28 @@ def test_a_version_that_is_published_meanwhile_costs_no_request(
         weights = pair / "target" if version == 0 else tmp_path / "next"
         assert told(answer) == bits(server.expected(weights, body, seed=body["seed"]))
     assert answers[-1]["choices"][0]["weight_versions"] == [1]
+
+
+def test_a_server_that_is_started_again_has_the_weights_that_it_had(
+    server: ServedEngine, pair: Path, tmp_path: Path
+):
+    save_changed(pair / "target", tmp_path / "kept")
+    info = {"update_info": {"path": str(tmp_path / "kept")}}
+    version = server.post("/update_weights", info).json()["weight_version"]
+    server.kill_replica()
+    body = ASKED | {"prompt": "again", "n": 2, "max_tokens": 40, "seed": 4}
+    answer = server.generate(body)
+    assert told(answer) == bits(server.expected(tmp_path / "kept", body, seed=4))
+    assert answer["choices"][0]["weight_versions"] == [version]
+    # where they cannot be had again it says so
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    server.kill_replica()
+    refused = server.post("/v1/completions", body)
+    assert refused.status_code == 503 and server.get("/health").status_code == 503
+    assert f"cannot read weight version {version}: no folder or file of weights" in refused.text
+    info = {"update_info": {"path": str(tmp_path / "moved")}}
+    assert server.post("/update_weights", info).json() == {"status": "ok", "weight_version": version + 1}
+    assert server.generate(body)["choices"][0]["weight_versions"] == [version + 1]
 
 
 def test_a_pause_that_keeps_cuts_no_response(server: ServedEngine, tmp_path: Path):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from move_messages import complete, request
 
-from rlhfspec.core.records import Completion, FinishReason, SampleRequest
+from rlhfspec.core.records import EPOCHS_OF_A_ROUND, Completion, FinishReason, SampleRequest
 from rlhfspec.policies.migration.move_messages import Claim, MoveReport
 from rlhfspec.policies.reallocation.pool_records import Move, MoveMode
 from rlhfspec.policies.scheduling.events import (
     Abandon,
     Alarm,
-    CutAll,
+    Cut,
     CutOwned,
     Deliver,
     InstanceGone,
@@ -60,7 +60,7 @@ def pool(*names: str, slots: int, samples: int) -> tuple[Scheduler, dict[str, li
 
 def test_what_waits_is_delivered_at_once_and_what_decodes_is_cut_where_it_is():
     scheduler, held = pool("a", slots=2, samples=5)
-    orders = scheduler.handle(CutAll())
+    orders = scheduler.handle(Cut())
     assert [order.completion.num_tokens for order in of(orders, Deliver)] == [0] * (5 - len(held["a"]))
     assert told(orders) == [("a", {one.key for one in held["a"]})] and not of(orders, Submit)
     # told again with a report that it still holds some
@@ -76,9 +76,27 @@ def test_what_waits_is_delivered_at_once_and_what_decodes_is_cut_where_it_is():
     assert not of(scheduler.handle(InstanceReported(instance="a", now_s=2.0)), CutOwned)
 
 
+def test_named_samples_alone_are_cut_and_others_take_their_slots():
+    scheduler, held = pool("a", slots=2, samples=5)
+    running, (waits, *_) = held["a"], [request(i) for i in range(len(held["a"]), 5)]
+    keys = frozenset({running[0].key, waits.key})
+    orders = scheduler.handle(Cut(keys=keys))
+    assert [order.completion.key for order in of(orders, Deliver)] == [waits.key]
+    assert told(orders) == [("a", {running[0].key})]
+    ended = (cut_at(running[0], "a", 3),)
+    orders = scheduler.handle(InstanceReported(instance="a", now_s=1.0, completions=ended))
+    assert [order.completion.key for order in of(orders, Deliver)] == [running[0].key]
+    assert [one.key for order in of(orders, Submit) for one in order.requests] and not of(orders, CutOwned)
+    # a key that is asked for again is not cut
+    turn = replace(waits, epoch=EPOCHS_OF_A_ROUND)
+    scheduler.handle(SamplesArrived(requests=(turn,)))
+    orders = scheduler.handle(InstanceReported(instance="a", now_s=2.0))
+    assert not of(orders, CutOwned) and not of(orders, Deliver)
+
+
 def test_samples_of_an_instance_that_is_lost_meanwhile_are_handed_back():
     scheduler, held = pool("a", "b", slots=2, samples=4)
-    scheduler.handle(CutAll())
+    scheduler.handle(Cut())
     orders = scheduler.handle(InstanceGone(instance="a", reason="killed"))
     assert {order.completion.key for order in of(orders, Deliver)} == {one.key for one in held["a"]}
     late = tuple(cut_at(one, "a", 7) for one in held["a"])
@@ -95,7 +113,7 @@ def test_a_sample_on_its_way_is_cut_where_it_comes_up():
     (mine,) = held["a"]
     move = Move(key=mine.key, source="a", destination="b", mode=MoveMode.MIGRATE, gain_s=1.0, reason="test")
     (started,) = of(scheduler.move([move], now_s=0.5), StartMove)
-    scheduler.handle(CutAll())
+    scheduler.handle(Cut())
     ended = tuple(cut_at(one, "b", 2) for one in held["b"])
     scheduler.handle(InstanceReported(instance="b", now_s=1.0, completions=ended))
     order = started.order
@@ -122,7 +140,7 @@ def test_every_sample_is_delivered_once_under_random_faults(seed):
     delivered, alarms, orders = [], [], []
     for turn in range(500):
         if turn == 5:
-            orders = scheduler.handle(CutAll())
+            orders = scheduler.handle(Cut())
         name = chance.choice("abc")
         action = chance.random()
         if name in held and action < 0.05 and len(held) > 1:

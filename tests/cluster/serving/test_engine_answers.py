@@ -1,0 +1,91 @@
+"""A stream's parts join to the whole text, and each decodes what is new alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from byte_chat import save_byte_pair
+
+from rlhfspec.cluster.serving.engine_answers import AnswerWriter
+from rlhfspec.cluster.serving.engine_requests import RequestReader
+from rlhfspec.cluster.serving.request_bodies import CompletionBody, read_body
+from rlhfspec.core.records import Completion, FinishReason, as_asked
+from rlhfspec.engine.weights.loading import load_tokenizer
+
+CHUNK = 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_byte_pair(folder := tmp_path_factory.mktemp("pair"))
+    return folder / "target"
+
+
+class CountingTokenizer:
+    """The model's own; it counts the tokens that it decodes."""
+
+    def __init__(self, model: Path) -> None:
+        self.tokenizer, self.num_decoded = load_tokenizer(str(model)), 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.num_decoded += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+def completion_of(writer: AnswerWriter, ids: list[int], reason: FinishReason) -> Completion:
+    zeros = np.zeros(len(ids), dtype=np.float32)
+    return replace(
+        as_asked(writer.asked.requests[0]),
+        token_ids=np.array(ids),
+        policy_logprobs=zeros,
+        sampling_logprobs=zeros,
+        finish_reason=reason,
+    )
+
+
+def writer_of(model: Path, **body: Any) -> tuple[AnswerWriter, CountingTokenizer]:
+    tokenizer = CountingTokenizer(model)
+    reader = RequestReader(tokenizer.tokenizer, model=str(model), served_name="tiny", max_total_tokens=512)
+    asked = reader.read(read_body(json.dumps({"prompt": "a"} | body).encode(), CompletionBody))
+    return AnswerWriter(asked, tokenizer, "tiny"), tokenizer  # type: ignore[arg-type]
+
+
+def parts_of(writer: AnswerWriter, whole: Completion) -> list[str]:
+    """The texts of a stream that is asked for its parts every CHUNK tokens."""
+    events = []
+    for count in range(CHUNK, whole.num_tokens, CHUNK):
+        so_far = completion_of(writer, whole.token_ids[:count].tolist(), FinishReason.CUT)
+        events += writer.parts(0, so_far, is_last=False)
+    events += writer.parts(0, whole, is_last=True)
+    return [json.loads(one.removeprefix("data: "))["choices"][0]["text"] for one in events]
+
+
+@pytest.mark.parametrize("text", ["naïve 東京 🎉 " * 20, "abcabd" * 30], ids=["wide", "ascii"])
+def test_parts_join_to_the_whole_and_no_part_decodes_it_anew(model: Path, text: str):
+    writer, tokenizer = writer_of(model)
+    ids = tokenizer.tokenizer.encode(text)
+    parts = parts_of(writer, completion_of(writer, ids, FinishReason.LENGTH))
+    assert "".join(parts) == text and len(parts) > len(ids) / CHUNK / 2
+    # once at the end, and in the parts until a character is whole
+    assert tokenizer.num_decoded <= 8 * len(ids), "anew it would be 38 times"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_bytes_that_are_no_text_join_to_what_a_whole_answer_has(model: Path, seed: int):
+    writer, _ = writer_of(model)
+    ids = np.random.default_rng(seed).integers(0, 261, 120).tolist()
+    whole = completion_of(writer, ids, FinishReason.LENGTH)
+    expected = writer_of(model)[0].whole([whole])["choices"][0]["text"]
+    assert "".join(parts_of(writer, whole)) == expected
+
+
+def test_no_part_holds_what_may_be_the_stop_string(model: Path):
+    writer, tokenizer = writer_of(model, stop="def")
+    ids = tokenizer.tokenizer.encode("abcde abcdef")
+    parts = parts_of(writer, completion_of(writer, ids, FinishReason.STOP))
+    assert "".join(parts) == "abcde abc"
