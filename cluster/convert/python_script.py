@@ -57,9 +57,11 @@ def read_script(text: str) -> tuple[str, dict[str, Any]] | None:
             given |= {f"lora_{key.removeprefix('lora_')}": value for key, value in _keywords(call, known)}
         elif _name(call) == "load_dataset" and "dataset_name" not in given:
             given |= {key: _value(one, known) for key, one in zip(_DATA, call.args, strict=False)}
-            given |= {
-                f"dataset_train_{key}": value for key, value in _keywords(call, known) if key == "split"
-            }
+            split = dict(_keywords(call, known)).get("split")
+            if split is not None:
+                given["dataset_train_split"] = split[0] if isinstance(split, list) and split else split
+        elif _name(call) in ("map", "filter") and isinstance(call.func, ast.Attribute) and call.args:
+            given["dataset.map"] = f"$({ast.unparse(call.args[0])})"
         elif _name(call).endswith("Trainer"):
             given |= _of_trainer(call, known, of_trl)
     return kind, given | dict(_keywords(config, known))

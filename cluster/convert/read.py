@@ -143,6 +143,7 @@ def _open_points(result: Converted) -> list[str]:
         points.append("data.path: the file names no data; write the rows, or their path")
     unset = [key for key, value in values.items() if isinstance(value, str) and "$" in value]
     points += [f"{key} {values[key]}: the script leaves it to its shell; write the value" for key in unset]
+    points += [why for key, why in result.unmatched.items() if key.startswith("dataset.map ")]
     open_lines = [*result.taken, *(key for key, why in result.unmatched.items() if _OTHER_KIND in why)]
     points += [
         f"{line}: the script leaves it to its shell; write the value"

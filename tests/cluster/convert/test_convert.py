@@ -414,7 +414,7 @@ trainer = GRPOTrainer(
     model=model,
     args=config,
     reward_funcs=[think_format_reward, is_short],
-    train_dataset=load_dataset("me/rows", "easy", split="train[:1%]"),
+    train_dataset=load_dataset("me/rows", "easy", split=["train[:1%]", "test"])[0].map(as_chat),
     peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"]),
 )
 trainer.train()
@@ -440,6 +440,7 @@ def test_a_python_script_is_read_and_not_run(tmp_path: Path) -> None:
     assert "reward.kind reward.py:is_short: write that function into reward.py" in to_do
     assert "run.output_dir $(options.out): the script leaves it" in to_do
     assert "num_iterations $(n): the script leaves it" in to_do
+    assert "the script changes its rows" in to_do
     assert "not a key that this command knows" in converted.unmatched["**more $(more)"]
     with pytest.raises(ConfigError, match="holds no keys"):
         convert_files("trl", [file_of(tmp_path, "print('no config')\nx = [\n", "other.py")])
