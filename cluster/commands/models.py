@@ -35,7 +35,7 @@ Make a draft head (EAGLE-3's form) for a target, and say how its drafts are acce
 _TEMPERATURE = number("a number of 0 or more", float, lambda value: 0 <= value < math.inf)
 
 Target = Annotated[str, Arg("MODEL", "folder or name of the target")]
-Prompts = Annotated[str, Arg("FILE", "prompts: JSONL, Parquet or a data set's name")]
+Prompts = Annotated[str, Arg("FILE", "prompts: JSONL, CSV, Parquet or a data set's name")]
 Overrides = Annotated[list[str], set_flag("a key of a run's config, such as data.prompt_field=prompt")]
 MaxNewTokens = Annotated[int, Arg("N", "longest response (%(default)s)", parse=COUNT)]
 Seed = Annotated[int, Arg(help="of responses and training (%(default)s)", parse=SEED)]
@@ -159,7 +159,9 @@ def make_head(
       rlhfspec drafter make --target smollm2-135m-instruct --data train.jsonl --out head
       rlhfspec drafter make --target DIR --data prompts.jsonl --set data.prompt_field=prompt --out head --budget 1800
 
-    The folder has the files and names of EAGLE-3 heads as SpecForge writes them: SGLang and vLLM load it.
+    Prompts go through the tokenizer's chat template where it has one, as with data.chat=true in a run; --set
+    data.chat=false for a run without. The folder has the files and names of EAGLE-3 heads as SpecForge writes them:
+    SGLang and vLLM load it.
     """
     _require_new(out)
     # what takes seconds to load comes after what may be mistyped
@@ -176,6 +178,12 @@ def make_head(
         max_new_tokens=max_new_tokens,
         recipe=HeadRecipe(num_tokens=tokens, draft_vocab_size=draft_vocab, num_threads=threads),
         seed=seed,
+    )
+    chat = str(inputs.config.data.chat).lower()
+    report.note(
+        f"next: rlhfspec drafter eval --target {target} --drafter {out} --data {data}\n"
+        f"in a run's config:\n  models: {{target: {target}, draft: {out}}}\n  speculation: {{drafter: head}}\n"
+        f"  data: {{chat: {chat}}}"
     )
     return 0
 
@@ -201,7 +209,7 @@ def evaluate_head(
 
     Let the target answer prompts and count how a head's drafts would be accepted: by level, by position in the
     response, by category, and as tokens a decode step. Heads of SpecForge and EAGLE are read too,
-    from safetensors in one file.
+    from safetensors in one file. Prompts go through the chat template, as in `drafter make`.
 
       rlhfspec drafter eval --target smollm2-135m-instruct --drafter head --data test.jsonl
       rlhfspec drafter eval --target DIR --drafter head --data bench.jsonl --category-field task
@@ -209,20 +217,20 @@ def evaluate_head(
     if not drafter.is_dir():
         got = "is a file" if drafter.exists() else "does not exist"
         raise ConfigError(f"--drafter expects the folder of a draft head, {drafter} {got}")
-    from rlhfspec.cluster.jobs.drafter_jobs import evaluate_drafter
+    from rlhfspec.cluster.jobs.drafter_jobs import evaluate_drafter, say_fit
 
-    report, inputs = _inputs(target, data, overrides, max_new_tokens, category_field)
+    report, inputs = _inputs(target, data, overrides, max_new_tokens, category_field, drafter)
     del inputs.prompts[limit:]
-    evaluate_drafter(
+    found = evaluate_drafter(
         inputs,
         report,
-        folder=drafter,
         temperatures=temperature,
         max_new_tokens=max_new_tokens,
         num_levels=depth,
         seed=seed,
         category_field=category_field,
     )
+    say_fit(found, report, target=target, drafter=drafter, data=data)
     return 0
 
 
@@ -232,6 +240,7 @@ def _inputs(
     overrides: list[str],
     max_new_tokens: int,
     category_field: str | None = None,
+    head: Path | None = None,
 ) -> tuple[Reporter, DrafterInputs]:
     from rlhfspec.cluster.jobs.drafter_jobs import read_inputs
     from rlhfspec.cluster.observe.console import Reporter
@@ -244,6 +253,7 @@ def _inputs(
             overrides=overrides,
             max_new_tokens=max_new_tokens,
             category_field=category_field,
+            head=head,
         )
     return report, inputs
 

@@ -9,17 +9,25 @@ from typing import Any
 
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.configuration_utils import PretrainedConfig
 
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.plan.inputs import end_tokens, read_tokenizer
 from rlhfspec.cluster.plan.names import resolve_models
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
-from rlhfspec.core.errors import DataError
+from rlhfspec.core.errors import ConfigError, DataError
 from rlhfspec.core.records import Prompt, SamplingParams
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, require_fit, save_head
+from rlhfspec.engine.drafters.head.head_weights import (
+    HeadOrigin,
+    HeadWeights,
+    load_head,
+    require_fit,
+    save_head,
+)
 from rlhfspec.engine.weights.causal_lm import max_context_tokens
-from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
+from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
+from rlhfspec.engine.weights.weight_files import weights_digest
 from rlhfspec.learning.data.prompts import load_prompts, sampling_params
 from rlhfspec.learning.drafts.evaluate_head import Acceptance, evaluate_head
 from rlhfspec.learning.drafts.make_head import HeadRecipe, MadeHead, make_head
@@ -39,6 +47,8 @@ class DrafterInputs:
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
+    head: HeadWeights | None
+    "that is evaluated"
 
     @property
     def vocab_size(self) -> int:
@@ -61,9 +71,11 @@ def read_inputs(
     overrides: Sequence[str],
     max_new_tokens: int,
     category_field: str | None = None,
+    head: Path | None = None,
 ) -> DrafterInputs:
     """Load what both commands need. Prompts are chat turns where the tokenizer has a template, unless data.chat says.
 
+    A head that is evaluated is read before anything that takes long.
     Raises ModelError, DataError and ConfigError for what cannot be used.
     """
     fields = {"reward_fields": [category_field]} if category_field else {}
@@ -76,6 +88,7 @@ def read_inputs(
     config = resolve_models(config, report)
     name = config.models.target
     trust = config.models.trust_remote_code
+    read = None if head is None else read_head(head, load_hf_config(name, trust_remote_code=trust))
     tokenizer = read_tokenizer(config.models, config.run.template_time)
     says_chat = any(one.startswith("data.chat=") for one in overrides)
     if tokenizer.chat_template is not None and not says_chat:
@@ -87,7 +100,9 @@ def read_inputs(
     config = config.model_copy(update={"sampling": sampling})
     model = load_causal_lm(name, "float32", trust_remote_code=trust)
     report.stop()
-    for line in (*dataset.notes(), ends.line):
+    form = "chat template of the tokenizer" if config.data.chat else "as they stand"
+    chat_line = f"prompts: {form} (data.chat={str(config.data.chat).lower()}); a run must have the same"
+    for line in (chat_line, *dataset.notes(), ends.line):
         if line is not None:
             report.note(line)
     limit = max_context_tokens(model.config)
@@ -101,7 +116,7 @@ def read_inputs(
             f"no prompt of {data} leaves room for {max_new_tokens} tokens in the target's context of {limit}; lower "
             "--max-new-tokens"
         )
-    return DrafterInputs(config=config, target=model, tokenizer=tokenizer, prompts=prompts)
+    return DrafterInputs(config=config, target=model, tokenizer=tokenizer, prompts=prompts, head=read)
 
 
 def make_drafter(
@@ -127,7 +142,9 @@ def make_drafter(
             recipe=recipe,
             progress=tick,
         )
-    save_head(out, made.head)
+    name = inputs.config.models.target
+    origin = HeadOrigin(target=name, target_weights=weights_digest(name), chat=inputs.config.data.chat)
+    save_head(out, made.head, origin)
     report.note(
         f"draft head {out}: {made.head.num_trained / 1e6:.1f}M weights, {made.num_tokens:,} own tokens in "
         f"{made.generate_s:.0f} s, {made.num_learned_tokens:,} learned from in {made.num_steps} steps and "
@@ -142,19 +159,19 @@ def evaluate_drafter(
     inputs: DrafterInputs,
     report: Reporter,
     *,
-    folder: Path,
     temperatures: Sequence[float],
     max_new_tokens: int,
     num_levels: int,
     seed: int,
     category_field: str | None,
 ) -> list[Acceptance]:
-    """Evaluate a head and print tables. Raises ModelError for a head that cannot be read or is of another target."""
-    head = read_head(folder, inputs.target)
+    """Evaluate a head and print tables. Raises ConfigError: the inputs have none."""
+    if inputs.head is None:
+        raise ConfigError("a draft head is evaluated: expected its folder, got none; give --drafter")
     with report.job("drafting along own responses") as tick:
         found = evaluate_head(
             inputs.target,
-            head,
+            inputs.head,
             inputs.prompts,
             samplings=[inputs.sampling(one, max_new_tokens) for one in temperatures],
             vocab_size=inputs.vocab_size,
@@ -175,11 +192,27 @@ def evaluate_drafter(
     return found
 
 
-def read_head(folder: Path, target: PreTrainedModel) -> HeadWeights:
-    """A head for a target. Raises ModelError."""
-    head = load_head(folder, num_target_layers=target.config.get_text_config().num_hidden_layers)
-    require_fit(head.config, target.config)
+def read_head(folder: Path, target: PretrainedConfig) -> HeadWeights:
+    """A head for a target of this config. Raises ModelError."""
+    head = load_head(folder, num_target_layers=target.get_text_config().num_hidden_layers)
+    require_fit(head.config, target)
     return head
+
+
+def say_fit(found: Sequence[Acceptance], report: Reporter, *, target: str, drafter: Path, data: str) -> None:
+    """Close an evaluation: whether the head fits, and what comes next."""
+    length = max(one.tree_length(TREES[-1]) for one in found)
+    reached = f"{length:.2f} tokens a decode step with the best fixed tree of {TREES[-1]}, 1 without drafts"
+    if length < WORTH_LENGTH:
+        report.note(
+            f"the head does not fit this target and these prompts: {reached}; make one: rlhfspec drafter make "
+            f"--target {target} --data {data} --out NEW"
+        )
+    else:
+        report.note(
+            f"the head fits this target: {reached}; next: set models.draft={drafter} and speculation.drafter=head, and "
+            "`rlhfspec profile --config FILE --out profile` tells what it gains on this machine"
+        )
 
 
 def print_acceptance(

@@ -32,7 +32,7 @@ def status_view(
     parts: list[RenderableType] = [Text(line) for line in state]
     if page is None:
         parts.append(
-            Text("no live.json: it was started by an earlier version, or ended before its first page")
+            Text("no live.json: the run is starting and has told nothing yet, or it ended before it could")
         )
         return Group(*parts)
     parts += [Text(line) for line in page_lines(page, now)]

@@ -23,6 +23,7 @@ from rlhfspec.engine.drafters.head.head_weights import (
     HeadWeights,
     load_head,
     load_head_config,
+    read_origin,
     require_fit,
 )
 from rlhfspec.engine.drafters.head.mtp_weights import FoundMtp, load_mtp, mtp_config
@@ -31,6 +32,7 @@ from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from rlhfspec.engine.weights.llama_config import MODEL_TYPES
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer, num_token_ids
+from rlhfspec.engine.weights.weight_files import weights_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class DraftHead:
     frozen_because: str
     "why instances do not train it; empty: they do"
     buffer_mb: float
+    chat: bool
+    "of the run's prompts"
     title = "draft head"
 
     def check(self, target: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> CheckedDraft:
@@ -112,7 +116,27 @@ class DraftHead:
             f"draft head {self.place}: {head.num_trained / 1e6:.2f}M parameters, {config.draft_vocab_size:,} of the "
             f"target's {config.vocab_size:,} token ids, hidden states before layers {taps}"
         )
-        return CheckedDraft(shape=_head_shape(config), lines=(line, self.describe_training(target)))
+        return CheckedDraft(
+            shape=_head_shape(config), lines=(line, *self._doubts(), self.describe_training(target))
+        )
+
+    def _doubts(self) -> list[str]:
+        """Lines on a head that was made for something else, or does not say for what."""
+        measure = "`rlhfspec drafter eval` measures how it does here"
+        origin = read_origin(Path(self.place).expanduser())
+        if origin is None:
+            return [f"the head's folder does not say which target it was made for: {measure}"]
+        lines = []
+        if origin.target_weights not in (None, weights_digest(self.models.target)):
+            lines.append(
+                f"the head was made for other weights than this target's ({origin.target}): {measure}"
+            )
+        if origin.chat != self.chat:
+            lines.append(
+                f"the head was made from prompts with data.chat={str(origin.chat).lower()}, this run has "
+                f"{str(self.chat).lower()}: set data.chat alike, or {measure}"
+            )
+        return lines
 
     def describe_training(self, target: PretrainedConfig) -> str:
         """Say whether it will be trained, and where not, why."""
@@ -197,7 +221,13 @@ def what_drafts(config: Config) -> Drafts | None:
         why = "speculation.policy is off"
     elif config.decodes_on_gpu:
         why = "instances on GPUs train none so far"
-    return DraftHead(models=models, place=models.draft, frozen_because=why, buffer_mb=training.buffer_mb)
+    return DraftHead(
+        models=models,
+        place=models.draft,
+        frozen_because=why,
+        buffer_mb=training.buffer_mb,
+        chat=config.data.chat,
+    )
 
 
 def _num_layers(target: PretrainedConfig) -> int:

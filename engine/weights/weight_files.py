@@ -6,6 +6,7 @@ have a shape and no memory, so renamed, merged and tied weights are understood a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 from collections.abc import Collection, Iterator
@@ -24,6 +25,8 @@ _SINGLE = ("model.safetensors", "pytorch_model.bin")
 "In the order in which transformers looks for them, each before its index."
 ADAPTER_FILE = "adapter_config.json"
 "Of peft, which transformers would put into the model unasked."
+_END_BYTES = 1 << 20
+"Of each end of a file; training changes the last layers and norms, which stand there."
 _MEND = "save the model again with save_pretrained, or copy or download it again"
 
 
@@ -103,6 +106,28 @@ def indexed_too(folder: Path) -> list[str]:
     """Weight files of a folder that are read whole while an index beside them names others, which are not."""
     read = next((one for one in _SINGLE if (folder / one).is_file()), None)
     return [read] if read is not None and (folder / f"{read}.index.json").is_file() else []
+
+
+def weights_digest(name: str) -> str | None:
+    """Tell weights apart by lengths and both ends of their files, read in no time; None where none are here.
+
+    Args:
+        name: path or hub name.
+
+    Raises:
+        ModelError: as `weight_files`.
+    """
+    folder = local_folder(name)
+    if folder is None:
+        return None
+    whole = hashlib.sha256()
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            whole.update(size.to_bytes(8, "little") + opened.read(_END_BYTES))
+            opened.seek(max(size - _END_BYTES, 0))
+            whole.update(opened.read(_END_BYTES))
+    return whole.hexdigest()
 
 
 def _whole(file: Path) -> Path:

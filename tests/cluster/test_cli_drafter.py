@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhfspec.cluster.cli import main
-from rlhfspec.engine.drafters.head.head_weights import load_head
+from rlhfspec.engine.drafters.head.head_weights import load_head, read_origin
+from rlhfspec.engine.weights.weight_files import weights_digest
 from tests.conftest import TinyPair
 
 
@@ -38,6 +39,16 @@ def test_a_head_is_made_and_evaluated(
     said = capsys.readouterr().out
     assert "own responses" in said and "mean acceptance length" in said
     assert "positions are too few to judge a head by" in said
+    for part in (
+        "prompts: ",
+        f"next: rlhfspec drafter eval --target {tiny_pair.target}",
+        "draft: " + str(out),
+    ):
+        assert part in said
+    origin = read_origin(out)
+    assert origin is not None and origin.target_weights == weights_digest(str(tiny_pair.target))
+    assert origin.target_weights != weights_digest(str(tiny_pair.draft))
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
     head = load_head(out, num_target_layers=2)
     assert head.config.draft_vocab_size == 16
     assert (
@@ -45,7 +56,7 @@ def test_a_head_is_made_and_evaluated(
         == 0
     )
     said = capsys.readouterr().out
-    for part in ("temperature 1", "temperature 0.6", "by position", "by kind", "level 1"):
+    for part in ("temperature 1", "temperature 0.6", "by position", "by kind", "level 1", "this target"):
         assert part in said
 
 

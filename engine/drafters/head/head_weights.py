@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,8 +39,14 @@ from rlhfspec.engine.drafters.head.config_keys import require_plain, rope_of, ro
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+ORIGIN_FILE = "made_for.json"
+"Beside the two, as other readers know no such keys in `config.json`."
 LAYER = "midlayer."
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SIZES_OF = {
+    "t2d": " (an entry for each id of the target's vocabulary, vocab_size)",
+    "d2t": " (an entry for each id of the draft vocabulary, draft_vocab_size)",
+}
 TABLE_TYPES = (torch.int64, torch.int32, torch.bool)
 LEFT_OUT = ("embed_tokens.weight", "model.embed_tokens.weight")
 
@@ -140,6 +146,17 @@ class HeadWeights:
         return replace(self, tensors={**self.tensors, **tensors})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOrigin:
+    """What a head was made for."""
+
+    target: str
+    target_weights: str | None
+    "`weights_digest` of the target; None: its files were not at hand"
+    chat: bool
+    "data.chat of the prompts that it learned from"
+
+
 def vocabulary_tensors(token_ids: Int[Tensor, " D"], vocab_size: int) -> dict[str, Tensor]:
     """Return `d2t` and `t2d` of a draft vocabulary: the target's ids in it, ascending."""
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
@@ -193,13 +210,24 @@ def config_tree(head: HeadWeights) -> dict[str, Any]:
     }
 
 
-def save_head(folder: Path, head: HeadWeights) -> None:
+def save_head(folder: Path, head: HeadWeights, origin: HeadOrigin | None = None) -> None:
     """Write a head into a folder, made if need be. Raises StorageError."""
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         contiguous = {name: tensor.contiguous() for name, tensor in head.tensors.items()}
         save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors leaves it to its owner alone
         (folder / CONFIG_FILE).write_text(json.dumps(config_tree(head), indent=2) + "\n")
+        if origin is not None:
+            (folder / ORIGIN_FILE).write_text(json.dumps(asdict(origin), indent=2) + "\n")
+
+
+def read_origin(folder: Path) -> HeadOrigin | None:
+    """Read what a head was made for; None where its folder does not say."""
+    try:
+        return HeadOrigin(**json.loads((folder / ORIGIN_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:
@@ -243,7 +271,8 @@ def require_whole(head: HeadWeights, name: str) -> None:
             raise ModelError(
                 f"the {head.config.what} {name} is not of {head.config.form}: expected {key} to be "
                 f"{list(expected[key]) if key in expected else 'absent'}, got "
-                f"{list(got[key]) if key in got else 'none'}; its config.json and its weights must go together"
+                f"{list(got[key]) if key in got else 'none'}{_SIZES_OF.get(key, '')}; config.json and weights must "
+                f"go together: copy both again from one place, or {head.config.again}"
             )
     _require_types(head.tensors, name, head.config)
     for key, tensor in head.tensors.items():
@@ -311,13 +340,16 @@ def require_fit(head: HeadConfig, target: Any) -> None:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_FILE
     try:
-        tree = json.loads((folder / CONFIG_FILE).read_text())
-    except (OSError, ValueError) as error:
+        tree = json.loads(file.read_text())
+    except OSError as error:
         raise ModelError(
             f"the draft head {folder} cannot be read: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got "
             f"{type(error).__name__}: {error}; make one with `rlhfspec drafter make`"
         ) from error
+    except ValueError as error:
+        raise _damaged(file) from error
     architectures = tree.get("architectures") if isinstance(tree, dict) else None
     if (
         not isinstance(architectures, list)
@@ -332,13 +364,25 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    file = folder / WEIGHTS_FILE
     try:
-        return load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError, ValueError) as error:
+        return load_file(file)
+    except FileNotFoundError:
+        there = ", ".join(sorted(one.name for one in folder.iterdir())[:8])
         raise ModelError(
-            f"the weights of the draft head {folder} cannot be read: {WEIGHTS_FILE}: {type(error).__name__}: "
-            f"{error}; heads in other files are not read: save them as safetensors, in one file"
-        ) from error
+            f"the draft head {folder} lacks its weights: expected {WEIGHTS_FILE}, got {there}; copy it again, or save "
+            "its weights as safetensors in one file: other files are not read"
+        ) from None
+    except (OSError, SafetensorError, ValueError) as error:
+        raise _damaged(file) from error
+
+
+def _damaged(file: Path) -> ModelError:
+    """Of a file that is there; what the library says of its bytes helps nobody."""
+    return ModelError(
+        f"the draft head {file.parent} cannot be read: {file.name} ({file.stat().st_size:,} bytes) is cut or damaged; "
+        "copy it again, or make a head with `rlhfspec drafter make`"
+    )
 
 
 def config_of_tree(tree: Mapping[str, Any], num_target_layers: int) -> HeadConfig:

@@ -19,6 +19,7 @@ from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import ConfigError, ModelError
 from rlhfspec.engine.drafters.head.head_weights import save_head
 from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.engine.weights.weight_files import weights_digest
 from tests.conftest import TinyPair
 from tests.helpers.random_heads import random_head
 
@@ -147,3 +148,43 @@ def test_a_head_whose_sizes_go_together_but_not_with_the_target_is_refused(check
     save_head(tmp_path / "other", random_head(tiny_llama(hidden_size=16, head_dim=4)))
     with pytest.raises(ModelError, match=r"does not fit the target: expected hidden size 32, got 16"):
         check(tmp_path / "other")
+
+
+def test_the_check_says_what_a_head_was_made_for(head: Path, check, tiny_pair: TinyPair) -> None:
+    def lines() -> str:
+        return "\n".join(check(head).models.lines)
+
+    assert "does not say which target it was made for: `rlhfspec drafter eval`" in lines()
+    made_for = head / "made_for.json"
+    mine = {"target": "t", "target_weights": weights_digest(str(tiny_pair.target)), "chat": False}
+    made_for.write_text(json.dumps(mine))
+    assert "made" not in lines()
+    made_for.write_text(json.dumps(mine | {"target_weights": "0" * 64, "chat": True}))
+    assert "made for other weights than this target's (t)" in lines()
+    assert "made from prompts with data.chat=true, this run has false" in lines()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: (folder / "config.json").write_text("{"),
+            r"config\.json \(1 bytes\) is cut or damaged",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(
+                (folder / "model.safetensors").read_bytes()[:-9]
+            ),
+            r"model\.safetensors \([0-9,]+ bytes\) is cut or damaged; copy it again",
+        ),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"\(0 bytes\) is cut or damaged"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            r"lacks its weights: expected model\.safeten",
+        ),
+    ],
+)
+def test_a_half_written_head_is_called_so(head: Path, check, damage, message: str) -> None:
+    damage(head)
+    with pytest.raises(ModelError, match=message):
+        check(head)
