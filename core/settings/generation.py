@@ -37,7 +37,8 @@ class SpeculationConfig(Section):
     """model: a draft model; head: a layer on the target's hidden states; mtp: the one that the target brings;
     suffix: look-up in all responses to the prompt"""
     policy: Literal["goodput", "bandit", "fixed", "off"] = "goodput"
-    "goodput: adaptive, from a profile; bandit: TLT's, which learns by trying; fixed; off: plain decoding"
+    """goodput: adaptive, from a profile; bandit: TLT's, which learns by trying; fixed, the default where instances have
+    GPUs; off: plain decoding"""
     profile: UserPath = "auto"
     "goodput: a folder made by `rlhfspec profile`; auto: made at start-up when there is none in the cache (CPU only)"
     max_nodes: int = Field(default=16, ge=1, le=64)
