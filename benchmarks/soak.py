@@ -14,12 +14,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.faulty.injection import serving_actors
 from benchmarks.support.harness import Bench
-from benchmarks.support.processes import descendants, start_command
+from benchmarks.support.processes import (
+    command_line,
+    descendants,
+    left_of,
+    private_mib,
+    start_command,
+)
 from benchmarks.support.result import ROOT
 from benchmarks.support.runs import PPO, newest_run, train_words
 from rlhfspec.cluster.placement.ray_session import TERMINATED
@@ -91,7 +96,7 @@ _IDLE_PROCESS = "ray::IDLE"
 
 def run(bench: Bench) -> int:
     """Run the benchmark; returns 0, or 1 when something has grown or was left behind, in a line each."""
-    console, out, mode = bench.console, bench.out, bench.mode
+    console, out, minutes = bench.console, bench.out, bench.minutes(MINUTES)
     settings = (
         "run.iterations=3000",
         "run.checkpoint_every=5",
@@ -102,19 +107,16 @@ def run(bench: Bench) -> int:
     driver = start_command(train_words(PPO, out, "soak", settings), folder=ROOT, log=out / "soak.log")
     seen: set[int] = set()
     try:
-        samples, size_mib = _watch(driver, 60.0 * MINUTES[mode], out, seen)
+        samples, size_mib = _watch(driver, 60.0 * minutes, out, seen)
         driver.send_signal(signal.SIGTERM)
         code = driver.wait(timeout=END_S)
     finally:
         driver.kill()
-    # what Ray ends itself takes a moment
-    ends_s = time.monotonic() + END_S
-    while (left := _alive(seen)) and time.monotonic() < ends_s:
-        time.sleep(1.0)
+    left = left_of(seen, END_S)
     folder = newest_run(out, "soak")
     metrics = read_metrics(folder / "metrics.jsonl")
     figures = {
-        "minutes": MINUTES[mode],
+        "minutes": minutes,
         "iterations": float(len(metrics)),
         "exit_code": float(code),
         "processes_left": float(len(left)),
@@ -130,7 +132,7 @@ def run(bench: Bench) -> int:
     }
     bench.figures.values |= figures
     bench.write()
-    if MINUTES[mode] < JUDGED_FROM_MINUTES:
+    if minutes < JUDGED_FROM_MINUTES:
         console.print(f"growth is judged from {JUDGED_FROM_MINUTES:.0f} minutes on: it was still warming up")
     wrong = grown(figures)
     if code != TERMINATED:
@@ -179,9 +181,9 @@ def _watch(
 
 def _sample(driver: int, below: set[int], temporary: Path) -> Sample:
     actors = serving_actors(driver)
-    sample = {f"{pool}_mib": sum(map(_private_mib, pids)) for pool, pids in actors.items()}
-    sample["driver_mib"] = _private_mib(driver)
-    sample["all_mib"] = sample["driver_mib"] + sum(map(_private_mib, below))
+    sample = {f"{pool}_mib": sum(map(private_mib, pids)) for pool, pids in actors.items()}
+    sample["driver_mib"] = private_mib(driver)
+    sample["all_mib"] = sample["driver_mib"] + sum(map(private_mib, below))
     sample["num_processes"] = float(sum(not _is_idle(pid) for pid in below))
     sample["open_files"] = float(sum(map(_open_files, {driver, *below})))
     # all that have it open see it; no other process below has shared memory of such a size
@@ -197,7 +199,7 @@ def _without(sample: Sample, name: str) -> Sample:
 def _object_store(driver: int) -> tuple[float, Path]:
     """Its size in MiB and Ray's temporary folder, as the raylet was told. Raises RlhfSpecError."""
     for pid in descendants(driver):
-        words = _command(pid)
+        words = command_line(pid)
         size = re.search(r"--object_store_memory=(\d+)", words)
         folder = re.search(r"--temp[-_]dir=(\S+)", words)
         if size and folder:
@@ -206,13 +208,7 @@ def _object_store(driver: int) -> tuple[float, Path]:
 
 
 def _is_idle(pid: int) -> bool:
-    return _command(pid).startswith(_IDLE_PROCESS)
-
-
-def _command(pid: int) -> str:
-    with suppress(OSError):
-        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return ""
+    return command_line(pid).startswith(_IDLE_PROCESS)
 
 
 def _require_running(driver: subprocess.Popen[bytes], out: Path) -> None:
@@ -220,12 +216,6 @@ def _require_running(driver: subprocess.Popen[bytes], out: Path) -> None:
         raise RlhfSpecError(
             f"the run ended with {driver.returncode}; expected it to go on; see {out / 'soak.log'}"
         )
-
-
-def _private_mib(pid: int) -> float:
-    """Memory of a process that no other has, nor the page cache: what would leak."""
-    held = sizes(PROC / str(pid) / "smaps_rollup")
-    return (held.get("Private_Dirty", 0) + held.get("Swap", 0)) / _MIB
 
 
 def _shared_mib(pid: int) -> float:
@@ -247,7 +237,3 @@ def _open_files(pid: int) -> int:
         return len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return 0
-
-
-def _alive(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if Path(f"/proc/{pid}").exists()}

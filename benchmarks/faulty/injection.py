@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.faulty import network
-from benchmarks.support.processes import descendants
+from benchmarks.support.processes import command_line, descendants
 from benchmarks.support.result import ROOT
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.proc_files import PROC, stat_fields
@@ -99,12 +99,7 @@ POOLS: Mapping[str, str] = {
 
 def serving_actors(driver: int) -> dict[str, set[int]]:
     """Process ids by pool of all actors below a driver that have been built."""
-    below, titles = descendants(driver), {}
-    for pid in below:
-        with suppress(OSError):
-            titles[pid] = (
-                (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
+    titles = {pid: command_line(pid) for pid in descendants(driver)}
     return {
         pool: {
             pid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ class Bench:
     """What a benchmark's `run(bench) -> exit code` is given, and what it keeps."""
 
     def __init__(
-        self, name: str, *, out: Path, mode: str = "default", data: Path | None = None, is_real: bool = False
+        self,
+        name: str,
+        *,
+        out: Path,
+        mode: str = "default",
+        data: Path | None = None,
+        is_real: bool = False,
+        minutes: float | None = None,
     ) -> None:
         """Begin, on one thread.
 
@@ -30,10 +38,12 @@ class Bench:
             mode: `quick`, `default` or `full`.
             data: real prompts, for benchmarks that use any.
             is_real: SmolLM2-135M-Instruct instead of a made model, for benchmarks that can.
+            minutes: in place of the mode's, for benchmarks that watch.
         """
         torch.set_num_threads(1)
         self.name = f"{name}_real" if is_real else name
         self.out, self.mode, self.data, self.is_real = out.absolute(), mode, data, is_real
+        self._minutes = minutes
         self.out.mkdir(parents=True, exist_ok=True)
         self._began_s = time.monotonic()
         self.console, self.figures, self.rows = PipeConsole(), Figures(), list[dict[str, Any]]()
@@ -47,6 +57,10 @@ class Bench:
     def is_full(self) -> bool:
         """Whether it may take hours."""
         return self.mode == "full"
+
+    def minutes(self, usual: Mapping[str, float]) -> float:
+        """How long to watch: as asked for, else the mode's."""
+        return usual[self.mode] if self._minutes is None else self._minutes
 
     def write(self, **provenance: Any) -> Path:
         """Write what is known by now; one that is broken off keeps what it has. Raises RlhfSpecError."""

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.support.result import ROOT
 from rlhfspec.core.errors import RlhfSpecError, WaitTimeout
-from rlhfspec.core.proc_files import PARENT, PROC, stat_fields
+from rlhfspec.core.proc_files import PARENT, PROC, sizes, stat_fields
 
 
 def descendants(root: int) -> set[int]:
@@ -29,6 +30,27 @@ def descendants(root: int) -> set[int]:
                 found.add(child)
                 left.append(child)
     return found
+
+
+def command_line(pid: int) -> str:
+    """Of a process; empty when it has ended."""
+    with suppress(OSError):
+        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def private_mib(pid: int) -> float:
+    """Memory of a process that no other has, nor the page cache: what would leak."""
+    held = sizes(PROC / str(pid) / "smaps_rollup")
+    return (held.get("Private_Dirty", 0) + held.get("Swap", 0)) / 2.0**20
+
+
+def left_of(pids: set[int], wait_s: float) -> set[int]:
+    """Those that have not ended within so many seconds: what Ray ends itself takes a moment."""
+    ends_s = time.monotonic() + wait_s
+    while (left := {pid for pid in pids if (PROC / str(pid)).exists()}) and time.monotonic() < ends_s:
+        time.sleep(1.0)
+    return left
 
 
 TIMEOUT_S = 1800.0

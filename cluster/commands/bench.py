@@ -7,17 +7,20 @@ A benchmark is a module `benchmarks.NAME` with `run(bench) -> int`; a `benchmark
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlhfspec.cluster.commands.arguments import folder
+from rlhfspec.cluster.commands.arguments import folder, number
 from rlhfspec.cluster.commands.declare import Arg
 from rlhfspec.cluster.placement.origin import ROOT
 from rlhfspec.core.errors import ConfigError, DataError
 
-WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "chain", "rlhf")
+WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "chain", "rlhf", "served")
+THAT_WATCH = ("served", "soak")
+_MINUTES = number("minutes above 0", float, lambda value: 0 < value < math.inf)
 
 
 def benchmark_names(folder: Path = ROOT / "benchmarks") -> list[str]:
@@ -35,6 +38,8 @@ def bench(
     profile: Annotated[
         bool, Arg(help="engine: only where a decode step's time goes, phase by phase")
     ] = False,
+    minutes: Annotated[float, Arg("N", f"{', '.join(THAT_WATCH)}: how long to watch", parse=_MINUTES)]
+    | None = None,
     real: Annotated[
         bool,
         Arg(help=f"{', '.join(WITH_REAL_MODEL)}: SmolLM2-135M-Instruct instead; writes NAME_real.json"),
@@ -58,6 +63,7 @@ def bench(
       rlhfspec bench pipeline --out bench            generation ahead of learning: step time, reward, equal bits
       rlhfspec bench faults --out bench              killed, frozen and cut off actors, a full store; killed drivers
       rlhfspec bench soak --out bench --full         an hour of training: memory, processes, files
+      rlhfspec bench served --out bench              the engine server beside the engine; 200 clients, a kill meanwhile
       rlhfspec bench cluster_simulation --out bench  the cluster simulator beside published figures and own runs
       rlhfspec bench device-ops --out bench          launches and copies of a decode step on a GPU, counted without one
       rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule
@@ -70,6 +76,8 @@ def bench(
         raise DataError(f"--data expects a JSONL file, {data} {got}")
     if profile and name != "engine":
         raise ConfigError(f"--profile shows the phases of a decode step: bench engine does, not {name}")
+    if minutes is not None and name not in THAT_WATCH:
+        raise ConfigError(f"--minutes says how long to watch: {', '.join(THAT_WATCH)} do, not {name}")
     if real and name not in WITH_REAL_MODEL:
         raise ConfigError(
             f"--real takes a real model: {', '.join(WITH_REAL_MODEL)} can; bench {name} has none"
@@ -77,7 +85,9 @@ def bench(
     if real and profile:
         raise ConfigError("--profile shows the decode step of a made model; leave out --real or --profile")
     mode = "quick" if quick else "full" if full else "default"
-    made = _of_the_checkout("support.harness").Bench(name, out=out, mode=mode, data=data, is_real=real)
+    made = _of_the_checkout("support.harness").Bench(
+        name, out=out, mode=mode, data=data, is_real=real, minutes=minutes
+    )
     return _of_the_checkout(name).run(made, **({"profile": True} if profile else {}))
 
 
