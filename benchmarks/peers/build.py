@@ -1,7 +1,7 @@
 """Builds the peers' environments: `python -m benchmarks.peers.build [--only NAME]`, what `make bench-peers` runs.
 
-TRL is a trainer and no engine: a release of it is a folder for the path of our own environment. A peer that cannot be
-built is named with the reason and the others go on; the exit status is 1 only when none is there at the end.
+TRL and OpenAI's client are no engines: a release of them is a folder for the path of our own environment. A peer that
+cannot be built is named with the reason and the others go on; the exit status is 1 only when none is there at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ IMPORTS = {
 }
 TRL_RELEASES = ("1.0.0", "1.11.0", "1.16.0")
 "The first whose trainer calls a rollout function on every rank, one in between, and the newest that was tried."
+LIBRARIES = {
+    # all that it depends on we have
+    **{f"trl-{release}": (f"trl=={release}", "--no-deps") for release in TRL_RELEASES},
+    "openai": ("openai==3.57.0",),
+}
+"What pip is asked for, by name."
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 "Come as dependencies, are not needed for text, and fail to import when their torch was built another way."
 
@@ -33,12 +39,11 @@ def main(names: list[str], folder: Path) -> int:
     """Build each named peer; returns the exit status."""
     for name in names:
         try:
-            print(
-                f"peer {name}: {get_trl(name, folder) if is_trl(name) else build(name, folder)}", flush=True
-            )
+            made = get_library(name, folder) if name in LIBRARIES else build(name, folder)
+            print(f"peer {name}: {made}", flush=True)
         except (BuildError, OSError) as error:
             print(f"peer {name}: NOT built: {error} (log: {folder / name / 'build.log'})", flush=True)
-    there = [*available_peers(folder), *(f"trl-{one}" for one in TRL_RELEASES if trl_folder(one, folder))]
+    there = [*available_peers(folder), *(one for one in LIBRARIES if library_folder(one, folder))]
     print(f"peers available in {folder}: {', '.join(there) or 'none'}")
     return 0 if there else 1
 
@@ -63,28 +68,25 @@ def build(name: str, folder: Path) -> str:
     return "built"
 
 
-def is_trl(name: str) -> bool:
-    """Whether a peer is a release of TRL."""
-    return name.startswith("trl-")
-
-
 def trl_folder(release: str, folder: Path | None = None) -> Path | None:
     """What to put on the path for a release of TRL; None: it was not got."""
-    there = (folder or default_peers_dir()) / f"trl-{release}"
+    return library_folder(f"trl-{release}", folder)
+
+
+def library_folder(name: str, folder: Path | None = None) -> Path | None:
+    """What to put on the path for one of LIBRARIES; None: it was not got."""
+    there = (folder or default_peers_dir()) / name
     return there if (there / BUILT).is_file() else None
 
 
-def get_trl(name: str, folder: Path) -> str:
-    """Get one release without what it depends on, all of which we have; returns what was done."""
-    there, release = folder / name, name.removeprefix("trl-")
-    if trl_folder(release, folder):
+def get_library(name: str, folder: Path) -> str:
+    """Get one of LIBRARIES; returns what was done."""
+    there = folder / name
+    if library_folder(name, folder):
         return "already there"
     there.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(
-        [*pip, "install", "-q", "--no-deps", "--upgrade", "--target", str(there), f"trl=={release}"],
-        there / "build.log",
-    )
+    run([*pip, "install", "-q", "--upgrade", "--target", str(there), *LIBRARIES[name]], there / "build.log")
     (there / BUILT).touch()
     return "got"
 
@@ -101,8 +103,8 @@ def run(command: list[str], log: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    releases = [f"trl-{release}" for release in TRL_RELEASES]
-    parser.add_argument("--only", choices=[*PEER_NAMES, "trl"], help="build this peer alone")
+    parser.add_argument("--only", choices=[*PEER_NAMES, "trl", "openai"], help="build this peer alone")
     only = parser.parse_args().only
-    chosen = {None: [*PEER_NAMES, *releases], "trl": releases}.get(only, [only])
+    releases = [f"trl-{release}" for release in TRL_RELEASES]
+    chosen = {None: [*PEER_NAMES, *LIBRARIES], "trl": releases}.get(only, [only])
     sys.exit(main(chosen, default_peers_dir()))

@@ -46,7 +46,8 @@ class ServedEngine:
         """Send a body: an object as JSON, bytes as they are."""
         sent = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        return requests.post(f"{self.url}{path}", data=sent, headers=headers, timeout=TIMEOUT_S, **options)
+        options = {"timeout": TIMEOUT_S} | options
+        return requests.post(f"{self.url}{path}", data=sent, headers=headers, **options)
 
     def get(self, path: str) -> requests.Response:
         """Ask for a page."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,10 +15,12 @@ import pytest
 import requests
 import torch
 from byte_chat import save_byte_pair
-from served_engine import TOKEN, ServedEngine, bits, serve_pair, told
+from served_engine import TIMEOUT_S, TOKEN, ServedEngine, bits, serve_pair, told
 from transformers import LlamaForCausalLM
 
+from benchmarks.peers.build import TRL_RELEASES, library_folder
 from benchmarks.support.malformed import malformed
+from benchmarks.support.result import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -157,6 +163,68 @@ def test_what_trl_sends_is_answered_as_it_reads_it(server: ServedEngine):
     assert refused.status_code == 400 and "NCCL" in refused.json()["error"]["message"]
 
 
+def run_client(script: str, library: str, *arguments: object) -> dict[str, Any]:
+    """What a script of tests/helpers prints with a library on its path."""
+    folder = library_folder(library)
+    if folder is None:
+        pytest.skip(f"{library} is not there: python -m benchmarks.peers.build")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "helpers" / script), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_openais_client_reads_every_answer(server: ServedEngine):
+    got = run_client("openai_client_run.py", "openai", server.url, TOKEN, MAX_OPEN)
+    whole = server.generate(ASKED | {"prompt": "a", "max_tokens": 12, "seed": 3})
+    ((_, logprobs),) = told(whole)
+    assert (got["text"], got["text_logprobs"]) == (whole["choices"][0]["text"], logprobs)
+    assert got["usage"] == whole["usage"]["completion_tokens"]
+    chat = server.generate(CHAT | {"max_completion_tokens": 12, "seed": 3}, chat=True)
+    ((_, logprobs),) = told(chat)
+    assert got["chat"] == got["streamed"] == chat["choices"][0]["message"]["content"]
+    assert got["chat_logprobs"] == logprobs and got["streamed_usage"] == len(logprobs)
+    assert {name: one[:2] for name, one in got["refused"].items()} == {
+        "token": ["AuthenticationError", 401],
+        "model": ["NotFoundError", 404],
+        "key": ["BadRequestError", 400],
+        "room": ["RateLimitError", 429],
+    }
+    assert "this engine does not do presence_penalty" in got["refused"]["key"][2]
+    server.wait_until_none_is_open()
+
+
+def test_trls_own_client_class_drives_it(server: ServedEngine):
+    got = run_client("trl_client_run.py", f"trl-{TRL_RELEASES[-1]}", server.url, TOKEN)
+    assert (got["model"], got["world_size"]) == ("tiny", 2)
+    sampling = {"n": 2, "max_tokens": 10, "seed": 5}
+    expected = told(server.generate(ASKED | sampling | {"prompt": ["a", "b"], "temperature": 0.9}))
+    for made, answers in (
+        (got["generated"], expected),
+        (
+            got["chatted"],
+            [
+                one
+                for text in "ab"
+                for one in told(
+                    server.generate(
+                        CHAT | sampling | {"messages": [{"role": "user", "content": text}]}, chat=True
+                    )
+                )
+            ],
+        ),
+    ):
+        assert made["completion_ids"] == [ids for ids, _ in answers]
+        assert made["logprobs"] == [[[one] for one in values] for _, values in answers]
+        assert made["logprob_token_ids"] == [[[one] for one in ids] for ids, _ in answers]
+        assert len(made["prompt_ids"]) == 2
+    assert got["refused"][0] == 400 and "NCCL broadcast" in got["refused"][1]
+
+
 def test_malformed_requests_are_each_refused_with_a_reason(server: ServedEngine):
     bodies = malformed(250, seed=1, vocab_size=261, context_tokens=512, max_open=MAX_OPEN)
     with ThreadPoolExecutor(8) as threads:
@@ -211,11 +279,8 @@ def test_a_client_that_leaves_gives_its_responses_up(server: ServedEngine):
     assert server.metric("rlhfspec_serve_decoded_tokens") - decoded < MAX_OPEN * 500
     # those that wait, too
     assert server.post("/pause?mode=keep", {}).status_code == 200
-    left = {"prompt": "left", "n": 3}
     with pytest.raises(requests.ReadTimeout):
-        requests.post(
-            f"{server.url}/v1/completions", json=left, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=1
-        )
+        server.post("/v1/completions", {"prompt": "left", "n": 3}, timeout=(TIMEOUT_S, 1.0))
     server.wait_until_none_is_open()
     assert server.post("/resume", {}).status_code == 200
 
