@@ -80,6 +80,12 @@ class GenerationSpec:
     "None: it trains no draft head"
     stop_strings: StopStrings | None = None
     "where sampling.stop names any"
+    num_ranks: int = 1
+    "to which the target is dealt (`engine.group`)"
+    rank_cpus: float = 0.0
+    "of each other rank, in the same bundle"
+    bundle: int = 0
+    "of the leader's placement group"
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from rlhfspec.core.errors import ConfigError, ModelError, NotInvariantError, Num
 from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.admission import MB
 from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.cache.shared_memory import SharedFile
 from rlhfspec.engine.decode_step import DecodeStep, decode_step
 from rlhfspec.engine.draft_policies import build_policy
 from rlhfspec.engine.drafters.drafter import Drafter, part_of
@@ -30,9 +31,11 @@ from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 from rlhfspec.engine.drafters.refinement import Scorer
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.group.dealing import require_dealt
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import CudaRecorder
 from rlhfspec.engine.model.invariance_probe import KeptVerdicts, Verdict, check_invariance, facts_of
+from rlhfspec.engine.model.linears import Ranks
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config
 from rlhfspec.engine.model.runner import ModelRunner
 from rlhfspec.engine.model.support import not_held
@@ -64,6 +67,8 @@ def published_model(
     who: str,
     stock: bool = False,
     keeps_head: bool = False,
+    ranks: Ranks | None = None,
+    vocab_size: int | None = None,
 ) -> CausalLM:
     """Return the model that a manifest describes, with its weights: ours, or transformers' for other families.
 
@@ -75,15 +80,22 @@ def published_model(
         who: in errors.
         stock: take transformers' whatever the family.
         keeps_head: as of `LlamaModel`.
+        ranks: the group whose leader this is, to which the model is dealt.
+        vocab_size: as of `LlamaModel`.
 
     Raises:
-        ModelError: transformers knows no such model.
+        ModelError: transformers knows no such model, or it is none that can be dealt to ranks.
         WeightsError: what was loaded is not, bit for bit, what came.
     """
     shapes = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
     config = None if stock else known_config(manifest.hf_config_json, shapes)
+    if ranks is not None:
+        require_dealt(manifest.hf_config_json, config, ranks.share.ranks, vocab_size)
+        ranks.order("model", hf_config_json=manifest.hf_config_json, dtype=dtype, vocab_size=vocab_size)
     if config is not None:
-        own = LlamaModel(config, DTYPES[dtype], backend, keeps_head=keeps_head)
+        own = LlamaModel(
+            config, DTYPES[dtype], backend, keeps_head=keeps_head, ranks=ranks, vocab_size=vocab_size
+        )
         altered, own.checksum = own.load(shapes, parts), manifest.checksum
         model: CausalLM = own
     else:
@@ -188,6 +200,11 @@ def build_engine(
     return made
 
 
+def is_dealt(model: CausalLM) -> bool:
+    """Whether a model's ranks are several."""
+    return isinstance(model, LlamaModel) and model.ranks is not None
+
+
 def _checksum(draft: CausalLM | HeadWeights | None) -> str:
     """Of what drafts, as its manifest has it."""
     if isinstance(draft, HeadWeights):
@@ -266,6 +283,7 @@ class _Runners:
             recorder=CudaRecorder(device) if device.type == "cuda" and graph_bytes else None,
             graph_bytes=graph_bytes,
             who=f"{role} weights of {self.instance}",
+            cells=SharedFile.new("rlhfspec-cache") if is_dealt(model) else None,
         )
 
     def checked(self, target: CausalLM, verdicts: KeptVerdicts | None) -> tuple[ModelRunner, str]:

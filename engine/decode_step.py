@@ -19,14 +19,15 @@ from torch import Tensor
 from rlhfspec.core.decode_records import Budget
 from rlhfspec.engine.attention.packing import RaggedRows
 from rlhfspec.engine.attention.visibility import count_up
+from rlhfspec.engine.decoding.answers import Answers, WholeAnswers
 from rlhfspec.engine.decoding.draft_tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
 from rlhfspec.engine.decoding.noise import Noise
 from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.decoding.sampling_rule import choose, emitted_logprobs, kept_tokens, scale
 from rlhfspec.engine.decoding.step_phases import Phases
 from rlhfspec.engine.decoding.verify import verify
 from rlhfspec.engine.drafters.drafter import Drafter
 from rlhfspec.engine.drafters.refinement import Refinement
+from rlhfspec.engine.group.split_answers import Wanted, split_answers
 from rlhfspec.engine.model.forward_plan import TreePlan
 from rlhfspec.engine.model.runner import ModelRunner
 
@@ -141,27 +142,18 @@ def forward_and_accept(
     """Verify a draft: forward, choices, accepted path, dense caches, log-probabilities. `mark` ends the forward."""
     lengths = batch.inputs().lengths
     ancestors = None if tree.is_chain else ancestors_or_self(tree)
-    logits, hidden = _target_logits(runner, batch, tree, ancestors, lengths - 1)
-    mark()
-
     # a node at depth d chooses the token of depth d + 1
-    # one sort serves choosing and valuing
-    kept = kept_tokens(scale(logits, batch.sampling), batch.sampling) if batch.sampling.any_filter else None
-    choices = choose(logits, noise, tree.levels, batch.sampling, kept)
-    verdict = verify(choices, tree, ancestors, min(budget.deepest, tree.num_nodes))
+    answers, hidden = _target_answers(runner, batch, tree, ancestors, lengths - 1, noise, mark)
+    verdict = verify(answers.token_ids, tree, ancestors, min(budget.deepest, tree.num_nodes))
     if refinement is not None:
         refinement.conclude(tree, verdict, batch.requests)
     if not tree.is_chain:
         step = count_up(verdict.path.shape[1], runner.device)
         out_of_place = (step <= verdict.num_accepted[:, None]) & (verdict.path != step)
         runner.pool.make_dense(lengths - 1, verdict.path, out_of_place)
-        # only what is emitted is scaled and valued
-        path = verdict.path[..., None].expand(-1, -1, logits.shape[-1])
-        logits, kept = logits.gather(1, path), None if kept is None else kept.gather(1, path)
         if hidden is not None:
             hidden = hidden.gather(1, verdict.path[..., None].expand(-1, -1, hidden.shape[-1]))
-    scaled = scale(logits, batch.sampling)
-    policy, sampling = emitted_logprobs(scaled, verdict.token_ids, batch.sampling, kept)
+    policy, sampling = answers.logprobs(verdict, is_chain=tree.is_chain)
     kept_nodes = drafter.commit(batch, tree, verdict) if drafter is not None and tree.num_nodes else None
     return Accepted(
         tensors=(
@@ -182,10 +174,16 @@ def _to_host(*tensors: Tensor) -> list[np.ndarray]:
     return [tensor.to("cpu", non_blocking=True).numpy() for tensor in tensors]
 
 
-def _target_logits(
-    runner: ModelRunner, batch: RunningBatch, tree: DraftTree, ancestors: Tensor | None, base: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Run root and nodes of every sample; return logits [B, n, V], and hidden states [B, n, k H] where tapped."""
+def _target_answers(
+    runner: ModelRunner,
+    batch: RunningBatch,
+    tree: DraftTree,
+    ancestors: Tensor | None,
+    base: Tensor,
+    noise: Noise,
+    mark: Callable[[], None],
+) -> tuple[Answers, Tensor | None]:
+    """Run root and nodes of every sample; return its answers, and hidden states [B, n, k H] where tapped."""
     live, n = len(batch), tree.num_nodes + 1
     depth = tree.depth_with_root
     ragged = None if tree.num_kept is None else RaggedRows.of(tree.num_kept + 1, base.device)
@@ -208,10 +206,15 @@ def _target_logits(
     ids, positions = ids.reshape(-1), positions.reshape(-1)
     if ragged is not None:
         ids, positions = ragged.pack(ids), ragged.pack(positions)
-    found = [runner.logits(ids, positions, plan)]
-    if runner.taps is not None:
-        found.append(runner.taps.rows(len(ids)))
-    if ragged is not None:
-        found = [ragged.unpack(each) for each in found]
-    logits, *hidden = (each.view(live, n, -1) for each in found)
-    return logits, hidden[0] if hidden else None
+
+    def by_sample(rows: Tensor) -> Tensor:
+        return (rows if ragged is None else ragged.unpack(rows)).view(live, n, -1)
+
+    if runner.ranks is None or batch.sampling.any_filter:
+        logits = by_sample(runner.logits(ids, positions, plan))
+        mark()
+        answers: Answers = WholeAnswers(logits, noise, tree.levels, batch.sampling)
+    else:
+        answers = split_answers(runner, ids, positions, plan, Wanted.of(batch, tree.levels))
+        mark()
+    return answers, None if runner.taps is None else by_sample(runner.taps.rows(len(ids)))

@@ -24,6 +24,7 @@ from rlhfspec.actors.actor_messages import (
     InstanceNumerics,
     LoadedWeights,
 )
+from rlhfspec.actors.generation.rank_actors import RankActors
 from rlhfspec.actors.generation.spot_trainer import SpotTrainer
 from rlhfspec.actors.waiting.assigned_device import (
     INSTANCE_ADVICE,
@@ -54,6 +55,7 @@ from rlhfspec.engine.weights.llama_config import MODEL_TYPES
 if TYPE_CHECKING:
     # none but a broadcast needs it
     from rlhfspec.actors.transport.broadcast import BroadcastGroup
+    from rlhfspec.engine.group.ranks import GroupRanks
 
 
 class ManifestHost:
@@ -66,6 +68,7 @@ class ManifestHost:
         "what drafts, as it was published, where that is a head"
         self._versions: dict[str, int] = {}
         self._engine: Engine | None = None
+        self._rank_actors: RankActors | None = None
         self._spot: SpotTrainer | None = None
         "trains the head in idle time"
         self._torn: set[str] = set()
@@ -90,9 +93,19 @@ class ManifestHost:
         return () if self.engine is None else tuple(self.engine.so_far(keys))
 
     def close(self) -> None:
-        """End what trains."""
+        """End what trains, and the other ranks."""
         if self._spot is not None:
             self._spot.close()
+        if self._rank_actors is not None:
+            self._rank_actors.close()
+
+    def _ranks(self, model: str) -> GroupRanks | None:
+        """The group that a model is dealt to; what drafts is whole on the leader."""
+        if self._spec.num_ranks == 1 or model != "target":
+            return None
+        if self._rank_actors is None:
+            self._rank_actors = RankActors(self._spec)
+        return self._rank_actors.ranks
 
     def give_back(self) -> None:
         """Let a trainer on the same GPU have what the samples have freed."""
@@ -124,6 +137,8 @@ class ManifestHost:
                 who=f"{manifest.model} weights of {self._spec.instance}",
                 stock=self._spec.engine.forward == "stock",
                 keeps_head=manifest.model == "target" and self._spec.spot is not None,
+                ranks=self._ranks(manifest.model),
+                vocab_size=self._spec.vocab_size,
             )
             self._models[manifest.model] = model
             self._versions[manifest.model] = manifest.weight_version

@@ -113,7 +113,7 @@ def _group_faults(group: dict[str, Any], pool: PoolPods) -> Iterator[str]:
         return
     num_here = pool.fit(have.ray_cpus, have.gpus)
     if num_here < 1:
-        wants = largest.num_cpus + pool.extra_cpus
+        wants = largest.resources()["CPU"] + pool.extra_cpus
         yield f"Ray sees {have.ray_cpus} CPUs a pod, an actor wants {wants:g} (the scheduler's share with it)"
         return
     replicas = int(quantity(group.get("maxReplicas", 0)))
@@ -121,7 +121,7 @@ def _group_faults(group: dict[str, Any], pool: PoolPods) -> Iterator[str]:
         yield (
             f"at most {replicas} pods of {num_here} actors, the plan has {pool.num_actors} actors; raise maxReplicas"
         )
-    threads = min(num_here, pool.num_actors) * largest.num_threads
+    threads = min(num_here, pool.num_actors) * largest.num_threads * largest.num_ranks
     if have.cores < threads:
         yield f"{have.cores} cores, its actors use {threads} threads"
     yield from _memory_faults(have, pool.bytes_of(num_here), pool.store_bytes)

@@ -114,7 +114,7 @@ def _pool_pods(pool: str, topology: Topology, actor_bytes: int, store_bytes: int
         actors += [topology.added(num_first + number) for number in range(topology.num_added)]
     largest, spreads = actors[0], topology.strategy == "STRICT_SPREAD"
     scheduler = topology.scheduler.num_cpus if pool == "trainer" else 0.0
-    ray_cpus = math.ceil(largest.num_cpus + scheduler - _SLACK)
+    ray_cpus = math.ceil(largest.resources()["CPU"] + scheduler - _SLACK)
     gpus = math.ceil(largest.num_gpus - _SLACK)
     num_here = 1 if spreads else _fit(largest, ray_cpus - scheduler, gpus, len(actors))
     # spread strictly, the scheduler has a node of its own too
@@ -132,7 +132,7 @@ def _pool_pods(pool: str, topology: Topology, actor_bytes: int, store_bytes: int
         store_bytes=store_bytes,
         num_pods=num_pods,
         pod=_pod(
-            cores=max(ray_cpus, num_here * largest.num_threads),
+            cores=max(ray_cpus, num_here * largest.num_threads * largest.num_ranks),
             needed=needed,
             gpus=gpus,
             ray_cpus=ray_cpus,
@@ -142,7 +142,7 @@ def _pool_pods(pool: str, topology: Topology, actor_bytes: int, store_bytes: int
 
 
 def _fit(place: PlacementSlot, cpus: float, gpus: float, most: int) -> int:
-    fits = [cpus / place.num_cpus] + ([gpus / place.num_gpus] if place.num_gpus else [])
+    fits = [cpus / place.resources()["CPU"]] + ([gpus / place.num_gpus] if place.num_gpus else [])
     return min(most, math.floor(min(fits) + _SLACK))
 
 

@@ -285,8 +285,17 @@ class MemoryNeeds:
         # of recorded steps, and of recorded forwards of each model; a head's are not recorded
         num_recorded = 3 if self._draft is not None and config.speculation.drafter == "model" else 2
         graphs = config.engine.graph_memory_mb * MB * num_recorded
+        # each rank more is a process, and holds the embeddings too
+        ranks = (cluster.generation.tensor_parallel - 1) * (
+            TORCH_PROCESS_BYTES + self._target.vocab_size * self._target.hidden_size * 4
+        )
         return MemoryPlan(
-            generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine + int(kept_mb * MB) + self._spot(),
+            generation_bytes=TORCH_PROCESS_BYTES
+            + kv_pool
+            + engine
+            + int(kept_mb * MB)
+            + self._spot()
+            + ranks,
             kv_pool_bytes=kv_pool,
             longest_sample_bytes=longest_sample,
             trainer_bytes=learning + sum(process.values()),

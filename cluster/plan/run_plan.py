@@ -114,6 +114,8 @@ class RunPlan:
             cache_dir=config.run.cache_dir,
             gpu_bytes=0 if self.memory is None else self.memory.gpu_bytes,
             gpu_share=pool.num_gpus,
+            num_ranks=pool.tensor_parallel,
+            rank_cpus=pool.num_cpus,
             spot=spot if config.trains_head else None,
             stop_strings=stop_strings(self.inputs.tokenizer)
             if config.sampling.stop or self.takes_any_stop

@@ -18,9 +18,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhfspec.cluster.placement.quiet import quiet_environment
-from rlhfspec.core.config import Config
+from rlhfspec.core.config import Config, EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import ConfigError, PlacementError
-from rlhfspec.core.settings.cluster import PoolConfig
+from rlhfspec.core.settings.cluster import GenerationPoolConfig, PoolConfig
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,12 @@ class PlacementSlot:
     num_cpus: float
     num_gpus: float
     num_threads: int
+    num_ranks: int = 1
+    "actors that stand there, each with so many CPUs: an instance's ranks"
 
     def resources(self) -> dict[str, float]:
         """The bundle in Ray's words."""
-        return {"CPU": self.num_cpus} | ({"GPU": self.num_gpus} if self.num_gpus else {})
+        return {"CPU": self.num_cpus * self.num_ranks} | ({"GPU": self.num_gpus} if self.num_gpus else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,11 @@ class Topology:
         }
         lines = [
             f"{name:<11}{len(places)} x {amounts(places[0].resources())}, {places[0].num_threads} thread(s)"
+            + (
+                f" in each of {places[0].num_ranks} ranks (tensor_parallel)"
+                if places[0].num_ranks > 1
+                else ""
+            )
             for name, places in pools.items()
             if places
         ]
@@ -136,17 +143,21 @@ class Topology:
 def plan_topology(config: Config) -> Topology:
     """Lay out the pools. Raises ConfigError for what this version cannot run."""
     cluster = config.cluster
+    pool = cluster.generation
     _check_trainers(cluster.trainer, config.trainer.minibatch_size)
+    _check_ranks(pool, config.engine, config.speculation, trains_head=config.trains_head)
     if cluster.generation.is_elastic and cluster.placement.startswith("STRICT_"):
         raise ConfigError(
             f"cluster.placement {cluster.placement} is a promise about places reserved together, and instances "
             "between cluster.generation.min_actors and max_actors come one by one; take PACK or SPREAD"
         )
     generation = tuple(
-        _place(f"gen-{i}", i, cluster.generation.num_cpus, cluster.generation.num_gpus,
-               config.engine.num_threads)
-        for i in range(cluster.generation.least)
-    )  # fmt: skip
+        replace(
+            _place(f"gen-{i}", i, pool.num_cpus, pool.num_gpus, config.engine.num_threads),
+            num_ranks=pool.tensor_parallel,
+        )
+        for i in range(pool.least)
+    )
     first = len(generation)
     reward = tuple(
         _place(f"reward-{i}", first + i, cluster.reward.num_cpus, cluster.reward.num_gpus, 1)
@@ -281,6 +292,30 @@ def _place(name: str, bundle: int, num_cpus: float, num_gpus: float, num_threads
         num_gpus=num_gpus,
         num_threads=num_threads,
     )
+
+
+def _check_ranks(
+    pool: GenerationPoolConfig, engine: EngineConfig, speculation: SpeculationConfig, *, trains_head: bool
+) -> None:
+    """Raise ConfigError for what an instance of several ranks does not do yet."""
+    num_ranks = pool.tensor_parallel
+    if num_ranks == 1:
+        return
+    gpus = f"cluster.generation.num_gpus={pool.num_gpus:g}, expected 0 (ranks are of CPUs so far)"
+    wrong = {
+        gpus: pool.num_gpus > 0,
+        f"engine.device={engine.device}, expected auto or cpu": engine.device == "cuda",
+        f"engine.num_threads={engine.num_threads}, expected 1": engine.num_threads > 1,
+        "engine.forward=stock, expected auto": engine.forward == "stock",
+        "speculation.drafter=mtp, whose layer needs the whole output matrix": speculation.drafter == "mtp",
+        "drafter_training.spot, which learns from the whole output matrix": trains_head,
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(
+                f"cluster.generation.tensor_parallel={num_ranks} does not go with {what}; change that, or set "
+                "tensor_parallel=1"
+            )
 
 
 def _check_trainers(pool: PoolConfig, minibatch_size: int) -> None:

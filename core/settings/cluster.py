@@ -30,6 +30,8 @@ class GenerationPoolConfig(PoolConfig):
     "a run starts when so many have a place; null: num_actors"
     max_actors: int | None = Field(default=None, ge=1, le=MAX_ACTORS)
     "null: num_actors"
+    tensor_parallel: Literal[1, 2, 4] = 1
+    "ranks of an instance, num_cpus each, to which the target is dealt on one machine; tokens do not depend on it"
     idle_timeout_s: Seconds = 120.0
     "an instance above min_actors that has had nothing to do for so long leaves"
 

@@ -97,6 +97,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         reach: int | None = None,
+        file: int | None = None,
     ) -> None:
         """Lay out the cells.
 
@@ -108,6 +109,7 @@ class KVPool:
             device: where they lie.
             reach: tokens that a decode step may put behind the committed ones. Given: memory comes with the
                 samples' length, when `hold` asks for it. None: all slots have it from the start.
+            file: descriptor of memory in which all ranks of a group have these cells, each writing its own heads'.
         """
         self.shape = shape
         self.num_slots = num_slots
@@ -120,9 +122,10 @@ class KVPool:
                 capacity=capacity,
                 head_size=shape.head_size,
                 dtype=dtype,
+                file=file,
             ),
             device,
-            paged=reach is not None,
+            paged=reach is not None or file is not None,
         )
         self.cells = self.memory.cells
         self.capacity = self.cells.shape[4]

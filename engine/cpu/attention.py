@@ -199,17 +199,22 @@ BLOCK_ROWS = 32
 
 STORE = {
     **dict.fromkeys(("cells", "qkv", "segments"), ADDRESS),
-    **dict.fromkeys(("num", "slots", "heads", "lanes", "capacity"), INTEGER),
+    **dict.fromkeys(("num", "slots", "slot_heads", "heads", "lanes", "capacity"), INTEGER),
 }
 ATTEND = {
     **dict.fromkeys(("out", "qkv", "cells", "segments", "weights"), ADDRESS),
-    **dict.fromkeys(("num", "slots", "heads", "queries", "capacity", "block", "window"), INTEGER),
+    **dict.fromkeys(
+        ("num", "slots", "slot_heads", "heads", "queries", "capacity", "block", "window"), INTEGER
+    ),
     **dict.fromkeys(("scale", "cap"), FLOAT),
 }
 
 
 def write_store(module: ir.Module, size: int) -> None:
-    """`store`: write the tokens' keys and values into one layer's cells [2, slots, heads, capacity, size]."""
+    """`store`: write the tokens' keys and values into one layer's cells [2, slots, slot_heads, capacity, size].
+
+    `cells` begin with the first of the heads: a slot may have more, of which other ranks write theirs.
+    """
     w = Writer(module, "store", STORE)
     at = w.at
     with w.loop(at["num"]) as each:
@@ -218,17 +223,17 @@ def write_store(module: ir.Module, size: int) -> None:
             place = w.sum(w.times(w.ir.add(segment["first"], token.index), at["heads"]), head.index)
             source = w.address(at["qkv"], w.times(place, at["lanes"], size))
             source = w.address(source, w.times(w.ir.sub(at["lanes"], INTEGER(2)), size))
-            row = w.sum(w.times(segment["slot"], at["heads"]), head.index)
+            row = w.sum(w.times(segment["slot"], at["slot_heads"]), head.index)
             position = w.sum(w.times(row, at["capacity"]), segment["start"], token.index)
             target = w.address(at["cells"], w.times(position, size))
             w.copy(target, source, INTEGER(size))
-            values = w.times(at["slots"], at["heads"], at["capacity"], size)
+            values = w.times(at["slots"], at["slot_heads"], at["capacity"], size)
             w.copy(w.address(target, values), w.address(source, INTEGER(size)), INTEGER(size))
     w.finish()
 
 
 def write_attend(module: ir.Module, size: int, width: int) -> None:
-    """`attend`: what each query sees, [tokens, heads * queries * size]; keys and values are in the cells.
+    """`attend`: what each query sees, [tokens, heads * queries * size]; keys and values are in the cells (`store`).
 
     `weights` holds `block` tokens' weights of one KV head, a row of `capacity` for each query. `window` is how many
     tokens back a token sees, itself included; 0: all. `scale` is 1 / sqrt(size), or as the model says, times log2(e).
@@ -242,9 +247,9 @@ def write_attend(module: ir.Module, size: int, width: int) -> None:
     totals = w.alloca(most)
     with w.loop(at["num"]) as each, w.loop(at["heads"]) as head:
         segment = _span(w, each.index)
-        row = w.sum(w.times(segment["slot"], at["heads"]), head.index)
+        row = w.sum(w.times(segment["slot"], at["slot_heads"]), head.index)
         keys = w.address(at["cells"], w.times(row, at["capacity"], size))
-        values = w.address(keys, w.times(at["slots"], at["heads"], at["capacity"], size))
+        values = w.address(keys, w.times(at["slots"], at["slot_heads"], at["capacity"], size))
         with w.loop(segment["count"], step=at["block"]) as block:
             left = w.ir.sub(segment["count"], block.index)
             tokens = w.ir.select(w.ir.icmp_signed("<", left, at["block"]), left, at["block"])

@@ -39,9 +39,17 @@ class CpuBackend(ComputeBackend):
         """
         return torch.float32 if dtype == torch.bfloat16 else dtype
 
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    def linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        ends: tuple[int, ...] | None = None,
+    ) -> Linear:
         """See `ComputeBackend.linear`."""
-        return StreamedLinear(weight, bias) if dtype == torch.float32 else super().linear(weight, bias, dtype)
+        if dtype != torch.float32:
+            return super().linear(weight, bias, dtype)
+        return StreamedLinear(weight, bias, ends)
 
     def fuse(self, decoder: Decoder) -> NativeForward | None:
         """See `ComputeBackend.fuse`; every product must be our own, in whole panels."""
@@ -54,6 +62,6 @@ class CpuBackend(ComputeBackend):
         self, forward: FusedForward, embedding: Tensor, rope: Tensor, pool: KVPool, *, vocab_size: int
     ) -> NativeChain | None:
         """See `ComputeBackend.chain`."""
-        if not isinstance(forward, NativeForward) or vocab_size < LEAST_VOCABULARY:
+        if not isinstance(forward, NativeForward) or vocab_size < LEAST_VOCABULARY or forward.is_reduced:
             return None
         return NativeChain(forward, embedding, rope, pool, vocab_size=vocab_size)

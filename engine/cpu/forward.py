@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -18,7 +18,7 @@ from rlhfspec.engine.cpu.products import PANEL
 from rlhfspec.engine.cpu.program import Program, native_code
 from rlhfspec.engine.cpu.streamed_linear import StreamedLinear
 from rlhfspec.engine.model.compute_backend import SeesHidden
-from rlhfspec.engine.model.linears import Decoder, Layer, Linear, same_bits
+from rlhfspec.engine.model.linears import Decoder, Layer, Linear, ReducedLinear, same_bits
 
 MIN_TOKENS = 64
 "Room for fewer is not made."
@@ -38,11 +38,15 @@ class NativeLayer:
     gate_up: StreamedLinear
     down: StreamedLinear
     sliding_window: int | None
+    out_ranks: ReducedLinear | None
+    "how results are added up over the ranks of a group; None: they are whole"
+    down_ranks: ReducedLinear | None
 
     @staticmethod
     def of(layer: Layer) -> NativeLayer | None:
         """Return a layer as a program takes it; None where a product is not our own, in whole panels."""
-        qkv, out, gate_up, down = layer.qkv, layer.out, layer.gate_up, layer.down
+        qkv, gate_up = layer.qkv, layer.gate_up
+        out, down = (of.linear if isinstance(of, ReducedLinear) else of for of in (layer.out, layer.down))
         added = _whole(out, biased=False) and _whole(down, biased=False)
         if not (_whole(qkv) and _whole(gate_up) and added):
             return None
@@ -55,6 +59,8 @@ class NativeLayer:
             gate_up=gate_up,
             down=down,  # type: ignore[arg-type]
             sliding_window=layer.sliding_window,
+            out_ranks=layer.out if isinstance(layer.out, ReducedLinear) else None,
+            down_ranks=layer.down if isinstance(layer.down, ReducedLinear) else None,
         )
 
 
@@ -66,6 +72,8 @@ class Marks:
     "with which each layer begins, and what follows the last one: the input lies in `x` before it"
     stored: int
     "before which the last layer's keys and values are stored"
+    reduced: Mapping[int, ReducedLinear]
+    "before which the rows of `part` are added up over the ranks, into `x`"
 
 
 class NativeForward:
@@ -77,6 +85,7 @@ class NativeForward:
         self._final_gain = _scaled(decoder.final_gain)
         self._head = head
         self._heads, self._queries, self._size = decoder.heads, decoder.queries, decoder.size
+        self._first_head = decoder.first_head
         self._eps = decoder.eps
         self._scale = decoder.size**-0.5 * LOG2_E
         self._code = native_code(decoder.size)
@@ -114,17 +123,25 @@ class NativeForward:
             num_segments=len(segments),
             logits=logits,
         )
+        seen = {} if taps is None else {self._marks.layers[layer]: layer for layer in taps.layers}
         done = 0
-        if taps is not None:
-            for layer in sorted(set(taps.layers)):
-                begin = self._marks.layers[layer]
-                if begin >= until:
-                    break
-                if begin > done:
-                    self._program.run(done, begin - done)
-                    done = begin
-                taps.see(layer, self._x[:num_tokens])
+        for pause in sorted({*seen, *self._marks.reduced}):
+            if pause >= until:
+                break
+            if pause > done:
+                self._program.run(done, pause - done)
+                done = pause
+            if pause in self._marks.reduced:
+                self._add_up(self._marks.reduced[pause], num_tokens)
+            if pause in seen and taps is not None:
+                taps.see(seen[pause], self._x[:num_tokens])
         self._program.run(done, until - done)
+
+    def _add_up(self, over: ReducedLinear, num_tokens: int) -> None:
+        part = self._part[:num_tokens]
+        if not over.counts:
+            part.fill_(-0.0)
+        over.ranks.add_up(self._x[:num_tokens], part)
 
     def _build(self, room: int, pool: KVPool) -> None:
         """Make the buffers, and the program over them."""
@@ -132,6 +149,7 @@ class NativeForward:
         hidden, inner = first.qkv.depth, first.down.depth
         attended = self._heads * self._queries * self._size
         self._x, self._normed = _floats(2, room, hidden)
+        self._part = _floats(0 if first.down_ranks is None else room, hidden)
         self._rope = torch.empty(room, self._size // 2, dtype=torch.complex64)
         self._qkv = _floats(room, attended + 2 * self._heads * self._size)
         self._attended = _floats(room, attended)
@@ -158,57 +176,16 @@ class NativeForward:
         Returns where in the program what is.
         """
         stored, begins = 0, []
-        lanes = self._queries + 2
-        x, normed, qkv = self._x, self._normed, self._qkv
+        reduced: dict[int, ReducedLinear] = {}
         for index, layer in enumerate(self._layers):
-            cells = pool.cells[index].data_ptr()
             begins.append(len(program))
             self._norm(program, layer.attention_gain)
-            self._product(program, layer.qkv, normed, qkv)
-            if layer.head_gain is not None:
-                self._norm_heads(program, layer.head_gain)
-            program.add(
-                "rotate",
-                x=qkv.data_ptr(),
-                rope=self._rope.data_ptr(),
-                tokens="tokens",
-                heads=self._heads,
-                turned=lanes - 1,
-                lanes=lanes,
-                size=self._size,
-            )
-            program.add(
-                "store",
-                cells=cells,
-                qkv=qkv.data_ptr(),
-                segments="segments",
-                num="num_segments",
-                slots=pool.num_slots,
-                heads=self._heads,
-                lanes=lanes,
-                capacity=pool.capacity,
-            )
             stored = len(program)
-            program.add(
-                "attend",
-                out=self._attended.data_ptr(),
-                qkv=qkv.data_ptr(),
-                cells=cells,
-                segments="segments",
-                weights=self._weights.data_ptr(),
-                num="num_segments",
-                slots=pool.num_slots,
-                heads=self._heads,
-                queries=self._queries,
-                capacity=pool.capacity,
-                block=block_tokens(self._queries),
-                window=layer.sliding_window or 0,
-                scale=self._scale,
-                cap=0.0,
-            )
-            self._product(program, layer.out, self._attended, x, added=True)
+            if layer.out_ranks is None or layer.out_ranks.counts:
+                stored = self._add_attention(program, layer, pool, pool.cells[index])
+            self._add(program, layer.out, self._attended, layer.out_ranks, reduced)
             self._norm(program, layer.mlp_gain)
-            self._product(program, layer.gate_up, normed, self._both)
+            self._product(program, layer.gate_up, self._normed, self._both)
             program.add(
                 "gate",
                 out=self._gated.data_ptr(),
@@ -216,19 +193,89 @@ class NativeForward:
                 rows="tokens",
                 size=layer.down.depth,
             )
-            self._product(program, layer.down, self._gated, x, added=True)
+            self._add(program, layer.down, self._gated, layer.down_ranks, reduced)
         begins.append(len(program))
         self._norm(program, self._final_gain)
-        return Marks(layers=tuple(begins), stored=stored)
+        return Marks(layers=tuple(begins), stored=stored, reduced=reduced)
+
+    def _add_attention(self, program: Program, layer: NativeLayer, pool: KVPool, of_layer: Tensor) -> int:
+        """Append what lies before the product behind attention; return before which operation cells are stored."""
+        lanes, normed, qkv = self._queries + 2, self._normed, self._qkv
+        cells = of_layer[0, 0, self._first_head].data_ptr()
+        self._product(program, layer.qkv, normed, qkv)
+        if layer.head_gain is not None:
+            self._norm_heads(program, layer.head_gain)
+        program.add(
+            "rotate",
+            x=qkv.data_ptr(),
+            rope=self._rope.data_ptr(),
+            tokens="tokens",
+            heads=self._heads,
+            turned=lanes - 1,
+            lanes=lanes,
+            size=self._size,
+        )
+        program.add(
+            "store",
+            cells=cells,
+            qkv=qkv.data_ptr(),
+            segments="segments",
+            num="num_segments",
+            slots=pool.num_slots,
+            slot_heads=pool.shape.num_kv_heads,
+            heads=self._heads,
+            lanes=lanes,
+            capacity=pool.capacity,
+        )
+        stored = len(program)
+        program.add(
+            "attend",
+            out=self._attended.data_ptr(),
+            qkv=qkv.data_ptr(),
+            cells=cells,
+            segments="segments",
+            weights=self._weights.data_ptr(),
+            num="num_segments",
+            slots=pool.num_slots,
+            slot_heads=pool.shape.num_kv_heads,
+            heads=self._heads,
+            queries=self._queries,
+            capacity=pool.capacity,
+            block=block_tokens(self._queries),
+            window=layer.sliding_window or 0,
+            scale=self._scale,
+            cap=0.0,
+        )
+        return stored
 
     def add_head(self, program: Program) -> None:
         """Append the head's product. Argument to be set: logits, the address of [tokens, head columns]."""
         self._product(program, self._head, self._normed, None)
 
+    def _add(
+        self,
+        program: Program,
+        linear: StreamedLinear,
+        inputs: Tensor,
+        over: ReducedLinear | None,
+        reduced: dict[int, ReducedLinear],
+    ) -> None:
+        """Add a product to `x`, or note where ranks' parts of it are added up."""
+        if over is None:
+            self._product(program, linear, inputs, self._x, added=True)
+        else:
+            self._product(program, linear, inputs, self._part)
+            reduced[len(program)] = over
+
     @property
     def head_columns(self) -> int:
         """Columns of the logits, the padding to whole panels included."""
         return self._head.num_panels * PANEL
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a group computes it: no program runs without a pause."""
+        return any(layer.down_ranks is not None for layer in self._layers)
 
     @property
     def kv_heads(self) -> int:
@@ -277,6 +324,8 @@ class NativeForward:
             x=x.data_ptr(),
             weights=linear.address,
             added=out.data_ptr() if added and out is not None else bias,
+            ends=linear.ends.ctypes.data,
+            parts=len(linear.ends),
             rows="tokens",
             depth=linear.depth,
             panels=linear.num_panels,

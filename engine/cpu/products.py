@@ -3,7 +3,8 @@
 Library products are made for many rows. For 2 to 16 of them they take two to three times as long as the weights need to
 come from memory, and the last bits of a row depend on how many there are. Here every result is one chain of fused
 multiply-adds over k = 0, 1, .., whatever the number of rows, the vector width or the processor: batch invariance by
-construction.
+construction. K may be cut into up to four parts: each is a chain of its own, and they are added as (a + b) + (c + d)
+(`engine.parts`).
 
     weights  [panels, K, PANEL]: PANEL columns of the result lie together, k by k, and are streamed once
     tile     a few rows by a panel or two: the sums stay in registers, the panels in cache for the next tile, while
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from rlhfspec.engine.cpu.writer import ADDRESS, INTEGER
+from rlhfspec.engine.parts import PARTS
 
 PANEL = 16
 "Columns of a panel: the layout of the weights is the same on every processor."
@@ -45,11 +47,16 @@ TILINGS = {
 }
 "By floats in a vector; what is said of times was measured."
 
+BRANCHES = PARTS // 2
+"Pairs of parts, each added up by itself."
+
 PRODUCT: dict[str, ir.Type] = {
-    **dict.fromkeys(("out", "x", "weights", "added"), ADDRESS),
-    **dict.fromkeys(("rows", "depth", "panels", "out_stride", "x_stride", "added_stride"), INTEGER),
+    **dict.fromkeys(("out", "x", "weights", "added", "ends"), ADDRESS),
+    **dict.fromkeys(("parts", "rows", "depth", "panels", "out_stride", "x_stride", "added_stride"), INTEGER),
 }
-"""Addresses, strides in elements. `product`: out = x W^T, `added` is not read; `product_added`: out = added + x W^T.
+"""Addresses, strides in elements; `ends` of the parts of K are int64, the last is the depth.
+
+`product`: out = x W^T, `added` is not read; `product_added`: out = added + x W^T.
 With `_bfloat16` behind the name the weights are bfloat16, widened as they are loaded; the rest is float32."""
 
 
@@ -71,18 +78,23 @@ def products_text(*, width: int) -> str:
 
 
 def _function(width: int, *, added: bool, bfloat16: bool) -> str:
-    """A loop over panels, in it one over tiles of rows, in it one over k for each possible tile."""
+    """A loop over panels, in it one over tiles of rows, in it one over parts of k, for each possible tile over k."""
     name, element = product_name(added=added, bfloat16=bfloat16), "i16" if bfloat16 else "float"
-    tiling = TILINGS[width]
+    tiling, vector = TILINGS[width], f"<{width} x float>"
+    sums = tiling.rows * tiling.panels * (PANEL // width)
     shapes = [(rows, panels) for panels in sorted({1, tiling.panels}) for rows in range(1, tiling.rows + 1)]
     cases = "\n    ".join(
         f"i64 {rows + panels * tiling.rows}, label %rows{rows}x{panels}" for rows, panels in shapes
     )
-    tiles = "".join(_tile(rows, panels, width, added=added, bfloat16=bfloat16) for rows, panels in shapes)
+    tiles = "".join(_tile(rows, panels, width, bfloat16=bfloat16) for rows, panels in shapes)
     return f"""
-define void @{name}(ptr %out, ptr %x, ptr %w, ptr %added, i64 %rows, i64 %k, i64 %panels,
-                    i64 %out_stride, i64 %x_stride, i64 %added_stride) {{
+define void @{name}(ptr %out, ptr %x, ptr %w, ptr %added, ptr %ends, i64 %parts, i64 %rows, i64 %k,
+                    i64 %panels, i64 %out_stride, i64 %x_stride, i64 %added_stride) {{
 entry:
+  %branches = alloca {vector}, i64 {(BRANCHES + 1) * sums}, align 64
+  %second = getelementptr {vector}, ptr %branches, i64 {sums}
+  %joining = getelementptr {vector}, ptr %branches, i64 {BRANCHES * sums}
+  %is_tree = icmp ugt i64 %parts, 2
   %rounded = add i64 %rows, {tiling.rows - 1}
   %tiles = udiv i64 %rounded, {tiling.rows}
   %least = udiv i64 %rows, %tiles
@@ -114,10 +126,12 @@ tile:
   %one_more = zext i1 %is_larger to i64
   %size = add i64 %least, %one_more
   %case = add i64 %first_case, %size
-  switch i64 %case, label %tile_end [
-    {cases}
-  ]
-{tiles}
+  %across = mul i64 %abreast, {PANEL // width}
+  %vectors = mul i64 %size, %across
+{_parts(sums, width, cases, tiles)}
+results:
+  br label %result_row
+{_results(width, added=added)}
 tile_end:
   %next_t = add i64 %t, 1
   %next_row = add i64 %row, %size
@@ -133,8 +147,41 @@ done:
 """
 
 
-def _tile(rows: int, panels: int, width: int, *, added: bool, bfloat16: bool) -> str:
-    """One tile of so many rows and panels: sums over k, then the results."""
+def _parts(sums: int, width: int, cases: str, tiles: str) -> str:
+    """A tile's sums over each part of k, added up as a tree; of the first part into the first branch, and so on."""
+    vector = f"<{width} x float>"
+    return f"""
+  br label %part
+part:
+  %part_number = phi i64 [0, %tile], [%next_part, %part_end]
+  %begin = phi i64 [0, %tile], [%end, %part_end]
+  %end_place = getelementptr i64, ptr %ends, i64 %part_number
+  %end = load i64, ptr %end_place, align 8
+  %side = and i64 %part_number, 1
+  %joins = icmp ne i64 %side, 0
+  %branch_number = lshr i64 %part_number, 1
+  %branch_offset = mul i64 %branch_number, {sums}
+  %branch = getelementptr {vector}, ptr %branches, i64 %branch_offset
+  %sums = select i1 %joins, ptr %joining, ptr %branch
+  switch i64 %case, label %part_end [
+    {cases}
+  ]
+{tiles}
+summed:
+  br i1 %joins, label %join, label %part_end
+{_added_up("join", "%branch", "%joining", "summed", "part_end", vector)}
+part_end:
+  %next_part = add i64 %part_number, 1
+  %more_parts = icmp ult i64 %next_part, %parts
+  br i1 %more_parts, label %part, label %parts_end
+parts_end:
+  br i1 %is_tree, label %tree, label %results
+{_added_up("tree", "%branches", "%second", "parts_end", "results", vector)}
+"""
+
+
+def _tile(rows: int, panels: int, width: int, *, bfloat16: bool) -> str:
+    """One tile of so many rows and panels: sums over k of one part."""
     per_panel = PANEL // width
     vector, vectors, n = f"<{width} x float>", panels * per_panel, f"r{rows}x{panels}"
     lines = [f"rows{rows}x{panels}:"]
@@ -145,7 +192,7 @@ def _tile(rows: int, panels: int, width: int, *, added: bool, bfloat16: bool) ->
             f"  %{n}_x{i} = getelementptr float, ptr %x, i64 %{n}_xo{i}",
         ]
     lines += [f"  br label %loop_{n}", f"loop_{n}:"]
-    lines.append(f"  %{n}_k = phi i64 [0, %rows{rows}x{panels}], [%{n}_k1, %loop_{n}]")
+    lines.append(f"  %{n}_k = phi i64 [%begin, %rows{rows}x{panels}], [%{n}_k1, %loop_{n}]")
     for i in range(rows):
         for j in range(vectors):
             start = f"[zeroinitializer, %rows{rows}x{panels}]"
@@ -183,13 +230,16 @@ def _tile(rows: int, panels: int, width: int, *, added: bool, bfloat16: bool) ->
             )
     lines += [
         f"  %{n}_k1 = add i64 %{n}_k, 1",
-        f"  %{n}_more = icmp ult i64 %{n}_k1, %k",
+        f"  %{n}_more = icmp ult i64 %{n}_k1, %end",
         f"  br i1 %{n}_more, label %loop_{n}, label %store_{n}",
         f"store_{n}:",
     ]
-    for i in range(rows):
-        lines += _results(n, i, vectors, width, added=added)
-    lines.append("  br label %tile_end")
+    for place, (i, j) in enumerate((i, j) for i in range(rows) for j in range(vectors)):
+        lines += [
+            f"  %{n}_z{place} = getelementptr {vector}, ptr %sums, i64 {place}",
+            f"  store {vector} %{n}_f{i}_{j}, ptr %{n}_z{place}, align {4 * width}",
+        ]
+    lines.append("  br label %summed")
     return "\n".join(lines) + "\n"
 
 
@@ -205,31 +255,56 @@ def _widened(n: str, j: int, width: int) -> list[str]:
     ]
 
 
-def _results(n: str, i: int, vectors: int, width: int, *, added: bool) -> list[str]:
-    """Store one row's results, behind what they are added to."""
-    vector = f"<{width} x float>"
-    lines = [
-        f"  %{n}_oo{i} = mul i64 %{n}_row{i}, %out_stride",
-        f"  %{n}_oc{i} = add i64 %{n}_oo{i}, %column",
-        f"  %{n}_o{i} = getelementptr float, ptr %out, i64 %{n}_oc{i}",
-    ]
-    if added:
-        lines += [
-            f"  %{n}_ao{i} = mul i64 %{n}_row{i}, %added_stride",
-            f"  %{n}_ac{i} = add i64 %{n}_ao{i}, %column",
-            f"  %{n}_a{i} = getelementptr float, ptr %added, i64 %{n}_ac{i}",
-        ]
-    for j in range(vectors):
-        result = f"%{n}_f{i}_{j}"
-        if added:
-            lines += [
-                f"  %{n}_ap{i}_{j} = getelementptr float, ptr %{n}_a{i}, i64 {j * width}",
-                f"  %{n}_av{i}_{j} = load {vector}, ptr %{n}_ap{i}_{j}, align 4",
-                f"  %{n}_t{i}_{j} = fadd {vector} %{n}_av{i}_{j}, {result}",
-            ]
-            result = f"%{n}_t{i}_{j}"
-        lines += [
-            f"  %{n}_op{i}_{j} = getelementptr float, ptr %{n}_o{i}, i64 {j * width}",
-            f"  store {vector} {result}, ptr %{n}_op{i}_{j}, align 4",
-        ]
-    return lines
+def _added_up(name: str, into: str, what: str, before: str, after: str, vector: str) -> str:
+    """Add a tile's sums to others of it."""
+    return f"""
+{name}:
+  %{name}_v = phi i64 [0, %{before}], [%{name}_v1, %{name}]
+  %{name}_ip = getelementptr {vector}, ptr {into}, i64 %{name}_v
+  %{name}_wp = getelementptr {vector}, ptr {what}, i64 %{name}_v
+  %{name}_i = load {vector}, ptr %{name}_ip, align 32
+  %{name}_w = load {vector}, ptr %{name}_wp, align 32
+  %{name}_s = fadd {vector} %{name}_i, %{name}_w
+  store {vector} %{name}_s, ptr %{name}_ip, align 32
+  %{name}_v1 = add i64 %{name}_v, 1
+  %{name}_more = icmp ult i64 %{name}_v1, %vectors
+  br i1 %{name}_more, label %{name}, label %{after}
+"""
+
+
+def _results(width: int, *, added: bool) -> str:
+    """Store a tile's results, behind what they are added to."""
+    vector, result = f"<{width} x float>", "%total" if added else "%sum"
+    of_row = """
+  %added_offset = mul i64 %result_at, %added_stride
+  %added_column = add i64 %added_offset, %column
+  %added_row = getelementptr float, ptr %added, i64 %added_column"""
+    sum_up = f"""
+  %added_place = getelementptr float, ptr %added_row, i64 %lane
+  %before = load {vector}, ptr %added_place, align 4
+  %total = fadd {vector} %before, %sum"""
+    return f"""
+result_row:
+  %i = phi i64 [0, %results], [%next_i, %row_end]
+  %result_at = add i64 %row, %i
+  %out_offset = mul i64 %result_at, %out_stride
+  %out_column = add i64 %out_offset, %column
+  %out_row = getelementptr float, ptr %out, i64 %out_column{of_row if added else ""}
+  %first_sum = mul i64 %i, %across
+  br label %result
+result:
+  %j = phi i64 [0, %result_row], [%next_j, %result]
+  %lane = mul i64 %j, {width}
+  %sum_number = add i64 %first_sum, %j
+  %sum_place = getelementptr {vector}, ptr %branches, i64 %sum_number
+  %sum = load {vector}, ptr %sum_place, align 32{sum_up if added else ""}
+  %out_place = getelementptr float, ptr %out_row, i64 %lane
+  store {vector} {result}, ptr %out_place, align 4
+  %next_j = add i64 %j, 1
+  %more_results = icmp ult i64 %next_j, %across
+  br i1 %more_results, label %result, label %row_end
+row_end:
+  %next_i = add i64 %i, 1
+  %more_rows = icmp ult i64 %next_i, %size
+  br i1 %more_rows, label %result_row, label %tile_end
+"""

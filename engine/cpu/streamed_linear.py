@@ -19,12 +19,19 @@ class StreamedLinear:
     bfloat16 weights stay so and are widened as they are loaded; x and the result are float32.
     """
 
-    def __init__(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> None:
+    def __init__(
+        self,
+        weight: Float[Tensor, "N K"],
+        bias: Float[Tensor, " N"] | None,
+        ends: tuple[int, ...] | None = None,
+    ) -> None:
+        """`ends`: of the parts of K that are added up by themselves (`engine.parts`); one by default."""
         self.columns, self.depth = weight.shape
         rows = self.columns + -self.columns % PANEL
         self._panels = with_rows(weight, rows).view(-1, PANEL, self.depth).transpose(1, 2).contiguous()
         self.num_panels = self._panels.shape[0]
         self.bias = None if bias is None else with_rows(bias.float(), rows)
+        self.ends = np.array(ends or [self.depth], dtype=np.int64)
         self._code = common_code()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -99,6 +106,8 @@ class StreamedLinear:
                 x=x.data_ptr(),
                 weights=self.address,
                 added=0 if added is None else added.data_ptr(),
+                ends=self.ends.ctypes.data,
+                parts=len(self.ends),
                 rows=rows,
                 depth=self.depth,
                 panels=self.num_panels,

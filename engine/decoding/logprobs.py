@@ -7,9 +7,14 @@ products. The difference is rounding, and measured in every update (figure `lear
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
+
+from rlhfspec.engine.parts import PARTS, part_width
 
 
 def scaled_logits(logits: Float[Tensor, "... V"], temperature: float) -> Float[Tensor, "... V"]:
@@ -36,6 +41,40 @@ def log_softmax(scaled: Float[Tensor, "M V"]) -> Float[Tensor, "M V"]:
     """
     if scaled.device.type != "cpu":
         return torch.log_softmax(scaled, dim=-1)
+    return _LogSoftmax.apply(scaled) if torch.is_grad_enabled() else _log_softmax(scaled)
+
+
+def _log_softmax(scaled: Tensor) -> Tensor:
+    return scaled - normalizer(part_sums(scaled, part_width(scaled.shape[-1])))
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scaled: Tensor) -> Tensor:
+        found = _log_softmax(scaled)
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (found,) = ctx.saved_tensors
+        return grads[0] - found.exp() * grads[0].sum(-1, keepdim=True)
+
+
+def part_sums(scaled: Float[Tensor, "M V"], width: int) -> Float[Tensor, "M parts"]:
+    """Return the log of each part's sum of exponentials (`engine.parts.part_width`)."""
+    missing = -scaled.shape[-1] % width
+    rows = F.pad(scaled, (0, missing), value=float("-inf")) if missing else scaled.contiguous()
+    return _logsumexp(rows.view(len(rows), -1, width))
+
+
+def normalizer(sums: Float[Tensor, "M parts"]) -> Float[Tensor, "M 1"]:
+    """Return that of whole rows, from their parts', whichever ranks hold them."""
+    # a part without ids adds nothing, and is not always there
+    missing = PARTS - sums.shape[1]
+    return _logsumexp(F.pad(sums, (0, missing), value=float("-inf")) if missing else sums)[:, None]
+
+
+def _logsumexp(rows: Tensor) -> Tensor:
     # the sum of one row alone would be split among torch's threads
-    rows = scaled.expand(2, -1) if len(scaled) == 1 else scaled.contiguous()
-    return scaled - rows.logsumexp(dim=-1, keepdim=True)[: len(scaled)]
+    return rows.expand(2, *rows.shape[1:]).logsumexp(-1)[:1] if len(rows) == 1 else rows.logsumexp(-1)

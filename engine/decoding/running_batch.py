@@ -295,8 +295,13 @@ class RunningBatch:
         columns = np.maximum(lengths[:, None] + BEFORE_THE_END, 0)
         arrays = [lengths.copy(), self.tokens[self._rows[:live], columns]]
         if num_words:
-            arrays.append(row_words(self.words[:live], lengths[:, None] + np.arange(num_words)))
+            arrays.append(self.host_words(num_words))
         return arrays
+
+    def host_words(self, levels: int) -> np.ndarray:
+        """Return the hash words of every sample's next positions, int32 [2, B, D]."""
+        live = len(self)
+        return row_words(self.words[:live], self.lengths[:live, None] + np.arange(levels))
 
     @property
     def noise_source(self) -> NoiseSource:

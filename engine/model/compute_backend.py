@@ -220,9 +220,17 @@ class ComputeBackend:
         return torch.float32 if emulated else dtype
 
     def linear(
-        self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, dtype: torch.dtype
+        self,
+        weight: Float[Tensor, "N K"],
+        bias: Float[Tensor, " N"] | None,
+        dtype: torch.dtype,
+        ends: tuple[int, ...] | None = None,
     ) -> Linear:
-        """Lay a weight out for products in `dtype`."""
+        """Lay a weight out for products in `dtype`.
+
+        `ends`: of the parts of K that are added up by themselves, where products have an order of their own
+        (`engine.parts`); the library's have none.
+        """
         bias = None if bias is None else bias.to(dtype)
         large = weight.numel() >= PREPACKED_MIN_ELEMENTS
         if self._prepack and self.device.type == "cpu" and large and can_prepack():

@@ -10,14 +10,16 @@ The operators behind the first are private to torch: where they are missing, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+
+from rlhfspec.engine.parts import Share
 
 Same = bool | Tensor
 "Whether bits are the same; of a GPU's as a tensor, bool [], that nobody has waited for."
@@ -83,6 +85,67 @@ LayOut = Callable[[Tensor, Tensor | None], Linear]
 "Weight [N, K] and bias [N] to what multiplies by them."
 
 
+@runtime_checkable
+class Ranks(Protocol):
+    """The ranks of a group, as a product sees them."""
+
+    share: Share
+    "this rank's"
+
+    def add_up(self, x: Float[Tensor, "M N"], part: Float[Tensor, "M N"]) -> None:
+        """Add all ranks' parts to x, in place, as (a + b) + (c + d). All ranks call it at once, with the same x."""
+        ...
+
+    def exchange(self, mine: Tensor) -> Tensor:
+        """Return what all ranks have of the same shape, [ranks, ...]. All call it at once."""
+        ...
+
+    def order(self, kind: str, **what: Any) -> None:
+        """On the leader: tell the other ranks what to do next; nothing on those."""
+        ...
+
+    def hand_on(self, parts: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
+        """On the leader: pass a weight version's parts to the other ranks as they come."""
+        ...
+
+
+class ReducedLinear:
+    """A product over this rank's columns of a weight, whose results are added up over the ranks of its group."""
+
+    def __init__(self, linear: Linear, ranks: Ranks, *, counts: bool = True) -> None:
+        """`counts`: whether this rank has columns; else its results are left out."""
+        self.linear, self.ranks, self.counts = linear, ranks, counts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        whole = self.part(x)
+        whole.zero_()
+        return self.add_to(whole, x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        self.ranks.add_up(residual, self.part(x))
+        return residual
+
+    def part(self, x: Tensor) -> Tensor:
+        """This rank's part."""
+        found = self.linear(x)
+        # what adds nothing, to a zero of either sign
+        return found if self.counts else found.fill_(-0.0)
+
+    def take(self, rows: Rows, bias: Tensor | None) -> None:
+        """See `Linear`."""
+        self.linear.take(rows, bias)
+
+    def holds(self, rows: Rows, bias: Tensor | None) -> Same:
+        """See `Linear`."""
+        return self.linear.holds(rows, bias)
+
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """See `Linear`."""
+        return self.linear.unpacked()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One decoder layer's weights, laid out (`engine.model.llama_model`)."""
@@ -109,6 +172,8 @@ class Decoder:
     head: Linear
     heads: int
     "KV heads"
+    first_head: int = 0
+    "among those of the cache"
     queries: int
     "that share one"
     size: int

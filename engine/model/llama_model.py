@@ -25,11 +25,14 @@ from rlhfspec.engine.model.linears import (
     Layer,
     Linear,
     MatrixLinear,
+    Ranks,
+    ReducedLinear,
     Rows,
     Same,
     first_altered,
     same_bits,
 )
+from rlhfspec.engine.parts import Share
 from rlhfspec.engine.weights.chunks import require_fit, require_names, unique_tensors
 from rlhfspec.engine.weights.llama_config import (
     EMBEDDING,
@@ -85,11 +88,24 @@ class LlamaModel:
     _supports_attention_backend = True
 
     def __init__(
-        self, config: LlamaConfig, dtype: torch.dtype, backend: ComputeBackend, *, keeps_head: bool = False
+        self,
+        config: LlamaConfig,
+        dtype: torch.dtype,
+        backend: ComputeBackend,
+        *,
+        keeps_head: bool = False,
+        ranks: Ranks | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Make room for weights published in `dtype`, all zeros, as this back end's products read them.
 
-        `keeps_head`: `output_weight` is asked for.
+        Args:
+            config: of the whole model.
+            dtype: that weights are published in.
+            backend: what computes.
+            keeps_head: `output_weight` is asked for.
+            ranks: the group that the model is dealt to; heads, inner columns and token ids are then this rank's.
+            vocab_size: token ids that are dealt; all by default.
         """
         self.config, self.dtype, self.backend = config, dtype, backend
         self.device = backend.device
@@ -99,10 +115,19 @@ class LlamaModel:
         self.compute_dtype = backend.compute_dtype(dtype)
         self._held_dtype = dtype if backend.widens_bfloat16 else self.compute_dtype
         self._folds = self._held_dtype == torch.float32
-        self.kv_heads: int = config.num_key_value_heads
+        self.ranks, self._share = ranks, Share() if ranks is None else ranks.share
+        heads = self._share.of(config.num_key_value_heads)
+        self.attends = len(heads) > 0
+        "whether this rank has KV heads; one without computes the first, and adds nothing"
+        self._heads = heads if self.attends else range(1)
+        self._inner = self._share.of(config.intermediate_size, INNER_STEP)
+        self._ids = range(config.vocab_size)
+        if ranks is not None:
+            self._ids = self._share.of_vocabulary(vocab_size or config.vocab_size)
+        self.kv_heads: int = len(self._heads)
         self.queries: int = config.num_attention_heads // config.num_key_value_heads
         self.size = head_size(config)
-        self._pad = -config.intermediate_size % INNER_STEP
+        self._pad = -len(self._inner) % INNER_STEP
         self._by_head, self._gates_and_ups = self._orders()
         self.embedding: Float[Tensor, "V H"] = self._zeros(config.vocab_size, config.hidden_size)
         self.layers = [self._layer(index) for index in range(config.num_hidden_layers)]
@@ -110,7 +135,7 @@ class LlamaModel:
         "gain of the last norm, as it is published"
         self.final_gain = self._gain(config.hidden_size)
         "the same in the type to compute in; None: multiplied into the head"
-        self.head = self._linear(*self.shapes[HEAD], biased=False)
+        self.head = self._linear(len(self._ids), config.hidden_size, biased=False)
         is_lost = keeps_head and self._folds and not config.tie_word_embeddings
         self._kept_head = self._zeros(*self.shapes[HEAD], dtype=dtype) if is_lost else None
         self._laid_out = list(self._all_laid_out())
@@ -143,6 +168,17 @@ class LlamaModel:
         return self.head.unpacked()[0]
 
     @property
+    def ids(self) -> range:
+        """Token ids whose logits are computed here."""
+        return self._ids
+
+    @property
+    def _attended(self) -> range:
+        """Columns of the product behind attention that are this rank's."""
+        width = self.queries * self.size
+        return range(self._heads.start * width, self._heads.stop * width)
+
+    @property
     def vectors(self) -> dict[str, Tensor]:
         """What is held as it is published, by name."""
         return {EMBEDDING: self.embedding, FINAL_NORM: self.final_norm}
@@ -165,6 +201,7 @@ class LlamaModel:
             final_gain=self.final_gain,
             head=self.head,
             heads=self.kv_heads,
+            first_head=self._heads.start,
             queries=self.queries,
             size=self.size,
             eps=self.config.rms_norm_eps,
@@ -205,6 +242,9 @@ class LlamaModel:
             WeightsError: names or a part do not fit, or the parts end before all of it has come.
         """
         require_names(self.shapes, names)
+        if self.ranks is not None:
+            self.ranks.order("load", names=list(names))
+            parts = self.ranks.hand_on(parts)
         waiting: dict[str, Tensor] = {}
         left, held = self._laid_out, list[tuple[str, Same]]()
         for part in parts:
@@ -245,7 +285,9 @@ class LlamaModel:
         embedding = HEAD if self.config.tie_word_embeddings else EMBEDDING
         yield self._vector("embed_tokens", embedding, self.embedding)
         yield self._vector("the last norm", FINAL_NORM, self.final_norm)
-        yield from self._behind_norm("lm_head", self.head, ["lm_head"], FINAL_NORM, self.final_gain)
+        yield from self._behind_norm(
+            "lm_head", self.head, ["lm_head"], FINAL_NORM, self.final_gain, rows=self._ids
+        )
         if self._kept_head is not None:
             yield self._vector("the published head", HEAD, self._kept_head)
         for index, layer in enumerate(self.layers):
@@ -257,13 +299,15 @@ class LlamaModel:
             if layer.head_gain is not None:
                 names = (f"{attention}q_norm.weight", f"{attention}k_norm.weight")
                 yield _Vector(called + "head_gain", names, layer.head_gain, partial(self._head_gains, names))
-            yield self._product(called + "out", layer.out, [f"{attention}o_proj"])
+            yield self._product(called + "out", layer.out, [f"{attention}o_proj"], columns=self._attended)
             of, norm = [f"{mlp}gate_proj", f"{mlp}up_proj"], f"{at}post_attention_layernorm.weight"
             gate_up = layer.gate_up
             yield from self._behind_norm(
                 called + "gate_up", gate_up, of, norm, layer.mlp_gain, self._gates_and_ups
             )
-            yield self._product(called + "down", layer.down, [f"{mlp}down_proj"], columns=self._pad)
+            yield self._product(
+                called + "down", layer.down, [f"{mlp}down_proj"], columns=self._inner, pad=self._pad
+            )
 
     def _behind_norm(
         self,
@@ -273,11 +317,12 @@ class LlamaModel:
         norm: str,
         gain: Tensor | None,
         order: Tensor | None = None,
+        rows: range | None = None,
     ) -> Iterator[_Vector | _Product]:
         """A product of what a norm gives: the gain is multiplied into its weights, or held apart."""
         if gain is not None:
             yield self._vector(f"{what}'s gain", norm, gain)
-        yield self._product(what, linear, of, order, norm=norm if gain is None else "")
+        yield self._product(what, linear, of, order, norm=norm if gain is None else "", rows=rows)
 
     def _product(
         self,
@@ -287,14 +332,18 @@ class LlamaModel:
         order: Tensor | None = None,
         *,
         norm: str = "",
-        columns: int = 0,
+        rows: range | None = None,
+        columns: range | None = None,
+        pad: int = 0,
     ) -> _Product:
-        """Weights that are multiplied by at once, with rows in another order or so many columns of zeros more."""
+        """Weights that are multiplied by at once: rows, or all in another order; columns, and `pad` of zeros."""
+        across, down = _slice(columns), _slice(rows)
         weights = [f"{name}.weight" for name in of]
         biases = [name for one in of if (name := f"{one}.bias") in self.shapes]
 
         def made(got: Published) -> tuple[Rows, Tensor | None]:
-            rows = [F.pad(got[name], (0, columns)) if columns else got[name] for name in weights]
+            rows = [got[name][down, across] for name in weights]
+            rows = [F.pad(part, (0, pad)) for part in rows] if pad else rows
             gain = got[norm].to(self.compute_dtype) if norm else None
             folded = None if gain is None else gain * gain.numel() ** 0.5
             bias = [got[name] for name in biases]
@@ -316,9 +365,12 @@ class LlamaModel:
 
     def _layer(self, index: int) -> Layer:
         at, config = f"model.layers.{index}.", self.config
-        hidden, inner = config.hidden_size, config.intermediate_size + self._pad
+        hidden, inner = config.hidden_size, len(self._inner) + self._pad
         heads = self.kv_heads * self.size
         attended = heads * self.queries
+        # parts of heads and of inner columns; zeros that pad belong to the last
+        head_ends = [end * self.queries * self.size for end in self._share.ends(config.num_key_value_heads)]
+        inner_ends = [*self._share.ends(config.intermediate_size, INNER_STEP)[:-1], inner]
         biased = {name: f"{at}{name}.bias" in self.shapes for name in _PROJECTIONS}
         return Layer(
             attention_gain=self._gain(hidden),
@@ -326,10 +378,12 @@ class LlamaModel:
             head_gain=self._zeros(self.queries + 1, self.size, dtype=torch.float32)
             if config.model_type == "qwen3"
             else None,
-            out=self._linear(hidden, attended, biased=biased["self_attn.o_proj"]),
+            out=self._reduced(
+                hidden, attended, biased["self_attn.o_proj"], head_ends or [attended], counts=self.attends
+            ),
             mlp_gain=self._gain(hidden),
             gate_up=self._linear(2 * inner, hidden, biased=biased["mlp.gate_proj"]),
-            down=self._linear(hidden, inner, biased=biased["mlp.down_proj"]),
+            down=self._reduced(hidden, inner, biased["mlp.down_proj"], inner_ends),
             sliding_window=sliding_window(config, index),
         )
 
@@ -348,11 +402,20 @@ class LlamaModel:
         for layer in self.layers:
             yield from (layer.attention_gain, layer.head_gain, layer.mlp_gain)
 
-    def _linear(self, outputs: int, inputs: int, *, biased: bool) -> Linear:
+    def _linear(
+        self, outputs: int, inputs: int, *, biased: bool, ends: tuple[int, ...] | None = None
+    ) -> Linear:
         # zeros that take no memory until they are laid out
         weight = self._zeros(1, 1).expand(outputs, inputs)
         bias = self._zeros(outputs, dtype=self.compute_dtype) if biased else None
-        return self.backend.linear(weight, bias, self.compute_dtype)
+        return self.backend.linear(weight, bias, self.compute_dtype, ends)
+
+    def _reduced(
+        self, outputs: int, inputs: int, biased: bool, ends: list[int], *, counts: bool = True
+    ) -> Linear:
+        """A product whose sums go on over the ranks."""
+        linear = self._linear(outputs, inputs, biased=biased, ends=tuple(ends))
+        return linear if self.ranks is None else ReducedLinear(linear, self.ranks, counts=counts)
 
     def _gain(self, size: int) -> Tensor | None:
         """Room for a norm's gain that is not multiplied into the weights behind it: in bfloat16 that would round."""
@@ -363,15 +426,25 @@ class LlamaModel:
 
     def _orders(self) -> tuple[Tensor, Tensor]:
         """Order of the rows of queries, keys and values, and of gates and ups: each padded with the row behind all."""
-        queries, keys = self.kv_heads * self.queries * self.size, self.kv_heads * self.size
+        heads = self.config.num_key_value_heads
+        queries, keys = heads * self.queries * self.size, heads * self.size
         numbers = torch.arange(queries + 2 * keys, device=self.device)
-        parts = numbers[:queries], numbers[queries : queries + keys], numbers[queries + keys :]
+        of_query, of_key = (_slice(self._heads, each) for each in (self.queries * self.size, self.size))
+        parts = (
+            numbers[:queries][of_query],
+            numbers[queries : queries + keys][of_key],
+            numbers[queries + keys :][of_key],
+        )
         inner = self.config.intermediate_size
-        both = torch.arange(2 * inner, device=self.device).view(2, inner)
+        both = torch.arange(2 * inner, device=self.device).view(2, inner)[:, _slice(self._inner)]
         return (
             by_head(*parts, self.kv_heads, self.size),
             F.pad(both, (0, self._pad), value=2 * inner).reshape(-1),
         )
+
+
+def _slice(of: range | None, times: int = 1) -> slice:
+    return slice(None) if of is None else slice(of.start * times, of.stop * times)
 
 
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")

@@ -6,21 +6,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
-from rlhfspec.core.errors import ModelError, NumericsError
+from rlhfspec.core.errors import ConfigError, ModelError, NumericsError
 from rlhfspec.engine.attention.backends import Attention
 from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.cache.shared_memory import SharedFile
 from rlhfspec.engine.model.comparison import Comparison, failing_is_refused, require_finite_logits
 from rlhfspec.engine.model.compute_backend import ComputeBackend, FusedChain, PoolAttention
 from rlhfspec.engine.model.cuda_graphs import SAMPLE_COUNTS, ForwardGraphs, Recorder, at_least
 from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan
 from rlhfspec.engine.model.hidden_taps import HiddenTaps
+from rlhfspec.engine.model.linears import Ranks
 from rlhfspec.engine.model.llama_forward import LlamaForward
 from rlhfspec.engine.model.llama_model import LlamaModel, can_serve
+from rlhfspec.engine.model.sent_plans import as_sent
 from rlhfspec.engine.model.support import not_held, refuse_unsupported
+from rlhfspec.engine.parts import PARTS, part_width
 from rlhfspec.engine.weights.causal_lm import CausalLM
 
 
@@ -88,6 +94,7 @@ class ModelRunner:
         recorder: Recorder | None = None,
         graph_bytes: int = 0,
         who: str = "the model",
+        cells: SharedFile | None = None,
     ) -> None:
         """Build pool and forward, and compare the forward with the model's own, where it has one.
 
@@ -103,9 +110,11 @@ class ModelRunner:
             recorder: records decode forwards to replay them; none: every forward runs as it comes.
             graph_bytes: device memory that recordings may hold.
             who: in errors.
+            cells: memory of the pool that the ranks of a group share; needed for a model that is dealt to them.
 
         Raises:
             ModelError: the architecture cannot be served.
+            ConfigError: a group whose forwards are not one call each.
             NotFiniteError: the model's weights or logits are not finite.
         """
         refuse_unsupported(model, capacity)
@@ -123,7 +132,11 @@ class ModelRunner:
             dtype=dtype,
             device=self.device,
             reach=reach,
+            file=None if cells is None else cells.descriptor,
         )
+        self._cells = cells
+        self.ranks: Ranks | None = model.ranks if isinstance(model, LlamaModel) else None
+        "the group that the model is dealt to"
         comparison = (
             None if isinstance(model, LlamaModel) else Comparison(model, self.pool, vocab_size=vocab_size)
         )
@@ -137,14 +150,12 @@ class ModelRunner:
             )
         self.model = model
         self._require_held(self._forward.altered_copy())
+        self._meet_ranks(num_slots, capacity, reach)
         self._chain: FusedChain | None = None
         self._one_thread = torch.get_num_threads() == 1
         self.graphs: ForwardGraphs | None = None
         self.taps: HiddenTaps | None = None
-        if comparison is None:
-            require_finite_logits(self)
-        else:
-            comparison.require_equal(self)
+        self._require_right(comparison)
         if recorder is not None:
             self.graphs = ForwardGraphs(recorder, max_bytes=graph_bytes)
 
@@ -243,6 +254,30 @@ class ModelRunner:
 
         Raises NumericsError where torch's number of threads is no longer what the runner was built with.
         """
+        if self.ranks is None:
+            return self._logits(input_ids, position_ids, plan)
+        self._order("logits", input_ids, position_ids, plan)
+        mine = self._logits(input_ids, position_ids, plan)
+        width = part_width(self.vocab_size) * (PARTS // self.ranks.share.ranks)
+        everyone = self.ranks.exchange(F.pad(mine, (0, width - mine.shape[1])))
+        return torch.cat(list(everyone), dim=1)[:, : self.vocab_size]
+
+    @torch.inference_mode()
+    def own_logits(
+        self,
+        input_ids: Int[Tensor, " M"],
+        position_ids: Int[Tensor, " M"],
+        plan: ForwardPlan,
+        **wanted: np.ndarray,
+    ) -> Float[Tensor, "M W"]:
+        """In a group: run the packed tokens and return logits of this rank's token ids.
+
+        `wanted` goes to the other ranks with the order.
+        """
+        self._order("answers", input_ids, position_ids, plan, wanted=wanted)
+        return self._logits(input_ids, position_ids, plan)
+
+    def _logits(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
         self._require_same_threads()
         padded = self._padded(input_ids, position_ids)
         if self.graphs is not None and isinstance(plan, TreePlan):
@@ -254,8 +289,12 @@ class ModelRunner:
     @torch.inference_mode()
     def fill(self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan) -> None:
         """Run the packed tokens for their keys and values only. Raises NumericsError as `logits`."""
+        self._order("fill", input_ids, position_ids, plan)
         self._require_same_threads()
         self._forward.fill(*self._padded(input_ids, position_ids), plan)
+        if self.ranks is not None:
+            # whoever reads cells next reads all ranks'
+            self.ranks.exchange(torch.zeros(1))
 
     @torch.inference_mode()
     def output_logits(self, x: Float[Tensor, "M H"]) -> Float[Tensor, "M V"]:
@@ -281,6 +320,35 @@ class ModelRunner:
         self._require_same_threads()
         self._chain = None
         self._require_held(self._forward.load(names, parts))
+
+    def _require_right(self, comparison: Comparison | None) -> None:
+        """Compare with the model's own forward, where it has one; of a group, the leader looks at all ranks' logits."""
+        if self.ranks is not None and self.ranks.share.rank > 0:
+            return
+        if comparison is None:
+            require_finite_logits(self)
+        else:
+            comparison.require_equal(self)
+
+    def _meet_ranks(self, num_slots: int, capacity: int, reach: int | None) -> None:
+        """Let the other ranks make runners like this one."""
+        if self.ranks is None:
+            return
+        if self._fused_forward is None or self._cells is None:
+            raise ConfigError(
+                "cluster.generation.tensor_parallel needs forwards of our own on CPUs, one thread each "
+                "(engine.forward, engine.attention and engine.kernels auto, engine.num_threads 1); "
+                f"{self.who} run otherwise"
+            )
+        sizes = {"num_slots": num_slots, "capacity": capacity, "reach": reach, "vocab_size": self.vocab_size}
+        self.ranks.order("runner", cells=self._cells.place, sizes=sizes)
+
+    def _order(
+        self, kind: str, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan, **what: Any
+    ) -> None:
+        if self.ranks is not None:
+            ids, positions = input_ids.numpy(), position_ids.numpy()
+            self.ranks.order(kind, ids=ids, positions=positions, plan=as_sent(plan), **what)
 
     def _require_held(self, altered: str | None) -> None:
         if altered is not None:

@@ -20,6 +20,7 @@ from rlhfspec.engine.cpu.program import OPERATIONS, native_code
 from rlhfspec.engine.cpu.sampling import MOST_LEADERS, leaders_name
 from rlhfspec.engine.cpu.weight_panels import DIFFER_BYTES, panels_name
 from rlhfspec.engine.decoding.noise import gumbel_from_bits
+from rlhfspec.engine.parts import PARTS
 from tests.helpers.guarded import guarded
 
 HEAD_SIZES = (8, 24, 64)
@@ -127,11 +128,15 @@ def product(case: Case, call: Callable[..., None], *, added: bool, bfloat16: boo
     held = case.guard(weight.view(torch.int16).numpy() if bfloat16 else weight.numpy())
     x, out = case.floats(rows, depth), case.floats(rows, panels * PANEL)
     more = case.floats(rows, panels * PANEL)
+    cuts = case.random.choice(np.arange(1, depth + 1), size=min(depth, case.size(PARTS)), replace=False)
+    ends = case.guard(np.unique([*np.sort(cuts)[:-1], depth]))
     call(
         out=at(out),
         x=at(x),
         weights=at(held),
         added=at(more) if added else 0,
+        ends=at(ends),
+        parts=len(ends),
         rows=rows,
         depth=depth,
         panels=panels,
@@ -238,10 +243,15 @@ def store_and_attend(case: Case, size: int) -> None:
     spans[:, 2], spans[:, 3] = counts, capacity - counts
     tokens, block = int(counts.sum()), block_tokens(queries)
     held = case.guard(spans)
-    cells = case.floats(2, slots, heads, capacity, size)
+    # other ranks' heads lie beside
+    others = case.size(3) - 1
+    slot_heads, begin = heads + others, int(case.random.integers(0, others + 1))
+    whole = case.floats(2, slots, slot_heads, capacity, size)
+    cells = whole[:, :, begin : begin + heads]
     qkv, out = case.floats(tokens, heads, lanes, size), case.floats(tokens, heads, queries, size)
     weights = case.floats(block * queries, capacity)
-    common = {"cells": at(cells), "qkv": at(qkv), "segments": at(held), "num": slots, "slots": slots}
+    common = {"cells": at(whole) + 4 * begin * capacity * size, "qkv": at(qkv), "segments": at(held)}
+    common |= {"num": slots, "slots": slots, "slot_heads": slot_heads}
     operations["store"](**common, heads=heads, lanes=lanes, capacity=capacity)
     operations["attend"](
         **common,

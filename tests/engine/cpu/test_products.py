@@ -13,7 +13,14 @@ def panels_of(weight: Tensor) -> Tensor:
     return weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
 
 
-def run(x: Tensor, weight: Tensor, added: Tensor | None = None, width: int | None = None) -> Tensor:
+def run(
+    x: Tensor,
+    weight: Tensor,
+    added: Tensor | None = None,
+    width: int | None = None,
+    ends: tuple[int, ...] = (),
+) -> Tensor:
+    held = np.array(ends or [x.shape[1]], dtype=np.int64)
     packed, out = panels_of(weight), torch.full((x.shape[0], weight.shape[0]), torch.nan)
     name = product_name(added=added is not None, bfloat16=weight.dtype == torch.bfloat16)
     common_code(width).operations[name](
@@ -21,6 +28,8 @@ def run(x: Tensor, weight: Tensor, added: Tensor | None = None, width: int | Non
         x=x.data_ptr(),
         weights=packed.data_ptr(),
         added=0 if added is None else added.data_ptr(),
+        ends=held.ctypes.data,
+        parts=len(held),
         rows=x.shape[0],
         depth=x.shape[1],
         panels=len(packed),
@@ -61,6 +70,25 @@ def test_a_result_is_one_chain_of_fused_multiply_adds() -> None:
     assert np.array_equal(run(x, weight).numpy(), expected)
 
 
+@pytest.mark.parametrize("width", [8, 16])
+@pytest.mark.parametrize("rows", [1, 7, 30])
+def test_parts_are_added_as_a_tree_whoever_holds_them(rows: int, width: int) -> None:
+    """(a + b) + (c + d), from chains of their own: what two or four ranks add up to, bit by bit."""
+    x, weight, added = case(rows, 200, 48)
+    ends = (50, 120, 130, 200)
+    begins = (0, *ends)
+    a, b, c, d = (
+        run(x[:, begins[i] : end], weight[:, begins[i] : end].contiguous(), width=width)
+        for i, end in enumerate(ends)
+    )
+    assert torch.equal(run(x, weight, width=width, ends=ends), (a + b) + (c + d))
+    assert torch.equal(run(x, weight, added, width, ends), added + ((a + b) + (c + d)))
+    left = run(x[:, :120], weight[:, :120].contiguous(), width=width, ends=(50, 120))
+    assert torch.equal(left, a + b)
+    three = run(x[:, :130], weight[:, :130].contiguous(), width=width, ends=(50, 120, 130))
+    assert torch.equal(three, (a + b) + c)
+
+
 def test_rows_do_not_see_each_other() -> None:
     x, weight, added = case(3 * max(tiling.rows for tiling in TILINGS.values()) + 1, 96, 80)
     alone = [run(x[i : i + 1], weight, added[i : i + 1]) for i in range(len(x))]
@@ -95,6 +123,8 @@ def test_rows_may_lie_apart_and_the_result_may_replace_what_is_added() -> None:
         x=x.data_ptr(),
         weights=packed.data_ptr(),
         added=added.data_ptr(),
+        ends=np.array([32]).ctypes.data,
+        parts=1,
         rows=7,
         depth=32,
         panels=2,

@@ -125,7 +125,13 @@ class NeighbourlyLinear:
 class NeighbourlyBackend(ComputeBackend):
     """Lays weights out for such products."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> NeighbourlyLinear:
+    def linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        ends: tuple[int, ...] | None = None,
+    ) -> NeighbourlyLinear:
         return NeighbourlyLinear(weight.to(dtype), bias)
 
 

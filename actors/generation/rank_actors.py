@@ -1,0 +1,116 @@
+"""The other ranks of an instance: Ray actors that the leader starts beside itself, and that end with it.
+
+They are of the leader's own bundle, so of its machine: the ranks share one cache's memory. An instance is lost as one:
+where a follower dies the leader's next step raises, where the leader dies Ray ends the actors that it owns.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlhfspec.actors.actor_messages import GenerationSpec
+from rlhfspec.actors.waiting.actor_start import begin_actor
+from rlhfspec.actors.waiting.remote import Handle, remote
+from rlhfspec.core.errors import WaitTimeout
+
+if TYPE_CHECKING:
+    from rlhfspec.engine.group.ranks import GroupRanks
+
+START_TIMEOUT_S = 300.0
+"Until all ranks of an instance have met; Ray may wait for room first."
+STEP_TIMEOUT_S = 120.0
+"For a rank's answer within a step."
+
+
+@remote(max_restarts=0)
+class RankActor:
+    """A rank that follows: see `engine.group.follower`."""
+
+    def __init__(self, instance: str, rank: int) -> None:
+        self._instance = instance
+        begin_actor(f"{instance}-rank-{rank}")
+
+    def follow(self, store: str, rank: int, num_ranks: int) -> None:
+        """Compute this rank's share until the leader says stop. Raises GroupError: the leader is gone."""
+        from rlhfspec.engine.group.follower import Follower
+
+        Follower(_join(store, rank, num_ranks, instance=self._instance)).follow()
+
+
+class RankActors:
+    """The leader's side: the actors, and its own end of the group. Used by one thread."""
+
+    def __init__(self, spec: GenerationSpec) -> None:
+        """Start the actors and wait until all have met. Raises WaitTimeout, naming who did not come."""
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{spec.instance}-ranks-"))
+        store = str(self._folder / "store")
+        numbers = range(1, spec.num_ranks)
+        self._actors: list[Handle] = [_started(spec, rank) for rank in numbers]
+        self._following = [
+            actor.follow.remote(store, rank, spec.num_ranks)
+            for actor, rank in zip(self._actors, numbers, strict=True)
+        ]
+        try:
+            self.ranks: GroupRanks = _join(store, 0, spec.num_ranks, instance=spec.instance)
+        except RuntimeError as error:
+            self._end()
+            raise WaitTimeout(
+                waiter=spec.instance,
+                waited_for=f"{len(numbers)} more rank(s) of it",
+                order="meet",
+                waited_s=START_TIMEOUT_S,
+                advice="look at their logs, and whether its node has room for cluster.generation.num_cpus times "
+                f"{spec.num_ranks}: {str(error).splitlines()[0]}",
+            ) from error
+
+    def close(self) -> None:
+        """Let the other ranks end; those of a group that is broken are ended."""
+        from rlhfspec.engine.group.ranks import GroupError
+
+        try:
+            self.ranks.order("stop")
+            ray.wait(self._following, num_returns=len(self._following), timeout=5.0)
+        except GroupError:
+            pass
+        self.ranks.close()
+        self._end()
+
+    def _end(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _started(spec: GenerationSpec, rank: int) -> Handle:
+    """A rank's actor in the leader's bundle; its environment is the leader's."""
+    name, namespace = f"{spec.instance}-rank-{rank}", ray.get_runtime_context().namespace
+    options: dict[str, Any] = {"name": name, "namespace": namespace, "num_cpus": spec.rank_cpus}
+    group = ray.util.get_current_placement_group()
+    if group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=spec.bundle
+        )
+    actor: Any = RankActor
+    return actor.options(**options).remote(spec.instance, rank)
+
+
+def _join(store: str, rank: int, num_ranks: int, *, instance: str) -> GroupRanks:
+    """Meet the others at a file of this machine. Raises RuntimeError."""
+    import torch.distributed
+
+    from rlhfspec.engine.group.ranks import GroupRanks
+
+    distributed: Any = torch.distributed
+    gloo = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._threads, options._timeout = 1, timedelta(seconds=START_TIMEOUT_S)
+    group = gloo(distributed.FileStore(store, num_ranks), rank, num_ranks, options)
+    return GroupRanks(group, instance=instance, timeout_s=STEP_TIMEOUT_S)

@@ -1,0 +1,45 @@
+"""Memory that the ranks of a group see at once: the cache of an instance, of which each rank writes its heads.
+
+A file without a name, which ends with the last process that has it open; the kernel's shared memory, not the limit of
+`/dev/shm`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+from rlhfspec.core.errors import ConfigError
+
+
+class SharedFile:
+    """A descriptor of such a file; closed when nobody holds this object."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._closes = weakref.finalize(self, os.close, descriptor)
+
+    @staticmethod
+    def new(name: str) -> SharedFile:
+        """Make one, empty. Raises ConfigError where the system has none."""
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError(
+                "cluster.generation.tensor_parallel needs Linux: its ranks share one cache's memory"
+            )
+        return SharedFile(os.memfd_create(name))
+
+    @property
+    def place(self) -> str:
+        """Where another process of this user and machine finds it, as long as this one has it open."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    @staticmethod
+    def at(place: str) -> SharedFile:
+        """Open another process's. Raises ConfigError where it cannot be reached."""
+        try:
+            return SharedFile(os.open(place, os.O_RDWR))
+        except OSError as error:
+            raise ConfigError(
+                f"the cache of a group lies at {place} and cannot be opened: {error}; the ranks of an instance must "
+                "run on one machine, in one container, as one user"
+            ) from error

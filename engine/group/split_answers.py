@@ -1,0 +1,106 @@
+"""The sampling rule over a split vocabulary, without gathering logits.
+
+The noise is a function of key, position and token id, so each rank finds the best of its own ids; the ranks exchange
+one (score, id, logit) of every node and the logs of their parts' sums of exponentials. Ties go to the smaller id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlhfspec.engine.decoding.logprobs import normalizer, part_sums
+from rlhfspec.engine.decoding.noise import NoiseSource
+from rlhfspec.engine.decoding.running_batch import RunningBatch
+from rlhfspec.engine.decoding.verify import Verdict
+from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.parts import PARTS, Share, part_width
+
+SCORE, TOKEN_ID, LOGIT, SUMS = 0, 1, 2, 3
+"Columns of what a rank says of a node; in float64, which holds float32 and ids."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the rule needs beside logits, as the leader sends it."""
+
+    words: np.ndarray
+    "two hash words of each (sample, level), int32 [2, B, D]"
+    levels: np.ndarray
+    "of each node's noise, int64 [B, n]"
+    divisors: np.ndarray
+    "of the logits, float32 [B]"
+    factors: np.ndarray
+    "of the noise, float32 [B]"
+
+    @staticmethod
+    def of(batch: RunningBatch, levels: Int[Tensor, "B n"]) -> Wanted:
+        """For the running samples and the levels of their nodes."""
+        words = batch.host_words(int(levels.max()) + 1)
+        divisors, factors = batch.sampling.divisor.numpy(), batch.sampling.noise_factor.numpy()
+        return Wanted(words=words, levels=levels.numpy(), divisors=divisors, factors=factors)
+
+
+def split_answers(
+    runner: ModelRunner, ids: Tensor, positions: Tensor, plan: ForwardPlan, wanted: Wanted
+) -> SplitAnswers:
+    """Run the tokens of a plan's trees over all ranks and choose a token at every node. All ranks call it at once."""
+    assert runner.ranks is not None and isinstance(plan, TreePlan)
+    rows = runner.own_logits(ids, positions, plan, **asdict(wanted))
+    if plan.ragged is not None:
+        rows = plan.ragged.unpack(rows)
+    logits = rows.view(len(plan.base), plan.num_tokens, -1)
+    mine = of_this_rank(logits, wanted, runner.backend.noise, runner.ranks.share, runner.vocab_size)
+    return SplitAnswers(runner.ranks.exchange(mine), torch.from_numpy(wanted.factors))
+
+
+def of_this_rank(
+    logits: Float[Tensor, "B n W"], wanted: Wanted, source: NoiseSource, share: Share, vocab_size: int
+) -> Float[Tensor, "B n columns"]:
+    """Return the best of this rank's token ids for every node, and its part of the normalizer."""
+    ids = share.of_vocabulary(vocab_size)
+    noise = source.of_words(torch.from_numpy(wanted.words), vocab_size).of_ids(
+        torch.arange(ids.start, ids.stop)
+    )
+    levels, divisors, factors = (
+        torch.from_numpy(each) for each in (wanted.levels, wanted.divisors, wanted.factors)
+    )
+    scaled = logits.float() / divisors[:, None, None]
+    found = noise.leaders(logits, levels, divisors, factors, count=1, share=0.0)
+    if found is None:
+        scores, best = (scaled + noise.of_levels(levels) * factors[:, None, None]).max(-1, keepdim=True)
+    else:
+        best, scores = found[0], torch.from_numpy(found[1])
+    sums = part_sums(scaled.flatten(0, 1), part_width(vocab_size)).view(*logits.shape[:2], -1)
+    mine = logits.new_full((*logits.shape[:2], SUMS + PARTS // share.ranks), -torch.inf, dtype=torch.float64)
+    mine[..., SCORE : SCORE + 1] = scores
+    mine[..., TOKEN_ID : TOKEN_ID + 1] = best + ids.start
+    mine[..., LOGIT : LOGIT + 1] = scaled.gather(-1, best)
+    mine[..., SUMS : SUMS + sums.shape[-1]] = sums
+    return mine
+
+
+class SplitAnswers:
+    """The target's token at every node, from what the ranks say. See `engine.decoding.answers.Answers`."""
+
+    def __init__(self, said: Float[Tensor, "ranks B n columns"], factors: Float[Tensor, " B"]) -> None:
+        """`factors`: of the noise; 0 where sampling is greedy."""
+        # the first of equal ones, which has the smaller ids
+        first = said[..., SCORE].numpy().argmax(0)
+        chosen = said.gather(0, torch.from_numpy(first)[None, ..., None].expand(1, -1, -1, said.shape[-1]))[0]
+        self.token_ids: Int[Tensor, "B n"] = chosen[..., TOKEN_ID].long()
+        nodes = self.token_ids.shape
+        sums = said[..., SUMS:].movedim(0, 2).float().reshape(nodes.numel(), -1)
+        self._logprobs = chosen[..., LOGIT].float() - normalizer(sums).view(nodes)
+        self._factors = factors
+
+    def logprobs(self, verdict: Verdict, *, is_chain: bool) -> tuple[Tensor, Tensor]:
+        """See `Answers.logprobs`."""
+        policy = self._logprobs if is_chain else self._logprobs.gather(1, verdict.path)
+        is_greedy = bool((self._factors == 0.0).any())
+        return policy, policy * self._factors[:, None] if is_greedy else policy
