@@ -86,6 +86,8 @@ class GenerationSpec:
     "of each other rank, in the same bundle"
     bundle: int = 0
     "of the leader's placement group"
+    namespace: str = ""
+    "of the run's actors"
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ where a follower dies the leader's next step raises, where the leader dies Ray e
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 import tempfile
 from datetime import timedelta
@@ -23,6 +25,7 @@ from rlhfspec.core.errors import WaitTimeout
 if TYPE_CHECKING:
     from rlhfspec.engine.group.ranks import GroupRanks
 
+logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 300.0
 "Until all ranks of an instance have met; Ray may wait for room first."
 STEP_TIMEOUT_S = 120.0
@@ -70,10 +73,13 @@ class RankActors:
                 f"{spec.num_ranks}: {str(error).splitlines()[0]}",
             ) from error
 
+        self.ranks.on_lost = _end_process
+
     def close(self) -> None:
         """Let the other ranks end; those of a group that is broken are ended."""
         from rlhfspec.engine.group.ranks import GroupError
 
+        self.ranks.on_lost = None
         try:
             self.ranks.order("stop")
             ray.wait(self._following, num_returns=len(self._following), timeout=5.0)
@@ -88,10 +94,18 @@ class RankActors:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _end_process(lost: Exception) -> None:
+    """A leader without its ranks has nothing to go on with: whoever waits for it must see it dead, and replace it."""
+    logger.error("%s", lost)
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(1)
+
+
 def _started(spec: GenerationSpec, rank: int) -> Handle:
     """A rank's actor in the leader's bundle; its environment is the leader's."""
-    name, namespace = f"{spec.instance}-rank-{rank}", ray.get_runtime_context().namespace
-    options: dict[str, Any] = {"name": name, "namespace": namespace, "num_cpus": spec.rank_cpus}
+    name = f"{spec.instance}-rank-{rank}"
+    options: dict[str, Any] = {"name": name, "namespace": spec.namespace, "num_cpus": spec.rank_cpus}
     group = ray.util.get_current_placement_group()
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(

@@ -7,7 +7,7 @@ A decode step is one order, two sums a layer and one exchange of choices. Sums a
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +44,8 @@ class GroupRanks:
         self._group: Any = group
         self._instance = instance
         self._timeout = timedelta(seconds=timeout_s)
+        self.on_lost: Callable[[GroupError], None] | None = None
+        "called before a GroupError is raised"
         self._gathered = torch.empty(0)
         self.num_orders = self.num_sums = self.num_exchanges = 0
 
@@ -145,10 +147,13 @@ class GroupRanks:
         try:
             work.wait(timeout)
         except RuntimeError as error:
-            raise GroupError(
+            lost = GroupError(
                 f"instance {self._instance}: rank {self.share.rank} of {self.share.ranks} waited for the others "
                 f"(at most {timeout.total_seconds():g} s) and got: {str(error).splitlines()[0]}; the instance is lost"
-            ) from error
+            )
+            if self.on_lost is not None:
+                self.on_lost(lost)
+            raise lost from error
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,97 @@
+"""Instances of two ranks in a run: the weights of a run with single ones, a rank that is killed included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from loop_hooks import before_updates
+
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.plan.topology import plan_topology
+from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.system.system import System, running_system
+from rlhfspec.core.config import Config
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.errors import ConfigError
+
+
+def namespace_of(num_ranks: int) -> str:
+    return f"test-groups-of-{num_ranks}"
+
+
+def config_of(num_ranks: int, models: dict[str, Any] | None = None, **sections: Any) -> Config:
+    generation = {"num_actors": 2, "num_cpus": 0.25, "tensor_parallel": num_ranks}
+    return config_from_dict(
+        {
+            "run": {"iterations": 2, "seed": 5},
+            "models": models or {"target": "demo", "draft": "demo"},
+            "data": {"task": "chain", "limit": 64},
+            "reward": {"kind": "sample_rewards:vowel_share"},
+            "sampling": {"max_new_tokens": 40},
+            "speculation": {"policy": "fixed", "num_nodes": 6, "depth": 3, "branching": 2},
+            "rollout": {"prompts_per_iteration": 4, "samples_per_prompt": 3},
+            "engine": {"max_running_samples": 4},
+            "algorithm": {"kind": "grpo"},
+            "trainer": {"minibatch_size": 6, "learning_rate": 1e-2, "num_threads": 1},
+            "cluster": {"generation": generation},
+        }
+        | sections
+    )
+
+
+def published(tmp_path: Path, pair: Any, num_ranks: int) -> list[str]:
+    """Checksums of the weight versions of a run."""
+    models = {"target": str(pair.target), "draft": str(pair.draft)}
+    config = config_of(num_ranks, models)
+    run_dir = RunDir.create(config, tmp_path / f"ranks_{num_ranks}")
+    session = RaySession(namespace=namespace_of(num_ranks), is_local=False, dashboard_url=None)
+    with running_system(check_run(config, output_dir=tmp_path), session) as system:
+        train(system, run_dir, Reporter())
+    log = (run_dir.path / "weights.jsonl").read_text().splitlines()
+    return [row["parameter_checksum"] for row in map(json.loads, log) if row["model"] == "target"]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_learns_though_one_is_killed(
+    local_ray: None, tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, killed = published(tmp_path, tiny_pair, 1), list[str]()
+
+    def kill_a_rank(_: System) -> None:
+        if not killed:
+            killed.append("gen-0-rank-1")
+            ray.kill(ray.get_actor(killed[0], namespace=namespace_of(2)))
+
+    before_updates(monkeypatch, kill_a_rank)
+    assert len(alone) == 3
+    assert published(tmp_path, tiny_pair, 2) == alone
+    assert killed
+
+
+def test_a_group_has_one_bundle_with_room_for_all_its_ranks() -> None:
+    topology = plan_topology(config_of(4))
+    (first, second) = topology.generation
+    assert first.resources() == second.resources() == {"CPU": 1.0}
+    assert "2 x 1 CPU, 1 thread(s) in each of 4 ranks (tensor_parallel)" in topology.describe()
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"engine": {"num_threads": 2}}, "engine.num_threads=2, expected 1"),
+        ({"engine": {"forward": "stock"}}, "engine.forward=stock, expected auto"),
+        ({"speculation": {"drafter": "mtp"}}, "speculation.drafter=mtp"),
+        ({"cluster": {"generation": {"tensor_parallel": 2, "num_gpus": 2}}}, "num_gpus=2, expected 0"),
+    ],
+)
+def test_what_a_group_does_not_do_yet_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"tensor_parallel=2 does not go with .*{said}"):
+        plan_topology(config_of(2, **sections))
