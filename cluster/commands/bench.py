@@ -18,7 +18,17 @@ from rlhfspec.cluster.commands.declare import Arg
 from rlhfspec.cluster.placement.origin import ROOT
 from rlhfspec.core.errors import ConfigError, DataError
 
-WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "chain", "rlhf", "served")
+WITH_REAL_MODEL = (
+    "engine",
+    "drafting",
+    "rollout",
+    "exactness",
+    "groups",
+    "update",
+    "chain",
+    "rlhf",
+    "served",
+)
 THAT_WATCH = ("served", "soak")
 _MINUTES = number("minutes above 0", float, lambda value: 0 < value < math.inf)
 
@@ -64,6 +74,7 @@ def bench(
       rlhfspec bench faults --out bench              killed, frozen and cut off actors, a full store; killed drivers
       rlhfspec bench soak --out bench --full         an hour of training: memory, processes, files
       rlhfspec bench served --out bench              the engine server beside the engine; 200 clients, a kill meanwhile
+      rlhfspec bench groups --out bench              instances of 1, 2 and 4 ranks: equal bits, moves between them, cost
       rlhfspec bench cluster_simulation --out bench  the cluster simulator beside published figures and own runs
       rlhfspec bench device-ops --out bench          launches and copies of a decode step on a GPU, counted without one
       rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule

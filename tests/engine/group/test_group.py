@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.support.rank_processes import RankProcesses, dealt
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import ConfigError, ModelError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
@@ -21,8 +22,7 @@ from rlhfspec.engine.group.ranks import GroupError, GroupRanks
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config
 from rlhfspec.engine.weights.chunks import unique_tensors
-from tests.helpers.backends import CPU, own_backend
-from tests.helpers.rank_processes import RankProcesses
+from tests.helpers.backends import CPU
 
 VOCABULARY, LAYERS = 203, 2
 SIZES = {
@@ -50,25 +50,11 @@ def llama(seed: int, **changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(SIZES | changes))).eval()  # type: ignore[arg-type]
 
 
-def laid_out(model: LlamaForCausalLM, ranks: GroupRanks | None = None, dtype: str = "float32") -> LlamaModel:
-    """A model as an instance has it, dealt where there are ranks."""
-    tensors = dict(unique_tensors(model.to(getattr(torch, dtype))))
-    text = model.config.to_json_string(use_diff=False)
-    config = known_config(text, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    assert config is not None
-    if ranks is not None:
-        ranks.order("model", hf_config_json=text, dtype=dtype, vocab_size=None)
-    own = LlamaModel(config, model.dtype, own_backend(), ranks=ranks)
-    # part by part, as weights are published
-    assert own.load(tensors, [{name: tensor} for name, tensor in tensors.items()]) is None
-    return own
-
-
 def engine_of(plan: str, ranks: GroupRanks | None = None, seed: int = 1, **changes: object) -> Engine:
-    draft = laid_out(llama(seed + 7, num_hidden_layers=1)) if PLANS[plan].drafter == "model" else None
+    draft = dealt(llama(seed + 7, num_hidden_layers=1), None) if PLANS[plan].drafter == "model" else None
     settings = {"device": "cpu", "numerics": "invariant", "max_running_samples": 6, "probe": False}
     return build_engine(
-        laid_out(llama(seed), ranks),
+        dealt(llama(seed), ranks),
         draft,
         engine=EngineConfig(**(settings | changes)),  # type: ignore[arg-type]
         speculation=PLANS[plan],
@@ -115,29 +101,29 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GroupRanks
 @pytest.mark.parametrize("group", [2, 4], indirect=True)
 def test_a_group_gives_the_bits_of_one_rank(group: GroupRanks) -> None:
     for plan in PLANS:
-        alone, dealt = engine_of(plan), engine_of(plan, group)
+        alone, groups = engine_of(plan), engine_of(plan, group)
         wanted = requests(10)
-        assert bits(dealt.generate(wanted)) == bits(alone.generate(wanted)), plan
+        assert bits(groups.generate(wanted)) == bits(alone.generate(wanted)), plan
         filtered = requests(4, top_p=0.8, temperature=0.9, top_k=50)
-        assert bits(dealt.generate(filtered)) == bits(alone.generate(filtered)), plan
+        assert bits(groups.generate(filtered)) == bits(alone.generate(filtered)), plan
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
 def test_weights_that_are_loaded_reach_every_rank(group: GroupRanks) -> None:
     other = dict(unique_tensors(llama(2)))
-    alone, dealt = engine_of("look_up"), engine_of("look_up", group)
-    for engine in (alone, dealt):
+    alone, groups = engine_of("look_up"), engine_of("look_up", group)
+    for engine in (alone, groups):
         engine.generate(requests(2))
         engine.runner.load_parts(other, [{name: tensor} for name, tensor in other.items()])
     wanted = requests(6)
-    found = bits(dealt.generate(wanted))
+    found = bits(groups.generate(wanted))
     assert found == bits(alone.generate(wanted)) == bits(engine_of("plain", seed=2).generate(wanted))
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
 def test_the_published_width_of_weights_changes_nothing(group: GroupRanks) -> None:
-    half = [laid_out(llama(1), ranks, "bfloat16") for ranks in (None, group)]
-    alone, dealt = (
+    half = [dealt(llama(1).bfloat16(), ranks) for ranks in (None, group)]
+    alone, groups = (
         build_engine(
             model,
             None,
@@ -149,7 +135,7 @@ def test_the_published_width_of_weights_changes_nothing(group: GroupRanks) -> No
         for model in half
     )
     wanted = requests(8)
-    assert bits(dealt.generate(wanted)) == bits(alone.generate(wanted))
+    assert bits(groups.generate(wanted)) == bits(alone.generate(wanted))
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
@@ -168,8 +154,8 @@ def test_a_step_is_one_order_one_exchange_and_two_sums_a_layer(group: GroupRanks
 @pytest.mark.parametrize("outwards", [True, False])
 def test_a_sample_moves_between_groups_of_other_sizes(group: GroupRanks, outwards: bool) -> None:
     """A cell's bytes lie by head, whoever wrote them: half a response here, half there, the bits of one engine."""
-    alone, dealt = engine_of("chain"), engine_of("chain", group)
-    source, to = (dealt, alone) if outwards else (alone, dealt)
+    alone, groups = engine_of("chain"), engine_of("chain", group)
+    source, to = (groups, alone) if outwards else (alone, groups)
     wanted = requests(3, max_new_tokens=40, temperature=1.0)
     for request in wanted:
         source.submit(request)

@@ -1,0 +1,90 @@
+"""The other ranks of a group, as processes: `python -m benchmarks.support.rank_processes STORE RANK RANKS`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from transformers.modeling_utils import PreTrainedModel
+
+from benchmarks.support.result import ROOT
+from rlhfspec.engine.group.dealing import require_dealt
+from rlhfspec.engine.group.follower import Follower
+from rlhfspec.engine.group.ranks import GroupRanks
+from rlhfspec.engine.model.llama_model import LlamaModel, known_config
+from rlhfspec.engine.numerics import choose_backend
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.chunks import unique_tensors
+
+_distributed: Any = torch.distributed
+_ProcessGroupGloo = _distributed.ProcessGroupGloo
+TIMEOUT = timedelta(seconds=600)
+
+
+def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | None = None) -> LlamaModel:
+    """A model's weights as an instance has them, dealt where there are ranks, of which this process leads."""
+    tensors = dict(unique_tensors(model))
+    text = model.config.to_json_string(use_diff=False)
+    config = known_config(text, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    assert config is not None
+    dtype = next(name for name, kind in DTYPES.items() if kind == model.dtype)
+    if ranks is not None:
+        require_dealt(text, config, ranks.share.ranks, vocab_size)
+        ranks.order("model", hf_config_json=text, dtype=dtype, vocab_size=vocab_size)
+    backend = choose_backend(torch.device("cpu"), num_threads=1)
+    own = LlamaModel(config, model.dtype, backend, ranks=ranks, vocab_size=vocab_size)
+    # part by part, as weights are published
+    assert own.load(tensors, [{name: tensor} for name, tensor in tensors.items()]) is None
+    return own
+
+
+def joined(store: str, rank: int, ranks: int) -> GroupRanks:
+    """This process's end of a group that meets at a file."""
+    options = _ProcessGroupGloo._Options()
+    options._devices = [_ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._threads, options._timeout = 1, TIMEOUT
+    group = _ProcessGroupGloo(_distributed.FileStore(store, ranks), rank, ranks, options)
+    return GroupRanks(group, instance="gen-0", timeout_s=TIMEOUT.total_seconds())
+
+
+class RankProcesses:
+    """A group whose leader is this process."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        store = str(folder / f"store_{ranks}")
+        command = [sys.executable, "-m", "benchmarks.support.rank_processes", store]
+        self.followers = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks)],
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(1, ranks)
+        ]
+        self.ranks = joined(store, 0, ranks)
+
+    def stop(self) -> None:
+        """End them. Raises AssertionError: one did not end well."""
+        self.ranks.order("stop")
+        self.ranks.close()
+        for follower in self.followers:
+            _, said = follower.communicate(timeout=TIMEOUT.total_seconds())
+            assert follower.returncode == 0, said
+
+    def kill(self) -> None:
+        """End what still runs."""
+        for follower in self.followers:
+            follower.kill()
+            follower.communicate()
+
+
+if __name__ == "__main__":
+    Follower(joined(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))).follow()
