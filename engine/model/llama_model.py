@@ -121,7 +121,7 @@ class LlamaModel:
         "whether this rank has KV heads; one without computes the first, and adds nothing"
         self._heads = heads if self.attends else range(1)
         self._inner = self._share.of(config.intermediate_size, INNER_STEP)
-        self._ids = range(config.vocab_size)
+        self._ids = range(self.shapes[HEAD][0])
         if ranks is not None:
             self._ids = self._share.of_vocabulary(vocab_size or config.vocab_size)
         self.kv_heads: int = len(self._heads)

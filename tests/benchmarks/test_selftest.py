@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import rlhfspec.engine.decode_step
+import rlhfspec.engine.decoding.answers
 from benchmarks.selftest.command import (
     PartFailed,
     Subject,
@@ -62,13 +62,13 @@ def test_every_part_passes_and_the_report_says_so(subject: Subject, tmp_path: Pa
 
 
 def test_wrong_log_probabilities_fail(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
-    right = rlhfspec.engine.decode_step.emitted_logprobs
+    right = rlhfspec.engine.decoding.answers.emitted_logprobs
 
     def wrong(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
         policy, sampling = right(*args)  # type: ignore[arg-type]
         return policy - 0.01, sampling
 
-    monkeypatch.setattr(rlhfspec.engine.decode_step, "emitted_logprobs", wrong)
+    monkeypatch.setattr(rlhfspec.engine.decoding.answers, "emitted_logprobs", wrong)
     with pytest.raises(
         PartFailed, match=r"plan plain: expected Hugging Face's within .* difference of 0\.01"
     ):
@@ -76,12 +76,12 @@ def test_wrong_log_probabilities_fail(monkeypatch: pytest.MonkeyPatch, subject: 
 
 
 def test_a_wrong_distribution_fails(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
-    right = rlhfspec.engine.decode_step.choose
+    right = rlhfspec.engine.decoding.answers.choose
 
     def colder(logits: torch.Tensor, *args: object) -> torch.Tensor:
         return right(logits * 1.5, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rlhfspec.engine.decode_step, "choose", colder)
+    monkeypatch.setattr(rlhfspec.engine.decoding.answers, "choose", colder)
     with pytest.raises(PartFailed, match=r"expected the model's distribution, got .* p = "):
         distribution(subject, num_samples=1024)
 
