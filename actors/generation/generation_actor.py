@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @remote(max_restarts=0, concurrency_groups={"control": 3, "poll": 1, "moves": 1, "transfer": 1})
 class GenerationActor:
-    """One instance. Today one actor is one instance; with tensor parallelism it is the leader."""
+    """One instance, or the leader of its ranks (`rank_actors`)."""
 
     def __init__(self, spec: GenerationSpec) -> None:
         # The scheduler imports this module with a handle and has no use for torch: seconds and memory.

@@ -174,7 +174,9 @@ class GenerationPool:
     def _order(self, name: str, place: PlacementSlot, group: PlacementGroup | None) -> StartingInstance:
         """Start the process of an instance; `group`: its own bundle, where it has one."""
         context = self._context if group is None else replace(self._context, group=group)
-        spec = replace(self._spec_for(name), bundle=place.bundle, namespace=context.namespace)
+        spec = self._spec_for(name)
+        if place.num_ranks > 1:
+            spec = replace(spec, bundle=place.bundle, namespace=context.namespace)
         handle = GenerationActor.options(**actor_options(place, context) | {"name": name}).remote(spec)
         return StartingInstance(
             name=name,
