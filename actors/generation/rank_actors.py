@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +71,6 @@ class RankActors:
                 advice="look at their logs, and whether its node has room for cluster.generation.num_cpus times "
                 f"{spec.num_ranks}: {str(error).splitlines()[0]}",
             ) from error
-
         self.ranks.on_lost = _end_process
 
     def close(self) -> None:
@@ -116,15 +114,9 @@ def _started(spec: GenerationSpec, rank: int) -> Handle:
 
 
 def _join(store: str, rank: int, num_ranks: int, *, instance: str) -> GroupRanks:
-    """Meet the others at a file of this machine. Raises RuntimeError."""
-    import torch.distributed
+    """Meet the others. Raises RuntimeError."""
+    # the driver and the scheduler import this module, and have no use for torch
+    from rlhfspec.engine.group.ranks import joined
 
-    from rlhfspec.engine.group.ranks import GroupRanks
-
-    distributed: Any = torch.distributed
-    gloo = distributed.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._threads, options._timeout = 1, timedelta(seconds=START_TIMEOUT_S)
-    group = gloo(distributed.FileStore(store, num_ranks), rank, num_ranks, options)
-    return GroupRanks(group, instance=instance, timeout_s=STEP_TIMEOUT_S)
+    timeouts = {"start_timeout_s": START_TIMEOUT_S, "step_timeout_s": STEP_TIMEOUT_S}
+    return joined(store, rank, num_ranks, instance=instance, **timeouts)

@@ -5,26 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed
 from transformers.modeling_utils import PreTrainedModel
 
 from benchmarks.support.result import ROOT
 from rlhfspec.engine.group.dealing import require_dealt
 from rlhfspec.engine.group.follower import Follower
-from rlhfspec.engine.group.ranks import GroupRanks
+from rlhfspec.engine.group.ranks import GroupRanks, joined
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config
 from rlhfspec.engine.numerics import choose_backend
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import unique_tensors
 
-_distributed: Any = torch.distributed
-_ProcessGroupGloo = _distributed.ProcessGroupGloo
-TIMEOUT = timedelta(seconds=600)
+TIMEOUT_S = 600.0
 
 
 def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | None = None) -> LlamaModel:
@@ -44,13 +39,9 @@ def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | No
     return own
 
 
-def joined(store: str, rank: int, ranks: int) -> GroupRanks:
-    """This process's end of a group that meets at a file."""
-    options = _ProcessGroupGloo._Options()
-    options._devices = [_ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._threads, options._timeout = 1, TIMEOUT
-    group = _ProcessGroupGloo(_distributed.FileStore(store, ranks), rank, ranks, options)
-    return GroupRanks(group, instance="gen-0", timeout_s=TIMEOUT.total_seconds())
+def _join(store: str, rank: int, num_ranks: int) -> GroupRanks:
+    timeouts = {"start_timeout_s": TIMEOUT_S, "step_timeout_s": TIMEOUT_S}
+    return joined(store, rank, num_ranks, instance="gen-0", **timeouts)
 
 
 class RankProcesses:
@@ -69,14 +60,14 @@ class RankProcesses:
             )
             for rank in range(1, ranks)
         ]
-        self.ranks = joined(store, 0, ranks)
+        self.ranks = _join(store, 0, ranks)
 
     def stop(self) -> None:
         """End them. Raises AssertionError: one did not end well."""
         self.ranks.order("stop")
         self.ranks.close()
         for follower in self.followers:
-            _, said = follower.communicate(timeout=TIMEOUT.total_seconds())
+            _, said = follower.communicate(timeout=TIMEOUT_S)
             assert follower.returncode == 0, said
 
     def kill(self) -> None:
@@ -87,4 +78,4 @@ class RankProcesses:
 
 
 if __name__ == "__main__":
-    Follower(joined(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))).follow()
+    Follower(_join(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))).follow()

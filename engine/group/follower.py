@@ -25,7 +25,6 @@ class Follower:
         self._ranks = ranks
         self._model: LlamaModel | None = None
         self._runner: ModelRunner | None = None
-        self.num_forwards = 0
 
     def follow(self) -> None:
         """Carry out orders until the leader says stop. Raises GroupError: it is gone, or sent what is unknown."""
@@ -68,7 +67,6 @@ class Follower:
     def _forward(self, runner: ModelRunner, kind: str, what: dict[str, Any]) -> None:
         ids, positions = torch.from_numpy(what["ids"]), torch.from_numpy(what["positions"])
         plan = as_planned(what["plan"], runner.pool, runner.attention)
-        self.num_forwards += 1
         if kind == "fill":
             runner.fill(ids, positions, plan)
         elif kind == "logits":

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.engine.parts import PARTS, Share
 
+_distributed: Any = torch.distributed
 SHORT_ORDER = 1 << 14
 "Bytes that every order takes; a longer one takes a second broadcast."
 _LENGTH_BYTES = 8
@@ -154,6 +155,20 @@ class GroupRanks:
             if self.on_lost is not None:
                 self.on_lost(lost)
             raise lost from error
+
+
+def joined(
+    store: str, rank: int, num_ranks: int, *, instance: str, start_timeout_s: float, step_timeout_s: float
+) -> GroupRanks:
+    """Meet the other ranks at the file `store` of this machine, over Gloo; seconds until all are there, and for a step.
+
+    Raises RuntimeError: not all came in time.
+    """
+    options = _distributed.ProcessGroupGloo._Options()
+    options._devices = [_distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._threads, options._timeout = 1, timedelta(seconds=start_timeout_s)
+    group = _distributed.ProcessGroupGloo(_distributed.FileStore(store, num_ranks), rank, num_ranks, options)
+    return GroupRanks(group, instance=instance, timeout_s=step_timeout_s)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -168,11 +168,6 @@ class LlamaModel:
         return self.head.unpacked()[0]
 
     @property
-    def ids(self) -> range:
-        """Token ids whose logits are computed here."""
-        return self._ids
-
-    @property
     def _attended(self) -> range:
         """Columns of the product behind attention that are this rank's."""
         width = self.queries * self.size
