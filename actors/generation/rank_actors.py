@@ -39,11 +39,11 @@ class RankActor:
         self._instance = instance
         begin_actor(f"{instance}-rank-{rank}")
 
-    def follow(self, store: str, rank: int, num_ranks: int) -> None:
+    def follow(self, folder: str, rank: int, num_ranks: int) -> None:
         """Compute this rank's share until the leader says stop. Raises GroupError: the leader is gone."""
         from rlhfspec.engine.group.follower import Follower
 
-        Follower(_join(store, rank, num_ranks, instance=self._instance)).follow()
+        Follower(_join(folder, rank, num_ranks, instance=self._instance)).follow()
 
 
 class RankActors:
@@ -52,16 +52,16 @@ class RankActors:
     def __init__(self, spec: GenerationSpec) -> None:
         """Start the actors and wait until all have met. Raises WaitTimeout, naming who did not come."""
         self._folder = Path(tempfile.mkdtemp(prefix=f"{spec.instance}-ranks-"))
-        store = str(self._folder / "store")
+        folder = str(self._folder)
         numbers = range(1, spec.num_ranks)
         self._actors: list[Handle] = [_started(spec, rank) for rank in numbers]
         self._following = [
-            actor.follow.remote(store, rank, spec.num_ranks)
+            actor.follow.remote(folder, rank, spec.num_ranks)
             for actor, rank in zip(self._actors, numbers, strict=True)
         ]
         try:
-            self.ranks: GroupRanks = _join(store, 0, spec.num_ranks, instance=spec.instance)
-        except RuntimeError as error:
+            self.ranks: GroupRanks = _join(folder, 0, spec.num_ranks, instance=spec.instance)
+        except OSError as error:
             self._end()
             raise WaitTimeout(
                 waiter=spec.instance,
@@ -113,10 +113,10 @@ def _started(spec: GenerationSpec, rank: int) -> Handle:
     return actor.options(**options).remote(spec.instance, rank)
 
 
-def _join(store: str, rank: int, num_ranks: int, *, instance: str) -> GroupRanks:
-    """Meet the others. Raises RuntimeError."""
+def _join(folder: str, rank: int, num_ranks: int, *, instance: str) -> GroupRanks:
+    """Meet the others. Raises TimeoutError."""
     # the driver and the scheduler import this module, and have no use for torch
     from rlhfspec.engine.group.ranks import joined
 
     timeouts = {"start_timeout_s": START_TIMEOUT_S, "step_timeout_s": STEP_TIMEOUT_S}
-    return joined(store, rank, num_ranks, instance=instance, **timeouts)
+    return joined(folder, rank, num_ranks, instance=instance, **timeouts)

@@ -1,4 +1,4 @@
-"""The other ranks of a group, as processes: `python -m benchmarks.support.rank_processes STORE RANK RANKS`."""
+"""The other ranks of a group, as processes: `python -m benchmarks.support.rank_processes FOLDER RANK RANKS`."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | No
     return own
 
 
-def _join(store: str, rank: int, num_ranks: int) -> GroupRanks:
+def _join(folder: str, rank: int, num_ranks: int) -> GroupRanks:
     timeouts = {"start_timeout_s": TIMEOUT_S, "step_timeout_s": TIMEOUT_S}
-    return joined(store, rank, num_ranks, instance="gen-0", **timeouts)
+    return joined(folder, rank, num_ranks, instance="gen-0", **timeouts)
 
 
 class RankProcesses:
     """A group whose leader is this process."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
-        store = str(folder / f"store_{ranks}")
-        command = [sys.executable, "-m", "benchmarks.support.rank_processes", store]
+        meeting = folder / f"ranks_{ranks}"
+        meeting.mkdir()
+        command = [sys.executable, "-m", "benchmarks.support.rank_processes", str(meeting)]
         self.followers = [
             subprocess.Popen(
                 [*command, str(rank), str(ranks)],
@@ -60,7 +61,7 @@ class RankProcesses:
             )
             for rank in range(1, ranks)
         ]
-        self.ranks = _join(store, 0, ranks)
+        self.ranks = _join(str(meeting), 0, ranks)
 
     def stop(self) -> None:
         """End them. Raises AssertionError: one did not end well."""

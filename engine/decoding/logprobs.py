@@ -30,7 +30,11 @@ def token_logprobs(
 
     Source: design 3.1, `policy_logprob`. Differentiable.
     """
-    return log_softmax(scaled_logits(logits, temperature)).gather(-1, token_ids[:, None]).squeeze(-1)
+    scaled = scaled_logits(logits, temperature)
+    if scaled.device.type != "cpu" or torch.is_grad_enabled():
+        return log_softmax(scaled).gather(-1, token_ids[:, None]).squeeze(-1)
+    # the same bits, and no pass over all that nobody asked for
+    return (scaled.gather(-1, token_ids[:, None]) - _normalizer_of(scaled)).squeeze(-1)
 
 
 def log_softmax(scaled: Float[Tensor, "M V"]) -> Float[Tensor, "M V"]:
@@ -45,7 +49,11 @@ def log_softmax(scaled: Float[Tensor, "M V"]) -> Float[Tensor, "M V"]:
 
 
 def _log_softmax(scaled: Tensor) -> Tensor:
-    return scaled - normalizer(part_sums(scaled, part_width(scaled.shape[-1])))
+    return scaled - _normalizer_of(scaled)
+
+
+def _normalizer_of(scaled: Float[Tensor, "M V"]) -> Float[Tensor, "M 1"]:
+    return normalizer(part_sums(scaled, part_width(scaled.shape[-1])))
 
 
 class _LogSoftmax(torch.autograd.Function):

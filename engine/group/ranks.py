@@ -1,29 +1,29 @@
 """What the ranks of a group say to each other: the leader's orders, and sums over all ranks.
 
 A decode step is one order, two sums a layer and one exchange of choices. Sums are gathered and added by the tree of
-`engine.parts`, never in a ring: their bits do not depend on the number of ranks.
+`engine.parts`, never in a ring: their bits do not depend on the number of ranks. Numbers lie in memory that all ranks
+see, since they are processes of one machine, and sockets say when they are there.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed
 from jaxtyping import Float
 from torch import Tensor
 
 from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.engine.cache.shared_memory import SharedFile
+from rlhfspec.engine.group.meeting import Meeting
+from rlhfspec.engine.group.rank_sockets import Peer, meet_peers
 from rlhfspec.engine.parts import PARTS, Share
 
-_distributed: Any = torch.distributed
-SHORT_ORDER = 1 << 14
-"Bytes that every order takes; a longer one takes a second broadcast."
 _LENGTH_BYTES = 8
+_READY = b"."
 
 
 class GroupError(RlhfSpecError):
@@ -31,23 +31,27 @@ class GroupError(RlhfSpecError):
 
 
 class GroupRanks:
-    """One rank's end of a process group. See `engine.model.linears.Ranks`. Used by one thread."""
+    """One rank's end of a group. See `engine.model.linears.Ranks`. Used by one thread."""
 
-    def __init__(self, group: Any, *, instance: str = "local", timeout_s: float = 600.0) -> None:
-        """Take over a joined group.
+    def __init__(
+        self, peers: Mapping[int, Peer], share: Share, memory: SharedFile, *, instance: str, timeout_s: float
+    ) -> None:
+        """Take over the ways to the other ranks.
 
         Args:
-            group: a `torch.distributed.ProcessGroup` of 2 or 4, all on one machine.
+            peers: by rank.
+            share: of this rank.
+            memory: that all ranks see, for sums.
             instance: in errors.
             timeout_s: for an answer to what this rank has sent; the leader's next order is awaited without.
         """
-        self.share = Share(rank=group.rank(), ranks=group.size())
-        self._group: Any = group
+        self.share = share
+        self._peers = peers
+        self._meeting = Meeting(memory, share)
         self._instance = instance
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self.on_lost: Callable[[GroupError], None] | None = None
         "called before a GroupError is raised"
-        self._gathered = torch.empty(0)
         self.num_orders = self.num_sums = self.num_exchanges = 0
 
     @property
@@ -57,26 +61,22 @@ class GroupRanks:
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = None
+        for peer in self._peers.values():
+            peer.close()
 
     def add_up(self, x: Float[Tensor, "M N"], part: Float[Tensor, "M N"]) -> None:
         """See `Ranks.add_up`. Raises GroupError."""
         self.num_sums += 1
-        if self._gathered.numel() < self.share.ranks * part.numel():
-            self._gathered = part.new_empty(self.share.ranks * part.numel())
-        parts = self._gathered[: self.share.ranks * part.numel()].view(self.share.ranks, *part.shape)
-        self._all_gather(parts, part)
-        total = parts[0].add_(parts[1])
+        parts = self._meet(part)
+        total = parts[0] + parts[1]
         if self.share.ranks == PARTS:
-            total.add_(parts[2].add_(parts[3]))
+            total += parts[2] + parts[3]
         x.add_(total)
 
     def exchange(self, mine: Tensor) -> Tensor:
         """Return what all ranks have of the same shape, [ranks, ...]. Raises GroupError."""
         self.num_exchanges += 1
-        everyone = mine.new_empty(self.share.ranks, *mine.shape)
-        self._all_gather(everyone, mine)
-        return everyone
+        return self._meet(mine).clone()
 
     def order(self, kind: str, **what: Any) -> None:
         """Tell the other ranks what to do next, in what pickle takes; nothing where this is not the leader."""
@@ -84,24 +84,15 @@ class GroupRanks:
             return
         self.num_orders += 1
         data = pickle.dumps((kind, what), protocol=5)
-        whole = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little") + data, dtype=np.uint8)
-        first = np.zeros(SHORT_ORDER, dtype=np.uint8)
-        first[: len(whole)] = whole[:SHORT_ORDER]
-        self._broadcast(torch.from_numpy(first))
-        if len(whole) > SHORT_ORDER:
-            self._broadcast(torch.from_numpy(whole[SHORT_ORDER:].copy()))
+        self._send(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
     def next_order(self) -> tuple[str, dict[str, Any]]:
         """Wait for the leader's next order. Raises GroupError: the leader is gone."""
-        first = torch.empty(SHORT_ORDER, dtype=torch.uint8)
-        self._broadcast(first, timeout=timedelta(days=365))
-        data = first.numpy().tobytes()
-        missing = int.from_bytes(data[:_LENGTH_BYTES], "little") + _LENGTH_BYTES - SHORT_ORDER
-        if missing > 0:
-            rest = torch.empty(missing, dtype=torch.uint8)
-            self._broadcast(rest)
-            data += rest.numpy().tobytes()
-        kind, what = pickle.loads(data[_LENGTH_BYTES:])
+        length = bytearray(_LENGTH_BYTES)
+        self._fill(0, length, timeout_s=None)
+        data = bytearray(int.from_bytes(length, "little"))
+        self._fill(0, data, self._timeout_s)
+        kind, what = pickle.loads(data)
         return kind, what
 
     def hand_on(self, parts: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
@@ -115,7 +106,7 @@ class GroupRanks:
                 specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part.items()]
                 self.order("part", specs=specs)
                 for tensor in part.values():
-                    self._broadcast(_as_bytes(tensor.detach().contiguous()))
+                    self._send(_bytes_of(tensor.detach().contiguous()))
                 yield part
             is_whole = True
         finally:
@@ -131,45 +122,51 @@ class GroupRanks:
                 raise GroupError(f"instance {self._instance}: the leader could not load a weight version")
             part = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in what["specs"]}
             for tensor in part.values():
-                self._broadcast(_as_bytes(tensor))
+                self._fill(0, _bytes_of(tensor), self._timeout_s)
             yield part
 
-    def _all_gather(self, into: Tensor, mine: Tensor) -> None:
-        flat = mine.contiguous().view(-1)
-        self._wait(self._group._allgather_base(into.view(-1), flat), self._timeout)
+    def _meet(self, mine: Tensor) -> Tensor:
+        """Return all ranks' [ranks, ...]; to be read before this rank's meeting after the next."""
+        everyone = self._meeting.put(mine)
+        self._send(_READY)
+        for rank in self._peers:
+            self._fill(rank, bytearray(len(_READY)), self._timeout_s)
+        return everyone
 
-    def _broadcast(self, tensor: Tensor, *, timeout: timedelta | None = None) -> None:
-        options: Any = torch.distributed.BroadcastOptions()  # type: ignore[attr-defined]
-        options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timeout or self._timeout
-        self._wait(self._group.broadcast([tensor], options), timeout or self._timeout)
+    def _send(self, data: bytes | memoryview) -> None:
+        for rank, peer in self._peers.items():
+            try:
+                peer.send(data, self._timeout_s)
+            except OSError as error:
+                raise self._lost(rank, error) from error
 
-    def _wait(self, work: Any, timeout: timedelta) -> None:
+    def _fill(self, rank: int, into: bytearray | memoryview, timeout_s: float | None) -> None:
         try:
-            work.wait(timeout)
-        except RuntimeError as error:
-            lost = GroupError(
-                f"instance {self._instance}: rank {self.share.rank} of {self.share.ranks} waited for the others "
-                f"(at most {timeout.total_seconds():g} s) and got: {str(error).splitlines()[0]}; the instance is lost"
-            )
-            if self.on_lost is not None:
-                self.on_lost(lost)
-            raise lost from error
+            self._peers[rank].fill(into, timeout_s)
+        except OSError as error:
+            raise self._lost(rank, error) from error
+
+    def _lost(self, rank: int, error: OSError) -> GroupError:
+        lost = GroupError(
+            f"instance {self._instance}: rank {self.share.rank} of {self.share.ranks} waited for rank {rank} and got: "
+            f"{error}; the instance is lost"
+        )
+        if self.on_lost is not None:
+            self.on_lost(lost)
+        return lost
 
 
 def joined(
-    store: str, rank: int, num_ranks: int, *, instance: str, start_timeout_s: float, step_timeout_s: float
+    folder: str, rank: int, num_ranks: int, *, instance: str, start_timeout_s: float, step_timeout_s: float
 ) -> GroupRanks:
-    """Meet the other ranks at the file `store` of this machine, over Gloo; seconds until all are there, and for a step.
+    """Meet the other ranks in a folder of this machine; seconds until all are there, and for a step.
 
-    Raises RuntimeError: not all came in time.
+    Raises TimeoutError: not all came in time.
     """
-    options = _distributed.ProcessGroupGloo._Options()
-    options._devices = [_distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._threads, options._timeout = 1, timedelta(seconds=start_timeout_s)
-    group = _distributed.ProcessGroupGloo(_distributed.FileStore(store, num_ranks), rank, num_ranks, options)
-    return GroupRanks(group, instance=instance, timeout_s=step_timeout_s)
+    peers, memory = meet_peers(Path(folder), rank, num_ranks, timeout_s=start_timeout_s)
+    share = Share(rank=rank, ranks=num_ranks)
+    return GroupRanks(peers, share, memory, instance=instance, timeout_s=step_timeout_s)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
