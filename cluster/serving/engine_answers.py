@@ -18,6 +18,7 @@ from rlhfspec.core.records import Completion, FinishReason
 
 _UNFINISHED = "\ufffd"
 "What a text ends with where a character's bytes are not all there."
+_NO_CHOICES = '"choices": []'
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CUT: "abort"}
 
 
@@ -43,7 +44,6 @@ class AnswerWriter:
     tokenizer: PreTrainedTokenizerBase
     served_name: str
     _sent: dict[int, _Sent] = field(default_factory=dict)
-    _num_sampled: int = 0
     _id: str = field(default_factory=lambda: secrets.token_hex(12))
     _created: int = field(default_factory=lambda: int(time.time()))
 
@@ -52,18 +52,22 @@ class AnswerWriter:
         """Whether the answer is a message."""
         return isinstance(self.asked.body, ChatBody)
 
-    def whole(self, completions: list[Completion]) -> dict[str, Any]:
-        """The answer to a request that asks for no stream."""
-        choices = []
-        for place, completion in enumerate(completions):
-            self._num_sampled += completion.num_tokens
-            text = self._text(place, completion)
-            said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-            choices.append(self._choice(place, completion, said, first=0, is_last=True))
-        answer = self._envelope(choices, "chat.completion" if self.is_chat else "text_completion")
+    def choice(self, place: int, completion: Completion) -> str:
+        """A response that has ended, as JSON, for an answer without a stream; of any thread, once a place."""
+        text = self._text(place, completion)
+        said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        choice = self._choice(place, completion, said, first=0, is_last=True)
+        self._sent.setdefault(place, _Sent()).tokens = completion.num_tokens
+        return _json(choice)
+
+    def whole(self, choices: list[str]) -> str:
+        """The answer, as JSON, to a request that asks for no stream; of each response's choice."""
+        answer = self._envelope([], "chat.completion" if self.is_chat else "text_completion")
         if self.is_chat and self.asked.body.return_token_ids:
             answer["prompt_token_ids"] = self.asked.requests[0].prompt.token_ids.tolist()
-        return answer | {"usage": self._usage()}
+        said = _json(answer | {"usage": self._usage()})
+        # quotes within texts are escaped: nothing else reads so
+        return said.replace(_NO_CHOICES, f'"choices": [{", ".join(choices)}]')
 
     def parts(self, place: int, completion: Completion, *, is_last: bool) -> Iterator[str]:
         """What a response has more than was sent of it, as events of a stream; `is_last`: it has ended."""
@@ -77,7 +81,6 @@ class AnswerWriter:
         else:
             said = {"text": new}
         choice = self._choice(place, completion, said, first=sent.tokens, is_last=is_last)
-        self._num_sampled += completion.num_tokens - sent.tokens
         sent.tokens, sent.text = completion.num_tokens, sent.text + new
         yield event(self._envelope([choice], self._part_kind))
 
@@ -102,7 +105,7 @@ class AnswerWriter:
         }
 
     def _usage(self) -> dict[str, int]:
-        prompt, sampled = self.asked.num_prompt_tokens, self._num_sampled
+        prompt, sampled = self.asked.num_prompt_tokens, sum(sent.tokens for sent in self._sent.values())
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def _choice(
@@ -183,4 +186,8 @@ class AnswerWriter:
 
 def event(data: dict[str, Any]) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(data, allow_nan=False, ensure_ascii=False)}\n\n"
+    return f"data: {_json(data)}\n\n"
+
+
+def _json(data: dict[str, Any]) -> str:
+    return json.dumps(data, allow_nan=False, ensure_ascii=False)

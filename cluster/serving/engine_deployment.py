@@ -144,11 +144,39 @@ class EngineServer:
 
     @http.get("/v1/models")
     async def models(self, request: Request) -> Response:
+        """The one model, as a list."""
+        self._require_token(request)
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    @http.get("/v1/models/{name:path}")
+    async def model(self, request: Request, name: str) -> Response:
         """The one model."""
         self._require_token(request)
+        self._reader.require_served(name)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
         room = self._plan.inputs.max_total_tokens
         card = {"id": self._served_name, "object": "model", "created": self._began, "owned_by": "rlhfspec"}
-        return JSONResponse({"object": "list", "data": [card | {"max_model_len": room}]})
+        return card | {"max_model_len": room}
+
+    @http.get("/server_info")
+    async def server_info(self, request: Request) -> Response:
+        """What trainers look up in vLLM's settings: log-probabilities are behind temperature, no NCCL, no adapters."""
+        self._require_token(request)
+        config, room = self._plan.config, self._plan.inputs.max_total_tokens
+        model = {"model": self._served_name, "dtype": f"torch.{config.models.dtype}", "max_model_len": room}
+        pool = {
+            "tensor_parallel_size": config.cluster.generation.tensor_parallel,
+            "data_parallel_size": self._pool.num_instances,
+        }
+        said = {
+            "model_config": model | {"logprobs_mode": "processed_logprobs"},
+            "parallel_config": pool,
+            "weight_transfer_config": None,
+            "lora_config": None,
+        }
+        return JSONResponse({"vllm_config": said})
 
     @http.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
@@ -295,14 +323,14 @@ class EngineServer:
         writer = AnswerWriter(asked, self._tokenizer, self._served_name)
         if asked.body.stream:
             return StreamingResponse(self._events(outcomes, writer), media_type="text/event-stream")
-        done: dict[int, Any] = {}
+        # long responses with log-probabilities take a while, in which nobody else would be answered
+        choices, in_thread = dict[int, Any](), asyncio.get_running_loop().run_in_executor
         async for place, completion, has_ended in outcomes:
             if has_ended:
                 self._note_response(asked, place, completion)
-                done[place] = completion
-        # long responses with log-probabilities take seconds, in which nobody else would be answered
-        answer = await asyncio.to_thread(writer.whole, [done[place] for place in range(len(done))])
-        return JSONResponse(answer)
+                choices[place] = in_thread(None, writer.choice, place, completion)
+        whole = writer.whole([await choices[place] for place in range(len(choices))])
+        return Response(whole, media_type="application/json")
 
     def _require_room(self, count: int) -> None:
         most, has = self._limits.max_open, self._pool.num_open

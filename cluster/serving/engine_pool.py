@@ -39,11 +39,10 @@ from rlhfspec.core.records import (
 logger = logging.getLogger(__name__)
 PauseMode = Literal["abort", "wait", "keep"]
 "What becomes of running samples: they end where they are, end whole, or wait and go on at the resumption."
-_BUSY_S = 0.02
-"How long one look at the scheduler may take while samples are open: what is asked meanwhile waits for it."
-_IDLE_S = 0.2
-_STREAM_S = 0.1
-"Between two questions of what there is of streamed samples."
+_LOOK_S = 0.1
+"The scheduler answers so often at least; also between two questions of what there is of streamed samples."
+_LATE_S = 10 * _LOOK_S
+"One that is silent for so long is waited for, and replaced in the end."
 
 Outcome = tuple[Completion, bool]
 "A response, and whether it has ended."
@@ -73,7 +72,7 @@ class EnginePool:
 
     def __init__(self, plan: RunPlan, session: RaySession) -> None:
         """Start the pool. Raises what it cannot come up by."""
-        self._inbox: queue.SimpleQueue[_Sample | Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[_Sample] | Callable[[], None]] = queue.SimpleQueue()
         self._gate, self._is_closed = threading.Lock(), False
         self._waiting: deque[_Sample] = deque()
         self._open: dict[SampleKey, _Sample] = {}
@@ -132,9 +131,9 @@ class EnginePool:
             _Sample(request=request, tell=_teller(loop, take, place), streams=streams)
             for place, request in enumerate(requests)
         ]
-        for sample in samples:
-            self._put(sample)
-            self.num_open += 1
+        # in one piece: they begin together
+        self._put(samples)
+        self.num_open += len(samples)
         return self._outcomes(samples, unread, is_new)
 
     async def _outcomes(
@@ -192,18 +191,21 @@ class EnginePool:
     def stop(self) -> None:
         """Answer what is open as retriable, and end the instances."""
         self._stopping = True
-        self._inbox.put(lambda: None)
+        self._wake()
         self._thread.join()
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise self._unavailable()
 
-    def _put(self, given: _Sample | Callable[[], None]) -> None:
+    def _put(self, given: list[_Sample] | Callable[[], None]) -> None:
         """Hand it to the thread. Raises ApiError where that has ended."""
         with self._gate:
             self._require_open()
             self._inbox.put(given)
+
+    def _wake(self, *_: Any) -> None:
+        self._inbox.put(list[_Sample]())
 
     def _run(self, plan: RunPlan, session: RaySession, up: Future[None]) -> None:
         try:
@@ -222,14 +224,17 @@ class EnginePool:
             self._fail_all()
 
     def _step(self, system: GeneratingSystem) -> None:
-        self._receive(wait_s=0.0 if self._open or (self._waiting and not self._is_held) else _IDLE_S)
+        """Do what is asked for, or was answered; nothing that is asked for waits for the scheduler's answer."""
+        system.scheduler.ask_ahead(_LOOK_S, self._wake)
+        is_late = not self._receive(wait_s=_LATE_S)
+        if is_late or system.scheduler.has_answered:
+            taken = system.take(_LOOK_S, logger.warning)
+            for completion in taken.completions:
+                self._deliver(completion)
+            system.scheduler.forget([completion.key for completion in taken.completions])
         while self._changes and not self._open:
             self._make(self._changes.popleft())
         self._ask(system)
-        taken = system.take(_BUSY_S if self._open else 0.0, logger.warning)
-        for completion in taken.completions:
-            self._deliver(completion)
-        system.scheduler.forget([completion.key for completion in taken.completions])
         self._look_at_parts(system)
         self._note(system)
 
@@ -237,18 +242,18 @@ class EnginePool:
     def _is_held(self) -> bool:
         return self._is_paused or bool(self._changes)
 
-    def _receive(self, *, wait_s: float) -> None:
-        """Take what was asked for since the last call; wait for it, at most so long, where there is nothing."""
-        try:
-            given = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+    def _receive(self, *, wait_s: float) -> bool:
+        """Take what was asked for since the last call, waiting at most so long for it; whether there was anything."""
+        is_any = False
+        with suppress(queue.Empty):
             while True:
-                if isinstance(given, _Sample):
-                    self._waiting.append(given)
+                given = self._inbox.get(block=not is_any and wait_s > 0.0, timeout=wait_s or None)
+                is_any = True
+                if isinstance(given, list):
+                    self._waiting += given
                 else:
                     given()
-                given = self._inbox.get_nowait()
-        except queue.Empty:
-            return
+        return is_any
 
     def _make(self, change: _Change) -> None:
         try:
@@ -313,12 +318,14 @@ class EnginePool:
                     sample.tell((completion, False))
         now_s = time.monotonic()
         keys = frozenset(key for key, sample in self._open.items() if sample.streams)
-        if keys and not self._partial and now_s - self._asked_parts_at_s >= _STREAM_S:
+        if keys and not self._partial and now_s - self._asked_parts_at_s >= _LOOK_S:
             self._asked_parts_at_s = now_s
             timeout_s = system.config.cluster.order_timeout_s
             self._partial = [
                 handle.so_far.remote(keys, timeout_s) for handle in system.generation.instances.values()
             ]
+            for ref in self._partial:
+                ref.future().add_done_callback(self._wake)
 
     def _note(self, system: GeneratingSystem) -> None:
         self.stats, self.num_instances = system.scheduler.stats, len(system.generation.instances)

@@ -77,13 +77,8 @@ class RequestReader:
 
     def read(self, body: CompletionBody | ChatBody) -> Asked:
         """The samples that a body asks for. Raises ApiError naming the key at fault."""
-        if body.model not in ("", self._served_name):
-            raise ApiError(
-                404,
-                f"the model '{cut(body.model)}' is not here; served is '{self._served_name}'",
-                param="model",
-                code="model_not_found",
-            )
+        if body.model:
+            self.require_served(body.model)
         if body.best_of not in (None, body.n):
             raise refuse(
                 f"best_of must equal n ({body.n}), got {body.best_of}; all responses are returned", "best_of"
@@ -104,6 +99,16 @@ class RequestReader:
                 )
             self._require_fits(requests[-1])
         return Asked(body=body, seed=seed, requests=requests)
+
+    def require_served(self, name: str) -> None:
+        """Raise ApiError for another model's name."""
+        if name != self._served_name:
+            raise ApiError(
+                404,
+                f"the model '{cut(name)}' is not here; served is '{self._served_name}'",
+                param="model",
+                code="model_not_found",
+            )
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
         given = body.prompt

@@ -52,6 +52,10 @@ _IGNORED = (
     "priority",
     "parallel_tool_calls",
     "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "cache_salt",
 )
 "What changes no response."
 

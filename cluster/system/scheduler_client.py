@@ -63,6 +63,8 @@ class SchedulerClient:
         self._expected: tuple[Starts, tuple[str, ...]] = (Starts(), ())
         self._planning_s = 0.0
         self._planning_before_s = 0.0
+        self._ahead: Any = None
+        "a `take` on its way: the future of its answer"
         self._handle = make(settings)
         self._sentinel = self._handle.run.remote()
 
@@ -125,12 +127,24 @@ class SchedulerClient:
         self._cut_keys |= keys or frozenset()
         self._send("cut", keys)
 
+    def ask_ahead(self, wait_s: float, then: Callable[[], None]) -> None:
+        """Have a `take` on its way, unless one is; `then` is called, on a thread of Ray's, when its answer is there."""
+        if self._ahead is None:
+            self._ahead = self._handle.take.remote(wait_s).future()
+            self._ahead.add_done_callback(lambda _: then())
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether `take` would not wait."""
+        return self._ahead is not None and self._ahead.done()
+
     def take(self, wait_s: float) -> Taken:
         """Return the updates since the last call, waiting up to `wait_s` for some.
 
         Raises what made generation impossible; SchedulerLost when no restart is left.
         """
-        taken = self._send("take", wait_s) or Taken()
+        ahead, self._ahead = self._ahead, None
+        taken = self._send("take", wait_s, ref=ahead and ahead.object_ref) or Taken()
         self._planning_s = taken.planning_s
         self._delivered.update((completion.key, completion) for completion in taken.completions)
         for name, stats in taken.stats.items():
@@ -157,11 +171,11 @@ class SchedulerClient:
         """End the polling."""
         self._handle.stop.remote()
 
-    def _send(self, order: str, *arguments: Any) -> Any:
-        """Send one wish and return its answer; None when a new scheduler has learnt it from the notes."""
+    def _send(self, order: str, *arguments: Any, ref: Any = None) -> Any:
+        """Send one wish, or take `ref` for it, and return its answer; None when a new scheduler learnt it by notes."""
         try:
             self._require_alive()
-            ref = getattr(self._handle, order).remote(*arguments)
+            ref = getattr(self._handle, order).remote(*arguments) if ref is None else ref
             return self._get(ref, order, self._answers_within_s)
         except (ActorDied, WaitTimeout) as error:
             if isinstance(error, WaitTimeout) and error.waited_for != SCHEDULER:
@@ -186,6 +200,7 @@ class SchedulerClient:
                 )
             self._settings = replace(self._settings, term=self._settings.term + 1)
             self._planning_before_s, self._planning_s = self.planning_s, 0.0
+            self._ahead = None
             # It may be alive and out of reach only: two schedulers must not give out one sample.
             ray.kill(self._handle)
             held = self._ask_what_is_held()

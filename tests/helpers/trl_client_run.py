@@ -34,6 +34,7 @@ def main(url: str, token: str) -> dict:
     return {
         "model": client.model,
         "world_size": client.get_world_size(),
+        "info": client.get_server_info(),
         "generated": generated,
         "chatted": chatted,
         "refused": [refused.status_code, refused.json()["error"]["message"]],

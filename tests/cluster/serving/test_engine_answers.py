@@ -48,11 +48,11 @@ def completion_of(writer: AnswerWriter, ids: list[int], reason: FinishReason) ->
     )
 
 
-def writer_of(model: Path, **body: Any) -> tuple[AnswerWriter, CountingTokenizer]:
+def writer_of(model: Path, name: str = "tiny", **body: Any) -> tuple[AnswerWriter, CountingTokenizer]:
     tokenizer = CountingTokenizer(model)
     reader = RequestReader(tokenizer.tokenizer, model=str(model), served_name="tiny", max_total_tokens=512)
     asked = reader.read(read_body(json.dumps({"prompt": "a"} | body).encode(), CompletionBody))
-    return AnswerWriter(asked, tokenizer, "tiny"), tokenizer  # type: ignore[arg-type]
+    return AnswerWriter(asked, tokenizer, name), tokenizer  # type: ignore[arg-type]
 
 
 def parts_of(writer: AnswerWriter, whole: Completion) -> list[str]:
@@ -80,7 +80,7 @@ def test_parts_of_bytes_that_are_no_text_join_to_what_a_whole_answer_has(model: 
     writer, _ = writer_of(model)
     ids = np.random.default_rng(seed).integers(0, 261, 120).tolist()
     whole = completion_of(writer, ids, FinishReason.LENGTH)
-    expected = writer_of(model)[0].whole([whole])["choices"][0]["text"]
+    expected = json.loads(writer_of(model)[0].choice(0, whole))["text"]
     assert "".join(parts_of(writer, whole)) == expected
 
 
@@ -89,3 +89,18 @@ def test_no_part_holds_what_may_be_the_stop_string(model: Path):
     ids = tokenizer.tokenizer.encode("abcde abcdef")
     parts = parts_of(writer, completion_of(writer, ids, FinishReason.STOP))
     assert "".join(parts) == "abcde abc"
+
+
+def test_a_whole_answer_joins_its_choices_whatever_a_name_looks_like(model: Path):
+    writer, tokenizer = writer_of(model, name='"choices": []', n=2, logprobs=0, return_token_ids=True)
+    made = [
+        completion_of(writer, tokenizer.tokenizer.encode(text), FinishReason.LENGTH)
+        for text in ("one", "two")
+    ]
+    # as they end, in whatever order
+    choices = {place: writer.choice(place, made[place]) for place in (1, 0)}
+    answer = json.loads(writer.whole([choices[0], choices[1]]))
+    assert [(one["index"], one["text"]) for one in answer["choices"]] == [(0, "one"), (1, "two")]
+    assert [one["token_ids"] for one in answer["choices"]] == [one.token_ids.tolist() for one in made]
+    assert answer["model"] == '"choices": []'
+    assert answer["usage"]["completion_tokens"] == sum(one.num_tokens for one in made)

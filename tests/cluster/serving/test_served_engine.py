@@ -201,6 +201,10 @@ def test_openais_client_reads_every_answer(server: ServedEngine):
 def test_trls_own_client_class_drives_it(server: ServedEngine):
     got = run_client("trl_client_run.py", f"trl-{TRL_RELEASES[-1]}", server.url, TOKEN)
     assert (got["model"], got["world_size"]) == ("tiny", 2)
+    # what GRPOTrainer and AsyncGRPOTrainer look up in it
+    model = {"model": "tiny", "dtype": "torch.float32", "max_model_len": 512}
+    assert got["info"]["model_config"] == model | {"logprobs_mode": "processed_logprobs"}
+    assert got["info"]["weight_transfer_config"] is got["info"]["lora_config"] is None
     sampling = {"n": 2, "max_tokens": 10, "seed": 5}
     expected = told(server.generate(ASKED | sampling | {"prompt": ["a", "b"], "temperature": 0.9}))
     for made, answers in (
@@ -240,7 +244,9 @@ def test_malformed_requests_are_each_refused_with_a_reason(server: ServedEngine)
 
 def test_pages_and_the_token(server: ServedEngine):
     assert server.get("/health").status_code == 200
-    assert [one["id"] for one in server.get("/v1/models").json()["data"]] == ["tiny"]
+    models = server.get("/v1/models").json()["data"]
+    assert [one["id"] for one in models] == ["tiny"] and server.get("/v1/models/tiny").json() == models[0]
+    assert server.get("/v1/models/a/b").json()["error"]["code"] == "model_not_found"
     assert "rlhfspec_serve_tokens_total" in server.get("/metrics").text
     for token in (None, "other", TOKEN + "x"):
         refused = server.post("/v1/completions", {"prompt": "a"}, token=token)

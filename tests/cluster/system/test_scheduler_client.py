@@ -1,6 +1,7 @@
 """The scheduler's death over fake instances: nothing lost, nothing twice, a bound. Real Ray, no torch."""
 
 import os
+import queue
 import signal
 import time
 from collections.abc import Iterator
@@ -110,6 +111,24 @@ def test_an_instance_that_died_with_the_scheduler_is_reported_and_its_samples_go
     assert pool.lost == ["gen-0"]
     assert list(ray.get(pool.client.handle.instances.remote(), timeout=60)) == ["gen-1"]
     assert {c.epoch for c in pool.done.values()} == {0, 1}
+
+
+def test_a_take_on_its_way_keeps_no_order_waiting_and_that_of_a_dead_scheduler_is_made_anew(pool):
+    answered = queue.SimpleQueue[None]()
+    pool.join("gen-0", step_s=0.0)
+    pool.client.ask_ahead(600.0, lambda: answered.put(None))
+    assert not pool.client.has_answered
+    pool.ask(0)
+    answered.get(timeout=300.0)
+    assert pool.client.has_answered
+    pool.take_until(1)
+    pool.client.ask_ahead(600.0, lambda: answered.put(None))
+    ray.kill(pool.client.handle)
+    answered.get(timeout=300.0)
+    pool.ask(1)
+    assert not pool.client.has_answered, "an order has put another scheduler in its place"
+    pool.take_until(2)
+    assert len(pool.updates) == 1
 
 
 def test_a_call_to_a_dead_or_frozen_scheduler_is_carried_out_by_its_successor(pool):
