@@ -3,8 +3,9 @@
 For each pair (demo; with `--data` one made from that file too), dtype and sampling: plain decoding alone, then a
 chain and two trees of a draft model, every other drafter (look-ups, a head made for it in some seconds),
 mixtures, and the adaptive policy (profile, online correction, a draft model or head exchanged half way as a refit
-would) under other batch sizes and orders of admission, then two Ray actors. Tokens and both log-probabilities are
-compared bitwise with plain decoding; plain decoding in float32 is compared with a teacher-forced Hugging Face forward.
+would) under other batch sizes and orders of admission, then two Ray actors; then in groups of two and four ranks, and
+moved between groups. Tokens and both log-probabilities are compared bitwise with plain decoding on one rank; plain
+decoding in float32 is compared with a teacher-forced Hugging Face forward.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from rich.table import Table
 
+from benchmarks.moving.between_groups import groups, move_between
 from benchmarks.moving.exact import run_real
 from benchmarks.support.actor_pool import bench_ray, generate_on_two_actors
 from benchmarks.support.draft_head import bench_head
 from benchmarks.support.harness import Bench
 from benchmarks.support.reference import compare_with_reference, count_mismatches
-from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
+from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload, model_p
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.config import (
     EngineConfig,
@@ -37,6 +40,7 @@ from rlhfspec.engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.drafters.head.published_head import pack_head
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.group.ranks import GroupRanks
 from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
 from rlhfspec.profiles.profile import Profile
 
@@ -113,6 +117,10 @@ KEEP_ONE_IN = {"float32": 1, "bfloat16": 4}
 
 
 PROFILE_S = 8.0
+MOVES = {"quick": 40, "default": 200, "full": 1000}
+"Between the groups of each pair."
+GROUP_TOKENS = 40
+"Of a response of model P, whose vocabulary four ranks can share."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,6 +133,7 @@ class Tally:
     accepted_rank2_plus: int = 0
     accepted_looked_up: int = 0
     "beside a drafter that computes"
+    moves_between_groups: int = 0
     mismatches: int = 0
     reference_mismatches: int = 0
     near_ties: int = 0
@@ -148,6 +157,9 @@ def run(bench: Bench) -> int:
         for workload, head in subjects:
             for dtype in ("float32", "bfloat16"):
                 rows += _compare_all(workload, head, dtype, tally, console)
+    large = model_p(num_prompts, new_tokens=GROUP_TOKENS)
+    for workload, head, sizes in ((*subjects[0], (1, 2)), (large, None, (1, 2, 4))):
+        rows += _compare_groups(workload, head, sizes, tally, bench)
     _print(rows, console)
     bench.figures.values |= {name: float(getattr(tally, name)) for name in Tally.__dataclass_fields__}
     bench.write()
@@ -160,14 +172,47 @@ def _with_head(workload: Workload, num_prompts: int) -> tuple[Workload, HeadWeig
     return replace(workload, prompts=workload.prompts[:num_prompts]), bench_head(workload)
 
 
-def _compare_all(
-    workload: Workload, head: HeadWeights, dtype: str, tally: Tally, console: PipeConsole
-) -> list[dict]:
-    requests = [
+def _requests(workload: Workload) -> list[SampleRequest]:
+    return [
         request
         for index, changes in enumerate(SAMPLINGS)
         for request in workload.requests(index * len(workload.prompts), **changes)
-    ][:: KEEP_ONE_IN[dtype]]
+    ]
+
+
+def _compare_groups(
+    workload: Workload, head: HeadWeights | None, sizes: Sequence[int], tally: Tally, bench: Bench
+) -> list[dict]:
+    """Every plan in groups, and samples that move between them; without a head the plans that need none."""
+    requests, rows = _requests(workload), list[dict]()
+    plain, _ = _generate(workload, head, "float32", PLANS[0], requests)
+    plans = [plan for plan in PLANS if head is not None or plan.speculation.drafter != "head"]
+
+    def compared(plan: str, done: Mapping[SampleKey, Completion], stats: GenerationStats) -> None:
+        rows.append(_row(workload, "float32", plan, plain, done, stats, tally))
+        bench.console.print(f"{workload.name} {plan}: {rows[-1]['mismatches']} mismatches")
+
+    with groups(sizes) as ranks:
+        for size, plan in product(sizes, plans):
+            if size > 1:
+                mixed = _shuffled(requests, plan.name)
+                compared(
+                    f"{plan.name}, {size} ranks",
+                    *_generate(workload, head, "float32", plan, mixed, ranks[size]),
+                )
+        plan = PLANS[3] if head is not None else PLANS[5]
+        engines = [_engine(workload, head, "float32", plan, plan.speculation, of) for of in ranks.values()]
+        done, moves = move_between(engines, _shuffled(requests, "groups"), at_most=MOVES[bench.mode])
+    tally.moves_between_groups += moves
+    assert done.keys() == plain.keys()
+    compared(f"{plan.name}, {moves} moves between groups of {sizes}", done, _stats_of(done))
+    return rows
+
+
+def _compare_all(
+    workload: Workload, head: HeadWeights, dtype: str, tally: Tally, console: PipeConsole
+) -> list[dict]:
+    requests = _requests(workload)[:: KEEP_ONE_IN[dtype]]
     rows = []
     plain: Mapping[SampleKey, Completion] = {}
     for plan in PLANS:
@@ -195,24 +240,40 @@ def _compare_all(
     )
     busy = {completion.instance for completion in done.values()}
     name = f"{ACTOR_PLAN.name} on {len(busy)} Ray actors"
-    accepted = sum(completion.num_accepted_tokens for completion in done.values())
-    steps = sum(completion.num_decode_steps for completion in done.values())
-    stats = GenerationStats(num_accepted_tokens=accepted, num_sample_steps=steps)
-    rows.append(_row(workload, dtype, name, plain, done, stats, tally))
+    rows.append(_row(workload, dtype, name, plain, done, _stats_of(done), tally))
     console.print(f"{workload.name} {dtype} {name}: {rows[-1]['mismatches']} mismatches")
     return rows
 
 
+def _stats_of(done: Mapping[SampleKey, Completion]) -> GenerationStats:
+    """What completions say of their drafts."""
+    return GenerationStats(
+        num_accepted_tokens=sum(completion.num_accepted_tokens for completion in done.values()),
+        num_sample_steps=sum(completion.num_decode_steps for completion in done.values()),
+    )
+
+
 def _generate(
-    workload: Workload, head: HeadWeights, dtype: str, plan: Plan, requests: Sequence[SampleRequest]
+    workload: Workload,
+    head: HeadWeights | None,
+    dtype: str,
+    plan: Plan,
+    requests: Sequence[SampleRequest],
+    ranks: GroupRanks | None = None,
 ) -> tuple[dict[SampleKey, Completion], GenerationStats]:
-    engine = _engine(workload, head, dtype, plan, plan.speculation)
+    engine = _engine(workload, head, dtype, plan, plan.speculation, ranks)
     done = {completion.key: completion for completion in engine.generate(requests)}
     return done, engine.stats
 
 
 def _engine(
-    workload: Workload, head: HeadWeights, dtype: str, plan: Plan, speculation: SpeculationConfig, **more: Any
+    workload: Workload,
+    head: HeadWeights | None,
+    dtype: str,
+    plan: Plan,
+    speculation: SpeculationConfig,
+    ranks: GroupRanks | None = None,
+    **more: Any,
 ) -> Engine:
     drafts = {"model": partial(workload.draft, dtype), "head": lambda: head}
     return workload.engine(
@@ -220,6 +281,7 @@ def _engine(
         drafts[speculation.drafter]() if speculation.has_draft else None,
         dtype=dtype,
         parts=more,
+        ranks=ranks,
         max_running_samples=plan.batch_size,
     )
 

@@ -1,7 +1,7 @@
 """Training under faults of every pool, of the network and of the object store; drivers that are killed and resumed.
 
-Each run is `rlhfspec train` in a process of its own, compared sample by sample with one that nobody disturbed.
-What is done is kept in OUT/parts: a benchmark that was broken off goes on there.
+Each run is `rlhfspec train` in a process of its own, whose instances have two ranks, compared sample by sample with
+one of single ranks that nobody disturbed. Beside it: moves between groups, with faults at every stage of a move. What is done is kept in OUT/parts: a benchmark that was broken off goes on there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faulty import network
+from benchmarks.faulty.group_moves import group_moves
 from benchmarks.faulty.injection import (
     HEARTBEAT_LIMIT_S,
     NETWORK_KINDS,
@@ -47,7 +48,7 @@ from rlhfspec.core.metrics import read_metrics
 ITERATIONS = {"quick": 6, "default": 75, "full": 75}
 MOST_ROUNDS = 5
 "A run that has ended before its last fault goes on with half as many iterations again, so many times in all."
-FAULTS = {"quick": 4, "default": 40, "full": 40}
+FAULTS = {"quick": 4, "default": 44, "full": 44}
 SEEDS = {"quick": 1, "default": 1, "full": 3}
 RESUMED_ITERATIONS = 4
 RESUMES = {"quick": 1, "default": 4, "full": 10}
@@ -64,6 +65,8 @@ CHAOS = (
     "cluster.max_trainer_restarts=1000",
 )
 "A state and weights an iteration, limits of silence that a long freeze passes, restarts that do not run out."
+GROUPED = ("cluster.generation.tensor_parallel=2", "cluster.generation.num_cpus=0.25")
+"Of the disturbed run."
 RESUMED_KINDS = {
     "ppo": (PPO, ()),
     "grpo": (GRPO, ()),
@@ -97,9 +100,10 @@ def run(bench: Bench) -> int:
         )
         for seed in range(SEEDS[mode])
     ]
+    groups = kept(out / "parts" / "groups.json", stamp, lambda: group_moves(mode, console))
     verified = kept(out / "parts" / "verified.json", stamp, lambda: _verified(out))
     resumes = _resumes(out, mode, stamp, console)
-    figures = bench.figures.values = {**fault_figures(runs, resumes), **verified}
+    figures = bench.figures.values = {**fault_figures(runs, resumes), **groups, **verified}
     bench.write(iterations=ITERATIONS[mode], left_out=sorted(without))
     wrong = problems(runs, resumes, most=FAULTS[mode], num_resumes=RESUMES[mode], figures=figures)
     for line in wrong:
@@ -119,7 +123,7 @@ def _seed_part(
     undisturbed = train(DEMO, out, f"undisturbed_{seed}", settings)
     undisturbed_s = undisturbed.seconds
     name, cards, faults = f"disturbed_{seed}", deal(seed, without=without), list[Fault]()
-    words = train_words(DEMO, out, name, settings)
+    words = train_words(DEMO, out, name, [*settings, *GROUPED])
     disturbed_s = 0.0
     for number in range(MOST_ROUNDS):
         began_s = time.monotonic()

@@ -200,3 +200,5 @@ class InstanceLoad:
     "why drafting was suspended here last, with the drafter's checksum, version and age; empty when it never was"
     budget: Budget | None = None
     "of the last decode step"
+    num_ranks: int = 1
+    "to which the target is dealt"

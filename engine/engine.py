@@ -304,6 +304,7 @@ class Engine:
             num_slots=self.exchange.kv_admission.num_slots,
             drafter_alarm=self.drafter_alarm,
             budget=recent[0].budget if recent else None,
+            num_ranks=1 if self.runner.ranks is None else self.runner.ranks.share.ranks,
         )
 
     def progress(self) -> Progress:

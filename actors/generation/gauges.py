@@ -59,6 +59,7 @@ class InstanceGauges:
             instance_context_tokens=load.context_tokens,
             instance_weight_version=load.weight_version,
             instance_drafter_alarm=bool(load.drafter_alarm),
+            instance_ranks=load.num_ranks,
         )
 
     def repeat(self) -> None:
@@ -90,4 +91,5 @@ _GAUGES = (
     "instance_context_tokens",
     "instance_weight_version",
     "instance_drafter_alarm",
+    "instance_ranks",
 )

@@ -37,14 +37,17 @@ CARDS: tuple[tuple[str, str, int], ...] = (
     ("kill", "reward", 2),
     ("kill", "scheduler", 3),
     ("kill", "trainer", 3),
+    ("kill", "follower", 2),
     ("freeze", "generation", 2),
     ("freeze", "reward", 2),
     ("freeze", "scheduler", 2),
     ("freeze", "trainer", 2),
+    ("freeze", "follower", 1),
     ("long_freeze", "generation", 2),
     ("long_freeze", "reward", 1),
     ("long_freeze", "scheduler", 1),
     ("long_freeze", "trainer", 1),
+    ("long_freeze", "follower", 1),
     ("cut", "driver-generation", 1),
     ("cut", "driver-reward", 1),
     ("cut", "driver-scheduler", 1),
@@ -93,14 +96,15 @@ POOLS: Mapping[str, str] = {
     "reward": "RewardActor",
     "scheduler": "SchedulerActor",
     "trainer": "TrainerActor",
+    "follower": "RankActor",
 }
 "Pool: the class that Ray writes into the process' title, `ray::CLASS.method` while it works."
 
 
 def serving_actors(driver: int) -> dict[str, set[int]]:
-    """Process ids by pool of all actors below a driver that have been built."""
+    """Process ids by pool of all actors below a driver that have been built; followers where there are any."""
     titles = {pid: command_line(pid) for pid in descendants(driver)}
-    return {
+    found = {
         pool: {
             pid
             for pid, title in titles.items()
@@ -108,6 +112,7 @@ def serving_actors(driver: int) -> dict[str, set[int]]:
         }
         for pool, name in POOLS.items()
     }
+    return {pool: pids for pool, pids in found.items() if pids or pool != "follower"}
 
 
 def is_zombie(pid: int) -> bool:
@@ -161,6 +166,8 @@ def cluster_address(driver: int) -> str:
     raise RlhfSpecError(f"process {driver} has no raylet below it; expected a run with a Ray of its own")
 
 
+INSTANCES = frozenset({"generation", "follower"})
+"A follower that is silent is found by its instance's decode step, which does not end."
 HEARTBEAT_LIMIT_S = 10.0
 ORDER_LIMIT_S = 40.0
 "The run's limits of silence: of instances, and of all others."
@@ -242,7 +249,7 @@ class _Injection:
         """Inject it and wait; None when it could not be."""
         card = self._card
         if card.kind in ("kill", "freeze", "long_freeze"):
-            if not self._before[card.pool]:
+            if not self._before.get(card.pool):
                 return None
             victim = _one_of(sorted(self._before[card.pool]), card.choice)
             try:
@@ -309,7 +316,7 @@ class _Injection:
 
     def _has_replaced(self, lost: set[int]) -> bool:
         now = serving_actors(self._driver)
-        return all(len(now[pool] - lost) >= len(pids) for pool, pids in self._before.items())
+        return all(len(now.get(pool, set()) - lost) >= len(pids) for pool, pids in self._before.items())
 
     def _connected_pair(self) -> tuple[int, int] | None:
         """Two processes of the card's two pools that have a connection; waited for."""
@@ -335,7 +342,7 @@ def freeze_s(kind: str, pool: str) -> float:
     """How long a freeze lasts: a long one is beyond the limit of silence of its pool."""
     if kind == "freeze":
         return SECONDS[kind]
-    return (HEARTBEAT_LIMIT_S if pool == "generation" else ORDER_LIMIT_S) + _BEYOND_S
+    return (HEARTBEAT_LIMIT_S if pool in INSTANCES else ORDER_LIMIT_S) + _BEYOND_S
 
 
 def _one_of(candidates: Sequence[T], choice: float) -> T:

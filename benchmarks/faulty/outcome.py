@@ -16,6 +16,13 @@ from benchmarks.faulty.injection import Fault
 from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.metrics import read_metrics
 
+GROUPS_ZERO = (
+    "groups_differing_samples",
+    "groups_missing_samples",
+    "groups_alarms",
+    "groups_faults_left",
+)
+"Figures of moves between groups that are 0 where all is well."
 _KEY = ("run_seed", "stream", "sample_index")
 _EQUAL = ("response_token_ids", "policy_logprobs", "sampling_logprobs", "reward", "finish_reason")
 _OF_THE_CLOCK = (
@@ -172,6 +179,11 @@ def problems(
     if len(killed) < num_resumes:
         lines.append(f"{len(killed)} drivers killed, expected {num_resumes}: the other runs ended first")
     lines += [f"{one.name}: resumed, and differs from the whole run" for one in killed if not one.is_equal]
+    lines += [
+        f"moves between groups: {name} is {figures[name]:.0f}, expected 0"
+        for name in GROUPS_ZERO
+        if figures.get(name)
+    ]
     if figures.get("verify_differences"):
         lines.append(f"rlhfspec verify: {figures['verify_differences']:.0f} differences, expected 0")
     ratio = figures.get("verify_over_generate", 0.0)

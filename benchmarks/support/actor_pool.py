@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import ray
 
 from benchmarks.support.workload import Workload
-from rlhfspec.actors.actor_messages import GenerationSpec, Rejoined, SchedulerSettings
+from rlhfspec.actors.actor_messages import GenerationSpec, Rejoined, SchedulerSettings, Taken
 from rlhfspec.actors.generation.generation_actor import GenerationActor
 from rlhfspec.actors.generation.trace_events import TraceEvent
 from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
@@ -74,46 +74,68 @@ class ActorPool:
         engine: EngineConfig,
         speculation: SpeculationConfig,
         dtype: str = "float32",
-        num_instances: int = 2,
+        ranks: Sequence[int] = (1, 1),
         profile: Profile | None = None,
         migration: ReallocationConfig | None = None,
         head: HeadWeights | None = None,
         num_cpus: float = 0.5,
+        heartbeat_timeout_s: float = 60.0,
     ) -> None:
         """Start the actors and load the weights; `head` drafts for drafter `head`. Raises WaitTimeout.
 
-        `num_cpus`: of each instance, on paper: pools that stand side by side and a scheduler share what Ray has.
+        `num_cpus`: of each rank, on paper: pools that stand side by side and a scheduler share what Ray has. `ranks`:
+        of each instance.
         """
-        self._num_slots = engine.max_running_samples
-        names = [f"gen-{number}" for number in range(num_instances)]
-        self.handles = {
-            name: GenerationActor.options(num_cpus=num_cpus).remote(
-                GenerationSpec(
-                    instance=name,
-                    engine=engine,
-                    speculation=speculation,
-                    dtype=dtype,
-                    max_total_tokens=workload.max_total_tokens,
-                    vocab_size=workload.vocab_size,
-                    report_interval_s=POLL_S,
-                    migration=migration,
-                    profile=profile,
-                )
-            )
-            for name in names
-        }
-        self._running = [handle.run.remote() for handle in self.handles.values()]
+        self._num_slots, self._num_cpus = engine.max_running_samples, num_cpus
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._spec = GenerationSpec(
+            instance="",
+            engine=engine,
+            speculation=speculation,
+            dtype=dtype,
+            max_total_tokens=workload.max_total_tokens,
+            vocab_size=workload.vocab_size,
+            report_interval_s=POLL_S,
+            migration=migration,
+            profile=profile,
+            rank_cpus=num_cpus,
+            namespace=ray.get_runtime_context().namespace,
+        )
+        self.ranks: dict[str, int] = {}
+        "of every instance that there was"
+        self.handles: dict[str, Any] = {}
+        self._running: list[Any] = []
+        for num_ranks in ranks:
+            self._start(num_ranks)
         models = [pack_weights(workload.target(dtype), name="target", weight_version=0)]
         if speculation.drafter == "model" and speculation.policy != "off":
             models.append(pack_weights(workload.draft(dtype), name="draft", weight_version=0))
         if head is not None:
             models.append(pack_head(head, weight_version=0))
-        for manifest, chunks in models:
-            refs = tuple(ray.put(chunk) for chunk in chunks)
-            weights = PublishedWeights(manifest=manifest, chunk_refs=refs)
+        self._weights = [
+            PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
+            for manifest, chunks in models
+        ]
+        for weights in self._weights:
             publish(weights, self.handles, timeout_s=TIMEOUT_S)
-        self._stats = {name: GenerationStats() for name in names}
+        self._stats: dict[str, GenerationStats] = {}
         self._num_rollouts = 0
+
+    def _start(self, num_ranks: int) -> str:
+        name = f"gen-{len(self.ranks)}"
+        spec = replace(self._spec, instance=name, num_ranks=num_ranks)
+        self.ranks[name] = num_ranks
+        self.handles[name] = GenerationActor.options(num_cpus=self._num_cpus).remote(spec)
+        self._running.append(self.handles[name].run.remote())
+        return name
+
+    def replace(self, lost: str, scheduler: Any) -> None:
+        """Put an instance of as many ranks in the place of one that the scheduler has given up. Raises WaitTimeout."""
+        del self.handles[lost]
+        name = self._start(self.ranks[lost])
+        for weights in self._weights:
+            publish(weights, {name: self.handles[name]}, timeout_s=TIMEOUT_S)
+        ask(scheduler.join.remote(name, self.handles[name], self._num_slots), "join")
 
     def rollout(
         self,
@@ -122,8 +144,13 @@ class ActorPool:
         reallocation: ReallocationPolicy | None = None,
         binding: str = "pull",
         interval_s: float = 0.1,
+        strike: Callable[[Taken, Any, int], bool] = lambda taken, scheduler, num_left: True,
     ) -> RolloutOutcome:
-        """Generate all requests under a scheduler of their own. Raises WaitTimeout."""
+        """Generate all requests under a scheduler of their own. Raises WaitTimeout.
+
+        `strike` is told after each look what came and how many samples are left; once none is, it is asked until it
+        says that it is done.
+        """
         tokens = sum(request.sampling.max_new_tokens for request in requests)
         limit_s = max(TIMEOUT_S, SLOWEST_TOKEN_S * tokens)
         scheduler = self.new_scheduler(reallocation, binding, interval_s)
@@ -132,15 +159,16 @@ class ActorPool:
         alarms: list[Alarm] = []
         wall_s, began_s = time.time(), time.perf_counter()
         ask(scheduler.enqueue.remote(tuple(requests)), "enqueue")
-        deadline_s, ended_s, taken = time.monotonic() + limit_s, began_s, None
-        while len(done) < len(requests):
-            if ray.wait([self._running[-1]], timeout=0)[0]:
-                ask(self._running[-1], "poll")
+        deadline_s, ended_s, is_over = time.monotonic() + limit_s, began_s, False
+        while len(done) < len(requests) or not is_over:
+            if ray.wait([self._polling], timeout=0)[0]:
+                ask(self._polling, "poll")
             taken = ask(scheduler.take.remote(0.5), "take")
             ended_s = time.perf_counter()
             done.update((completion.key, completion) for completion in taken.completions)
             moves += taken.moves
             alarms += taken.alarms
+            is_over = strike(taken, scheduler, len(requests) - len(done))
             if time.monotonic() > deadline_s:
                 raise WaitTimeout(
                     waiter="the benchmark",
@@ -191,7 +219,7 @@ class ActorPool:
         scheduler = SchedulerActor.options(num_cpus=0.1).remote(
             SchedulerSettings(
                 poll_interval_s=POLL_S,
-                heartbeat_timeout_s=60.0,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
                 order_timeout_s=TIMEOUT_S,
                 binding=binding,  # pyright: ignore[reportArgumentType]
                 reallocation=reallocation,
@@ -208,11 +236,11 @@ class ActorPool:
             for handle in self.handles.values()
         )
         ask(scheduler.rebuild.remote((), (), rejoined), "rebuild")
-        self._running.append(scheduler.run.remote())
+        self._polling = scheduler.run.remote()
         return scheduler
 
     def _stats_since(self, now: Mapping[str, GenerationStats]) -> dict[str, GenerationStats]:
-        since = {name: stats - self._stats[name] for name, stats in now.items()}
+        since = {name: stats - self._stats.get(name, GenerationStats()) for name, stats in now.items()}
         self._stats |= now
         return since
 

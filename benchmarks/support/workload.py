@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from benchmarks.support.rank_processes import dealt
 from rlhfspec.core.config import DataConfig, EngineConfig, RunConfig, SamplingConfig, SpeculationConfig
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.files import whole_folder
@@ -40,6 +41,7 @@ from rlhfspec.engine.calibration.engine_provenance import provenance_of
 from rlhfspec.engine.calibration.profiler import MadeProfile, make_profile
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.group.ranks import GroupRanks
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from rlhfspec.learning.data.prompts import load_prompts, sampling_params
 from rlhfspec.learning.models.get import get_model
@@ -104,6 +106,7 @@ class Workload:
         dtype: str = "float32",
         max_total_tokens: int | None = None,
         parts: Mapping[str, Any] | None = None,
+        ranks: GroupRanks | None = None,
         **engine: Any,
     ) -> Engine:
         """Build an engine of the target.
@@ -114,10 +117,12 @@ class Workload:
             dtype: of the target.
             max_total_tokens: the workload's own by default.
             parts: what `build_engine` is given beside (policy, profile, backend, drafter).
+            ranks: the group that this process leads, to which the target is dealt.
             engine: settings of `EngineConfig`.
         """
+        target = self.target(dtype)
         return build_engine(
-            self.target(dtype),
+            target if ranks is None else dealt(target, ranks, self.vocab_size),
             draft,
             engine=EngineConfig.model_validate(engine),
             speculation=speculation,

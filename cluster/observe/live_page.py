@@ -42,6 +42,7 @@ class InstanceRow:
     drafter_alarm: str = ""
     draft: str = ""
     "how much the last decode step drafted, and why"
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

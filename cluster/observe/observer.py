@@ -262,6 +262,7 @@ def _row(view: InstanceView) -> InstanceRow:
         activity_s=view.activity_s,
         drafter_alarm=load.drafter_alarm,
         draft=_draft(load.budget),
+        num_ranks=load.num_ranks,
     )
 
 

@@ -105,6 +105,9 @@ def _instances(page: LivePage) -> Table:
     table = Table(title="instances", title_justify="left", box=None, pad_edge=False)
     table.add_column("name")
     table.add_column("state", no_wrap=True)
+    has_ranks = any(row.num_ranks > 1 for row in page.instances)
+    if has_ranks:
+        table.add_column("ranks", justify="right")
     for title in ("running", "waiting", "slots", "tokens/s", "accepts", "version", "heard"):
         table.add_column(title, justify="right")
     table.add_column("")
@@ -115,6 +118,7 @@ def _instances(page: LivePage) -> Table:
             f"{row.activity} {span(row.activity_s)}"
             if row.state == "serving" and row.activity
             else row.state,
+            *([str(row.num_ranks)] if has_ranks else []),
             *("-" if is_gone else str(n) for n in (row.num_running, row.num_waiting, row.num_slots)),
             "-" if is_gone else f"{row.tokens_per_s:,.0f}",
             f"{row.acceptance_length:.2f}",

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import faults
-from benchmarks.faults import FAULTS, ITERATIONS, run
+from benchmarks.faults import FAULTS, GROUPED, ITERATIONS, run
 from benchmarks.faulty.injection import (
     CARDS,
     HEARTBEAT_LIMIT_S,
@@ -60,7 +60,7 @@ def test_every_pool_is_killed_and_frozen_beyond_its_limit() -> None:
     cards = {(kind, pool) for kind, pool, _ in CARDS}
     assert cards >= {(kind, pool) for kind in ("kill", "freeze", "long_freeze") for pool in POOLS}
     for pool in POOLS:
-        limit_s = HEARTBEAT_LIMIT_S if pool == "generation" else ORDER_LIMIT_S
+        limit_s = HEARTBEAT_LIMIT_S if pool in ("generation", "follower") else ORDER_LIMIT_S
         assert freeze_s("freeze", pool) < HEARTBEAT_LIMIT_S <= limit_s < freeze_s("long_freeze", pool)
 
 
@@ -97,6 +97,12 @@ def test_a_difference_that_verify_finds_is_wrong() -> None:
     assert "3 differences" in wrong(differences=3.0)[0]
 
 
+def test_a_sample_that_a_move_between_groups_changed_is_wrong() -> None:
+    figures = {"groups_differing_samples": 0.0, "groups_missing_samples": 1.0}
+    (said,) = problems([RUN], [RESUME], most=2, num_resumes=1, figures=figures)
+    assert said == "moves between groups: groups_missing_samples is 1, expected 0"
+
+
 def test_figures_count_by_kind_and_pool_and_over_all_runs() -> None:
     ended = replace(BORNE, outcome="ended", recovery_s=99.0)
     other = replace(RUN, faults=[ended, replace(CUT, recovery_s=6.0)], comparison=replace(SAME, num_lost=2))
@@ -128,6 +134,7 @@ def keep_parts(out: Path, num_faults: int) -> None:
     (out / "parts").mkdir(parents=True)
     parts = {
         "seed_0": asdict(replace(RUN, faults=[BORNE] * num_faults)),
+        "groups": {"groups_differing_samples": 0.0},
         "verified": {"verify_differences": 0.0, "verify_over_generate": 0.7},
         "cut_0_ppo": asdict(RESUME),
     }
@@ -169,6 +176,7 @@ def test_a_run_that_ends_before_its_last_fault_goes_on_and_so_does_the_other(
     assert len(part["faults"]) == FAULTS["quick"] == 4 and part["undisturbed_s"] == 20.0
     first, second, third, fourth = ran
     assert f"run.iterations={ITERATIONS['quick']}" in first and first[:3] == second[:3]
+    assert set(GROUPED) <= set(second) and not set(GROUPED) & set(first)
     longer = ("--set", f"run.iterations={ITERATIONS['quick'] * 3 // 2}")
     assert third == ("train", "--resume", str(tmp_path / "disturbed_0"), *longer)
     assert fourth == ("train", "--resume", str(tmp_path / "undisturbed_0"), *longer)

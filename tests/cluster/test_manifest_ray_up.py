@@ -11,6 +11,9 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from rlhfspec.cluster.plan.topology import plan_topology
+from rlhfspec.core.config_io import config_from_dict
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -26,7 +29,16 @@ def validated(tree: dict[str, Any]) -> dict[str, Any]:
 
 def test_ray_accepts_the_manifest() -> None:
     prepared = validated(manifest())
-    assert set(prepared["available_node_types"]) == {"head", "generation", "trainer"}
+    assert set(prepared["available_node_types"]) == {"head", "generation", "ranks", "trainer"}
+
+
+def test_an_instance_of_two_ranks_fits_a_node_that_comes_for_it() -> None:
+    generation = {"tensor_parallel": 2, "num_cpus": 2}
+    models = {"target": "demo", "draft": "demo"}
+    tree = {"models": models, "data": {"task": "chain"}, "cluster": {"generation": generation}}
+    (place, *_) = plan_topology(config_from_dict(tree)).generation
+    have = manifest()["available_node_types"]["ranks"]["resources"]
+    assert place.num_ranks == 2 and place.resources() == {"CPU": have["CPU"]}
 
 
 @pytest.mark.parametrize(

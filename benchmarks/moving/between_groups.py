@@ -1,0 +1,55 @@
+"""Groups of ranks that this process leads, and samples that move between them while they run."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from benchmarks.support.rank_processes import RankProcesses
+from rlhfspec.core.records import Completion, SampleKey, SampleRequest
+from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.group.ranks import GroupRanks
+
+
+@contextmanager
+def groups(sizes: Sequence[int]) -> Iterator[Mapping[int, GroupRanks | None]]:
+    """Ranks of every size; this process leads them all."""
+    with ExitStack() as open_until_here:
+        folder = Path(open_until_here.enter_context(tempfile.TemporaryDirectory()))
+        processes = {size: RankProcesses(folder, size) for size in sizes if size > 1}
+        for each in processes.values():
+            open_until_here.callback(each.kill)
+            open_until_here.callback(each.stop)
+        yield {size: processes[size].ranks if size > 1 else None for size in sizes}
+
+
+def move_between(
+    engines: Sequence[Engine], requests: Sequence[SampleRequest], *, at_most: int
+) -> tuple[dict[SampleKey, Completion], int]:
+    """Decode on all engines in turn, a running sample moved after each round; completions, and how often that was."""
+    choose, done, moves, waiting = random.Random(5), dict[SampleKey, Completion](), 0, list(requests)
+    while waiting or any(engine.has_work for engine in engines):
+        for engine in engines:
+            while waiting and engine.num_running + engine.num_waiting < engine.runner.pool.num_slots - 2:
+                engine.submit(waiting.pop())
+            done |= {completion.key: completion for completion in engine.step()}
+        if moves < at_most:
+            moves += _moved(choose, engines)
+    return done, moves
+
+
+def _moved(choose: random.Random, engines: Sequence[Engine]) -> int:
+    """Move a running sample to another engine; 0 where none runs or there is no room."""
+    source, to = choose.sample(list(engines), 2)
+    running = list(source.progress())
+    if not running or to.num_running >= to.runner.pool.num_slots:
+        return 0
+    nothing = dict.fromkeys(source.exchange.token_bytes, 0)
+    left = source.exchange.detach(choose.choice(running), weight_version=0, shipped=nothing)
+    if left is None:
+        return 0
+    to.exchange.attach(*left)
+    return 1
