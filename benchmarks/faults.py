@@ -1,7 +1,8 @@
 """Training under faults of every pool, of the network and of the object store; drivers that are killed and resumed.
 
 Each run is `rlhfspec train` in a process of its own, whose instances have two ranks, compared sample by sample with
-one of single ranks that nobody disturbed. Beside it: moves between groups, with faults at every stage of a move. What is done is kept in OUT/parts: a benchmark that was broken off goes on there.
+one of single ranks that nobody disturbed. Beside it: moves between groups, with faults at every stage of a move.
+What is done is kept in OUT/parts: a benchmark that was broken off goes on there.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from rlhfspec.engine.drafters.refinement import Scorer
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.group.dealing import require_dealt
+from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import CudaRecorder
 from rlhfspec.engine.model.invariance_probe import KeptVerdicts, Verdict, check_invariance, facts_of
@@ -86,11 +87,13 @@ def published_model(
     Raises:
         ModelError: transformers knows no such model, or it is none that can be dealt to ranks.
         WeightsError: what was loaded is not, bit for bit, what came.
+        NumericsError: the ranks of a group do not give the bits of one.
     """
     shapes = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
     config = None if stock else known_config(manifest.hf_config_json, shapes)
     if ranks is not None:
         require_dealt(manifest.hf_config_json, config, ranks.share.ranks, vocab_size)
+        require_bits_of_one_rank(manifest.hf_config_json, dtype, backend=backend, ranks=ranks)
         ranks.order("model", hf_config_json=manifest.hf_config_json, dtype=dtype, vocab_size=vocab_size)
     if config is not None:
         own = LlamaModel(

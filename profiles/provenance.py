@@ -35,6 +35,8 @@ class Provenance:
     torch_version: str
     kv_cache: str = "full lengths"
     "limit of the caches; batches that have no room were not measured"
+    num_ranks: int = 1
+    "of an instance"
     engine_code: str = ""
     "revision of the code whose costs were measured; profiles from before it was kept have none"
     versions: str

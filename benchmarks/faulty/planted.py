@@ -21,7 +21,7 @@ DECK = tuple(product(KINDS, STAGES))
 
 
 def plant(actor: Any, kind: str, stage: str, sign: str) -> None:
-    """Let a fault strike `actor`, in whose process this runs, when it next comes to a stage; the file `sign` says so."""
+    """Let a fault strike `actor`, in whose process this runs, when it next comes to a stage; the file `sign` tells."""
     owner, name = (
         (actor._endpoint._transfers, "_send_all") if stage == FRAME else (actor._loop._migrator, "take")
     )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
-from benchmarks.support.rank_processes import RankProcesses
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.group.local_ranks import local_ranks
 from rlhfspec.engine.group.ranks import GroupRanks
 
 
@@ -18,12 +16,7 @@ from rlhfspec.engine.group.ranks import GroupRanks
 def groups(sizes: Sequence[int]) -> Iterator[Mapping[int, GroupRanks | None]]:
     """Ranks of every size; this process leads them all."""
     with ExitStack() as open_until_here:
-        folder = Path(open_until_here.enter_context(tempfile.TemporaryDirectory()))
-        processes = {size: RankProcesses(folder, size) for size in sizes if size > 1}
-        for each in processes.values():
-            open_until_here.callback(each.kill)
-            open_until_here.callback(each.stop)
-        yield {size: processes[size].ranks if size > 1 else None for size in sizes}
+        yield {size: open_until_here.enter_context(local_ranks(size)) for size in sizes}
 
 
 def move_between(

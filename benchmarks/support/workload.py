@@ -22,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from benchmarks.support.rank_processes import dealt
 from rlhfspec.core.config import DataConfig, EngineConfig, RunConfig, SamplingConfig, SpeculationConfig
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.files import whole_folder
@@ -41,6 +40,7 @@ from rlhfspec.engine.calibration.engine_provenance import provenance_of
 from rlhfspec.engine.calibration.profiler import MadeProfile, make_profile
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.group.dealing import dealt
 from rlhfspec.engine.group.ranks import GroupRanks
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from rlhfspec.learning.data.prompts import load_prompts, sampling_params

@@ -30,6 +30,8 @@ from rlhfspec.engine.calibration.profiler import (
 )
 from rlhfspec.engine.calibration.random_chains import RandomChains
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from rlhfspec.engine.group.dealing import dealt
+from rlhfspec.engine.group.local_ranks import local_ranks
 from rlhfspec.engine.numerics import on_threads
 from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
 from rlhfspec.learning.data.prompts import sampling_params
@@ -62,7 +64,7 @@ class RunProfile:
         self._folder = Path(config.run.cache_dir).expanduser() / "profiles"
         sampling = sampling_params(config.sampling, inputs.tokenizer, model=config.models.target)
         self._sampling = replace(sampling, stop=())  # costs and acceptance are those of responses that go on
-        self._seed = config.run.seed
+        self._seed, self._num_ranks = config.run.seed, config.cluster.generation.tensor_parallel
 
     def known(self) -> Profile | None:
         """Read the profile in the folder that the config names; None where the policy needs none or it is `auto`.
@@ -130,15 +132,16 @@ class RunProfile:
                 dtype=models.dtype,
                 sampling=self._sampling,
                 max_total_tokens=total,
+                num_ranks=self._num_ranks,
             ),
         )
 
     def measure(self, run: ProfiledRun, report: Reporter, *, budget_s: float) -> MadeProfile:
-        """Measure a profile with a progress bar, on the threads an instance would have."""
+        """Measure a profile with a progress bar, on the threads and ranks an instance would have."""
         vocab_size, looks_up = num_token_ids(self._inputs.tokenizer), self._speculation.looks_up
-        with on_threads(self._engine.num_threads):
+        with on_threads(self._engine.num_threads), local_ranks(run.provenance.num_ranks) as ranks:
             engine = build_engine(
-                run.target,
+                run.target if ranks is None else dealt(run.target, ranks, vocab_size),
                 run.draft,
                 engine=self._engine,
                 speculation=self._speculation.without_look_up,

@@ -16,6 +16,7 @@ from rlhfspec.core.records import SamplingParams
 from rlhfspec.engine.cache.kv_pool import KVShape
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.drafters.head.published_head import head_checksum
+from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.numerics import choose_backend, kernels_for, resolve_device, resolve_numerics
 from rlhfspec.engine.weights.causal_lm import CausalLM
 from rlhfspec.engine.weights.chunks import model_checksum
@@ -39,10 +40,11 @@ def provenance_of(
     dtype: str,
     sampling: SamplingParams,
     max_total_tokens: int,
+    num_ranks: int = 1,
 ) -> Provenance:
     """Describe a pair, or a target whose drafts are looked up, on this machine as a profile would."""
     return Provenance(
-        **_instance_facts(target, draft, engine, dtype),
+        **_instance_facts(target, draft, engine, dtype) | {"num_ranks": num_ranks},
         target_weights=model_checksum(target),
         draft_weights=_checksum(draft),
         sampling=f"T={sampling.temperature:g} top_k={sampling.top_k} top_p={sampling.top_p:g}",
@@ -68,10 +70,12 @@ def _instance_facts(target: CausalLM, draft: Drafts, engine: EngineConfig, dtype
     """What an instance knows by itself: hardware, numerics, architectures, slots."""
     device = resolve_device(engine)
     numerics = resolve_numerics(engine, device)
+    ranks = target.ranks if isinstance(target, LlamaModel) else None
     backend = choose_backend(device, num_threads=engine.num_threads, kernels=kernels_for(engine, numerics))
     return {
         "device": device_name(device),
         "num_threads": engine.num_threads,
+        "num_ranks": 1 if ranks is None else ranks.share.ranks,
         "dtype": dtype,
         "numerics": numerics,
         "target_model": _architecture(target),

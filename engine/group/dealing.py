@@ -1,14 +1,25 @@
-"""Which models can be dealt to how many ranks."""
+"""Which models can be dealt to how many ranks, and dealing one that is here."""
 
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
+
+import torch
 
 from rlhfspec.core.errors import ModelError
 from rlhfspec.engine.cache.kv_pool import CELL_STEP
-from rlhfspec.engine.model.llama_model import INNER_STEP
+from rlhfspec.engine.group.ranks import GroupRanks
+from rlhfspec.engine.model.llama_model import INNER_STEP, LlamaModel, known_config
+from rlhfspec.engine.numerics import choose_backend
 from rlhfspec.engine.parts import PARTS, Share
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.chunks import unique_tensors
 from rlhfspec.engine.weights.llama_config import LlamaConfig
+
+if TYPE_CHECKING:
+    # takes as long as all the rest of a start
+    from transformers.modeling_utils import PreTrainedModel
 
 LEAST_IDS = CELL_STEP
 "Token ids of a rank: a vector of them is chosen from at once."
@@ -42,3 +53,23 @@ def require_dealt(
                 f"the model is too small for {ranks} ranks: rank {rank} would have {columns} inner columns and {ids} "
                 f"token ids, expected at least 1 and {LEAST_IDS}; lower cluster.generation.tensor_parallel"
             )
+
+
+def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | None = None) -> LlamaModel:
+    """Return a model's weights as an instance has them, dealt where there are ranks, of which this process leads.
+
+    Raises ModelError as `require_dealt`.
+    """
+    tensors = dict(unique_tensors(model))
+    text = model.config.to_json_string(use_diff=False)
+    config = known_config(text, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    dtype = next(name for name, kind in DTYPES.items() if kind == model.dtype)
+    if ranks is not None:
+        require_dealt(text, config, ranks.share.ranks, vocab_size)
+        ranks.order("model", hf_config_json=text, dtype=dtype, vocab_size=vocab_size)
+    assert config is not None
+    backend = choose_backend(torch.device("cpu"), num_threads=1)
+    own = LlamaModel(config, model.dtype, backend, ranks=ranks, vocab_size=vocab_size)
+    # part by part, as weights are published
+    assert own.load(tensors, [{name: tensor} for name, tensor in tensors.items()]) is None
+    return own

@@ -59,7 +59,7 @@ def check_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
         generator = torch.Generator().manual_seed(PROBE_SEED + context)
         ids = torch.randint(runner.vocab_size, (context + PATH_TOKENS,), generator=generator)
         ids = ids.to(runner.device)
-        base = _plain_logits(runner, ids, context)
+        base = plain_logits(runner, ids, context)
         for case, logits in _variants(runner, ids, context, max_nodes):
             if not torch.equal(base.expand_as(logits), logits):
                 raise _broken(runner, f"{case} at context {context}", base.expand_as(logits), logits)
@@ -90,7 +90,7 @@ def _contexts(longest: int) -> list[int]:
     return fitting or [max(longest, 1)]
 
 
-def _plain_logits(runner: ModelRunner, ids: Tensor, context: int) -> Tensor:
+def plain_logits(runner: ModelRunner, ids: Tensor, context: int) -> Tensor:
     """Logits [PATH, V] of the tokens behind `context`, one at a time in slot 0, prompt prefilled."""
     _prefill(runner, ids[:context], slot=0)
     nothing = chain(ids.new_empty(1, 0), torch.empty(1, 0))
@@ -261,6 +261,7 @@ def facts_of(runner: ModelRunner, *, max_nodes: int) -> dict[str, Any]:
         "max_nodes": max_nodes,
         "device": torch.cuda.get_device_name(runner.device) if cuda else _processor(),
         "threads": torch.get_num_threads(),
+        "ranks": 1 if runner.ranks is None else runner.ranks.share.ranks,
         "packages": {name: _version(name) for name in _PACKAGES},
         "code": _code(),
     }

@@ -31,6 +31,7 @@ ON_GPUS = (
     "--set", "cluster.generation.num_gpus=1",
     "--set", "cluster.trainer.num_gpus=1",
 )  # fmt: skip
+OF_RANKS = ("--set", "cluster.generation.tensor_parallel=2")
 CLUSTER = ("--kind", "raycluster", "--name", "rlhfspec")
 
 
@@ -45,6 +46,7 @@ def ray_document(name: str) -> dict[str, Any]:
         ("base/job", ()),
         ("base/cluster", CLUSTER),
         ("overlays/gpu-job", ON_GPUS),
+        ("overlays/ranks-job", OF_RANKS),
         ("overlays/gpu-cluster", (*ON_GPUS, *CLUSTER)),
     ],
 )

@@ -60,6 +60,15 @@ def test_auto_measures_once_and_then_reads_the_cache(read, monkeypatch: pytest.M
         read("engine.max_running_samples=3").resolve(Reporter())
 
 
+@pytest.mark.usefixtures("short")
+def test_a_group_measures_what_its_own_steps_cost(read) -> None:
+    alone, group = read(), read("cluster.generation.tensor_parallel=2")
+    profile = group.resolve(Reporter())
+    assert profile is not None and profile.provenance.num_ranks == 2
+    with pytest.raises(ProfileError, match="num_ranks is '1', measured with '2'"):
+        profile.provenance.require_match(alone.described().provenance, where="it")
+
+
 @pytest.mark.parametrize("change", ["speculation.policy=fixed", "speculation.drafter=none"])
 def test_other_policies_need_no_profile(read, change: str) -> None:
     assert read(change).resolve(Reporter()) is None

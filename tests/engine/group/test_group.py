@@ -10,17 +10,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.support.rank_processes import RankProcesses, dealt
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, ModelError
+from rlhfspec.core.errors import ConfigError, ModelError, NumericsError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.exchange import TARGET
-from rlhfspec.engine.group.dealing import require_dealt
+from rlhfspec.engine.group.dealing import dealt, require_dealt
+from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
+from rlhfspec.engine.group.local_ranks import LocalRanks
 from rlhfspec.engine.group.ranks import GroupError, GroupRanks
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config
+from rlhfspec.engine.numerics import choose_backend
 from rlhfspec.engine.weights.chunks import unique_tensors
 from tests.helpers.backends import CPU
 
@@ -90,7 +92,7 @@ def bits(completions: list[Completion]) -> list[tuple]:
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GroupRanks]:
-    processes = RankProcesses(tmp_path, request.param)
+    processes = LocalRanks(tmp_path, request.param)
     try:
         yield processes.ranks
         processes.stop()
@@ -178,7 +180,7 @@ def test_a_sample_moves_between_groups_of_other_sizes(group: GroupRanks, outward
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, number: int) -> None:
-    processes = RankProcesses(tmp_path, 4)
+    processes = LocalRanks(tmp_path, 4)
     try:
         engine = engine_of("look_up", processes.ranks)
         for request in requests(4):
@@ -191,6 +193,23 @@ def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, number: i
                 engine.step()
     finally:
         processes.kill()
+
+
+@pytest.mark.parametrize("group", [2, 4], indirect=True)
+def test_the_probe_finds_ranks_that_do_not_give_the_bits_of_one(
+    group: GroupRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, backend = llama(1).config.to_json_string(use_diff=False), choose_backend(CPU)
+    for dtype in ("float32", "bfloat16"):
+        require_bits_of_one_rank(text, dtype, backend=backend, ranks=group)
+    usual = group.add_up
+
+    def off_by_a_little(x: torch.Tensor, part: torch.Tensor) -> None:
+        usual(x, part + 1e-6 * part)
+
+    monkeypatch.setattr(group, "add_up", off_by_a_little)
+    with pytest.raises(NumericsError, match=f"a layer that {group.share.ranks} ranks compute differs"):
+        require_bits_of_one_rank(text, "float32", backend=backend, ranks=group)
 
 
 def test_models_that_cannot_be_dealt_are_refused_by_name() -> None:
