@@ -8,8 +8,11 @@ from contextlib import ExitStack, contextmanager
 
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest
 from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.group.local_ranks import local_ranks
+from rlhfspec.engine.group.dealing import local_ranks
 from rlhfspec.engine.group.ranks import GroupRanks
+
+
+AT_ONCE = 8
 
 
 @contextmanager
@@ -22,15 +25,14 @@ def groups(sizes: Sequence[int]) -> Iterator[Mapping[int, GroupRanks | None]]:
 def move_between(
     engines: Sequence[Engine], requests: Sequence[SampleRequest], *, at_most: int
 ) -> tuple[dict[SampleKey, Completion], int]:
-    """Decode on all engines in turn, a running sample moved after each round; completions, and how often that was."""
+    """Decode on all engines in turn, samples moved after each round; completions, and how many moves there were."""
     choose, done, moves, waiting = random.Random(5), dict[SampleKey, Completion](), 0, list(requests)
     while waiting or any(engine.has_work for engine in engines):
         for engine in engines:
             while waiting and engine.num_running + engine.num_waiting < engine.runner.pool.num_slots - 2:
                 engine.submit(waiting.pop())
             done |= {completion.key: completion for completion in engine.step()}
-        if moves < at_most:
-            moves += _moved(choose, engines)
+        moves += sum(_moved(choose, engines) for _ in range(min(AT_ONCE, at_most - moves)))
     return done, moves
 
 

@@ -74,7 +74,7 @@ def bench(
       rlhfspec bench faults --out bench              killed, frozen and cut off actors, a full store; killed drivers
       rlhfspec bench soak --out bench --full         an hour of training: memory, processes, files
       rlhfspec bench served --out bench              the engine server beside the engine; 200 clients, a kill meanwhile
-      rlhfspec bench groups --out bench              instances of 1, 2 and 4 ranks: equal bits, moves between them, cost
+      rlhfspec bench groups --out bench              instances of two ranks beside single ones, and the simulator
       rlhfspec bench cluster_simulation --out bench  the cluster simulator beside published figures and own runs
       rlhfspec bench device-ops --out bench          launches and copies of a decode step on a GPU, counted without one
       rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule

@@ -30,8 +30,7 @@ from rlhfspec.engine.calibration.profiler import (
 )
 from rlhfspec.engine.calibration.random_chains import RandomChains
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.group.dealing import dealt
-from rlhfspec.engine.group.local_ranks import local_ranks
+from rlhfspec.engine.group.dealing import dealt, local_ranks
 from rlhfspec.engine.numerics import on_threads
 from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
 from rlhfspec.learning.data.prompts import sampling_params

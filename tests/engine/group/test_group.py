@@ -16,11 +16,10 @@ from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, 
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.exchange import TARGET
-from rlhfspec.engine.group.dealing import dealt, require_dealt
-from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
-from rlhfspec.engine.group.local_ranks import LocalRanks
+from rlhfspec.engine.group.dealing import LocalRanks, dealt, require_dealt
 from rlhfspec.engine.group.ranks import GroupError, GroupRanks
 from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.invariance_probe import require_bits_of_one_rank
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config
 from rlhfspec.engine.numerics import choose_backend
 from rlhfspec.engine.weights.chunks import unique_tensors
