@@ -1,6 +1,6 @@
 """Which models can be dealt to how many ranks; a group of processes without Ray, and dealing a model to it.
 
-A rank of it is `python -m rlhfspec.engine.group.dealing STORE RANK RANKS`.
+A rank of it is `python -m rlhfspec.engine.group.dealing FOLDER RANK RANKS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from rlhfspec.core.errors import ModelError
 from rlhfspec.engine.cache.kv_pool import CELL_STEP
 from rlhfspec.engine.group.follower import Follower
-from rlhfspec.engine.group.ranks import GroupRanks, joined
+from rlhfspec.engine.group.ranks import GroupError, GroupRanks, joined
 from rlhfspec.engine.model.llama_model import INNER_STEP, LlamaModel, known_config
 from rlhfspec.engine.numerics import choose_backend
 from rlhfspec.engine.parts import PARTS, Share
@@ -91,9 +91,10 @@ class LocalRanks:
     """A group whose leader is this process."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
-        """Start the other ranks and meet them. Raises RuntimeError: not all came."""
-        store = str(folder / f"store_{num_ranks}")
-        command = [sys.executable, "-m", "rlhfspec.engine.group.dealing", store]
+        """Start the other ranks and meet them. Raises TimeoutError: not all came."""
+        meeting = folder / f"ranks_{num_ranks}"
+        meeting.mkdir()
+        command = [sys.executable, "-m", "rlhfspec.engine.group.dealing", str(meeting)]
         paths = os.pathsep.join(path for path in sys.path if path)
         self.followers = [
             subprocess.Popen(
@@ -105,18 +106,19 @@ class LocalRanks:
             for rank in range(1, num_ranks)
         ]
         try:
-            self.ranks = _join(store, 0, num_ranks)
+            self.ranks = _join(str(meeting), 0, num_ranks)
         except BaseException:
             self.kill()
             raise
 
     def stop(self) -> None:
-        """End them. Raises AssertionError: one did not end well."""
+        """End them. Raises GroupError: one did not end well."""
         self.ranks.order("stop")
         self.ranks.close()
         for follower in self.followers:
             _, said = follower.communicate(timeout=TIMEOUT_S)
-            assert follower.returncode == 0, said
+            if follower.returncode != 0:
+                raise GroupError(f"a rank ended with {follower.returncode}, expected 0; it said: {said}")
 
     def kill(self) -> None:
         """End what still runs."""
@@ -140,9 +142,9 @@ def local_ranks(num_ranks: int) -> Iterator[GroupRanks | None]:
             group.kill()
 
 
-def _join(store: str, rank: int, num_ranks: int) -> GroupRanks:
+def _join(folder: str, rank: int, num_ranks: int) -> GroupRanks:
     timeouts = {"start_timeout_s": TIMEOUT_S, "step_timeout_s": TIMEOUT_S}
-    return joined(store, rank, num_ranks, instance="gen-0", **timeouts)
+    return joined(folder, rank, num_ranks, instance="gen-0", **timeouts)
 
 
 if __name__ == "__main__":
