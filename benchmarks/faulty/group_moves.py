@@ -19,9 +19,10 @@ from benchmarks.faulty.injection import HEARTBEAT_LIMIT_S
 from benchmarks.faulty.planted import DECK, clear, plant
 from benchmarks.moving.exact import MoveTally
 from benchmarks.moving.forced import ForcedMoves
-from benchmarks.support.actor_pool import ActorPool, bench_ray
+from benchmarks.support.actor_pool import ActorPool, ask, bench_ray
 from benchmarks.support.workload import Workload, demo_workload, model_p
 from rlhfspec.actors.actor_messages import Taken
+from rlhfspec.actors.waiting.waiting import ActorDied
 from rlhfspec.cluster.observe.console import PipeConsole
 from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 
@@ -126,7 +127,7 @@ class Striker:
                 return False
             if planted.cleared is None:
                 planted.cleared = self._call(planted.instance, clear)
-            if not ray.wait([planted.cleared], timeout=0)[0] or planted.sign.exists():
+            if not ray.wait([planted.cleared], timeout=0)[0] or not self._is_clear(planted):
                 return False
         self._planted = None
         return True
@@ -137,7 +138,14 @@ class Striker:
         self._num_planted += 1
         sign = self._folder / f"sign_{self._num_planted}"
         self._planted = planted = _Planted(kind, stage, self._random.choice(names), sign)
-        self._call(planted.instance, plant, kind, stage, str(sign))
+        with suppress(ActorDied):
+            ask(self._call(planted.instance, plant, kind, stage, str(sign)), "plant")
+
+    def _is_clear(self, planted: _Planted) -> bool:
+        try:
+            return ask(planted.cleared, "clear")
+        except ActorDied:
+            return False
 
     def _call(self, instance: str, what: Any, *args: Any) -> Any:
         call = self._pool.handles[instance].__ray_call__

@@ -28,9 +28,8 @@ def plant(actor: Any, kind: str, stage: str, sign: str) -> None:
     usual = getattr(owner, name)
 
     def struck(*args: Any) -> Any:
-        if stage not in (FRAME, type(args[0]).__name__):
+        if stage not in (FRAME, type(args[0]).__name__) or not clear(actor):
             return usual(*args)
-        clear(actor)
         Path(sign).write_text(str(os.getpid()))
         if kind == "kill_follower":
             ray.kill(actor._host._rank_actors._actors[-1])
@@ -46,7 +45,10 @@ def plant(actor: Any, kind: str, stage: str, sign: str) -> None:
     setattr(owner, name, struck)
 
 
-def clear(actor: Any) -> None:
-    """Take away what was planted and has not struck."""
-    vars(actor._endpoint._transfers).pop("_send_all", None)
-    vars(actor._loop._migrator).pop("take", None)
+def clear(actor: Any) -> bool:
+    """Take away what was planted; whether it was there, else it has struck. Of two threads one is told so."""
+    planted = [
+        vars(owner).pop(name, None)
+        for owner, name in ((actor._endpoint._transfers, "_send_all"), (actor._loop._migrator, "take"))
+    ]
+    return any(planted)

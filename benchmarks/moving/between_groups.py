@@ -11,7 +11,6 @@ from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.group.dealing import local_ranks
 from rlhfspec.engine.group.ranks import GroupRanks
 
-
 AT_ONCE = 8
 
 

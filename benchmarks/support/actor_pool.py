@@ -182,6 +182,7 @@ class ActorPool:
         taken = ask(scheduler.take.remote(0.0), "take")
         moves += taken.moves
         alarms += taken.alarms
+        strike(taken, scheduler, 0)
         ray.kill(scheduler)
         spans = {name: ask(handle.take_spans.remote(), "spans") for name, handle in self.handles.items()}
         return RolloutOutcome(

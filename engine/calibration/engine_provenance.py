@@ -43,8 +43,10 @@ def provenance_of(
     num_ranks: int = 1,
 ) -> Provenance:
     """Describe a pair, or a target whose drafts are looked up, on this machine as a profile would."""
+    facts = _instance_facts(target, draft, engine, dtype)
+    facts["num_ranks"] = num_ranks
     return Provenance(
-        **_instance_facts(target, draft, engine, dtype) | {"num_ranks": num_ranks},
+        **facts,
         target_weights=model_checksum(target),
         draft_weights=_checksum(draft),
         sampling=f"T={sampling.temperature:g} top_k={sampling.top_k} top_p={sampling.top_p:g}",
