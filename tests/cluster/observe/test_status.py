@@ -56,6 +56,21 @@ def test_status_shows_where_the_run_is_for_whom_it_waits_and_what_happened(
     assert "stale" in shown
 
 
+def test_ranks_are_shown_where_an_instance_has_several(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for num_ranks in (1, 2):
+        first, *others = PAGE.instances
+        page = replace(PAGE, instances=(replace(first, num_ranks=num_ranks), *others))
+        run_dir.live_file.write_bytes(page.encode())
+        main(["status", str(run_dir.path)])
+        lines = capsys.readouterr().out.splitlines()
+        (header,) = [line for line in lines if line.startswith("name")]
+        (row,) = [line for line in lines if line.startswith("gen-0")]
+        assert ("ranks" in header) == (num_ranks == 2)
+        assert row.split()[4] == ("2" if num_ranks == 2 else "3")
+
+
 def test_only_an_old_page_of_a_run_that_has_not_ended_is_stale() -> None:
     assert stale_lines(PAGE, NOW + STALE_AFTER_S) == []
     assert "told nothing for 10 min (process 7 on node)" in stale_lines(PAGE, NOW + 600.0)[0]
