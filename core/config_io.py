@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -14,6 +15,7 @@ from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.files import write_whole
 from rlhfspec.core.outside import cut, is_dir, is_file, quote
+from rlhfspec.core.settings.generation import DRAFTERS_ELSEWHERE
 from rlhfspec.core.settings.removed import without_removed
 from rlhfspec.core.settings.section import Section
 from rlhfspec.core.yaml_text import YamlFault, parse_yaml
@@ -151,7 +153,19 @@ def _explain(item: Any, kind: type[Section]) -> str:
         return f"{key} is missing; add it"
     if item["type"] == "value_error":
         return f"{key}: {item['ctx']['error']}"
-    return f"{key}: {item['msg']}, got {quote(item['input'])}"
+    hint = _meant(key, item) if item["type"] == "literal_error" else ""
+    return f"{key}: {item['msg']}, got {quote(item['input'])}{hint}"
+
+
+def _meant(key: str, item: Any) -> str:
+    """A hint of the word that was meant by one that is not expected: what others call so, or a near one."""
+    word = re.sub("[^a-z0-9]", "", str(item["input"]).lower())
+    names = DRAFTERS_ELSEWHERE.items() if key == "speculation.drafter" else ()
+    expected = re.findall("'([^']+)'", item["ctx"]["expected"])
+    close = [ours for ours, others in names if word in others] or difflib.get_close_matches(
+        word, expected, n=1
+    )
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _known_keys(path: list[str], whole: type[Section]) -> list[str]:

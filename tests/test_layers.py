@@ -22,7 +22,7 @@ ALLOWED = {
     "core": {"pydantic", "yaml", "numpy"},
     "profiles": {"numpy", "pyarrow", "statsmodels"},
     "policies": {"numpy"},
-    "engine": _TORCH | {"xxhash", "xformers", "triton", "llvmlite"},
+    "engine": _TORCH | {"huggingface_hub", "xxhash", "xformers", "triton", "llvmlite"},
     "learning": _TORCH
     | {"pyarrow", "datasets", "peft", "huggingface_hub", "filelock", "gguf", "jinja2", "regex"},
     "actors": _TORCH | {"ray", "fastapi", "pydantic", "requests"},

@@ -7,6 +7,7 @@ here decides anything. Limits of time leave out what this process itself slept t
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,8 @@ FIRST_S = 60.0
 "and one that was never given before after this long."
 SLEPT_S = 10.0
 "A look up that is late by more than this means that this process itself stood still."
+SILENT_S = 20.0
+"A start that says nothing for longer looks dead."
 _LOOKS = 5
 
 
@@ -72,6 +75,24 @@ class SeenWait(NamedTuple):
     since: float
     "seconds since the epoch"
     timeout_s: float
+
+
+@contextmanager
+def waits_noted(what: Callable[[], str]) -> Iterator[None]:
+    """Tell the watch of the surrounding block what is waited for, every `SILENT_S` seconds until this one ends."""
+    ended, began_s, watch = threading.Event(), time.monotonic(), _current.get(None) or Watch()
+
+    def say() -> None:
+        while not ended.wait(SILENT_S):
+            watch.note(f"waiting for {what()}; {time.monotonic() - began_s:.0f} s so far")
+
+    thread = threading.Thread(target=say, name="waits", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 _open_waits: WeakSet[OpenWait] = WeakSet()

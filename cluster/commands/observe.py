@@ -81,13 +81,12 @@ def explain(run: Annotated[str, Arg("RUN", "folder of the run")] | None = None) 
       rlhfspec explain                         the newest run under ./runs
       rlhfspec explain runs/demo-20260101-120000
     """
-    from rlhfspec.cluster.observe.explanation import explain_run, explanation_text
-    from rlhfspec.core.errors import DataError
+    from rlhfspec.cluster.observe.explanation import explain_run, explanation_text, no_iteration
 
     run_dir = _open(run)
     explained = explain_run(run_dir)
     if explained is None:
-        raise DataError(f"{run_dir.path} has nothing to explain: no iteration of RLHF has finished in it")
+        raise no_iteration(run_dir)
     print(explanation_text(explained))
     return 0
 
@@ -160,7 +159,7 @@ def report(
 
     Write what a run achieved as one HTML file that needs nothing else: rewards and lengths, who decoded when, how deep
     drafts were accepted, samples of the first and the last iteration with their drafted tokens marked, where the time
-    went. Of a run that lives, died or is damaged it shows what its folder has.
+    went. Of a run that lives, died or is damaged it shows what its folder has, once an iteration has finished.
 
       rlhfspec report                          the newest run under ./runs
       rlhfspec report runs/demo-20260101-120000 --iteration 3 --out third.html

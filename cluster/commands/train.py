@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -176,13 +175,10 @@ def _run(prepared: PreparedRun, report: Reporter) -> RunDir:
     from rlhfspec.cluster.folder.layout import RunDir
     from rlhfspec.cluster.folder.leftovers import sweep_run_folders
     from rlhfspec.cluster.folder.remote_copy import copying
-    from rlhfspec.cluster.plan.run_profile import RunProfile
     from rlhfspec.core.config_io import config_text
 
     plan, path, resumed = prepared.plan, prepared.path, prepared.resumed
     config, inputs = plan.config, plan.inputs
-    if plan.profile is None:
-        plan = replace(plan, profile=RunProfile(config, inputs).resolve(report))
     for line in (*plan.notes, *(inputs if resumed is None else inputs.dataset).notes()):
         report.note(line)
     run_dir = (
@@ -199,7 +195,6 @@ def _run(prepared: PreparedRun, report: Reporter) -> RunDir:
 
 def _train(plan: RunPlan, run_dir: RunDir, report: Reporter, state: RunState | None = None) -> None:
     """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
-    report.stage("starting Ray")
     from rlhfspec.cluster.run.loop import run_training
     from rlhfspec.core.errors import RunTaken, StorageError
     from rlhfspec.core.files import storage_errors

@@ -214,7 +214,7 @@ class RunDir:
         if not is_file(path / "config.yaml"):
             raise ConfigError(
                 f"{path} is not a run folder: expected config.yaml in it, found none; "
-                "give the folder that the run printed first"
+                "give the folder that the run printed first and makes once config, models and data are checked"
             )
         run_dir = cls(path=path)
         run_dir.require_files()

@@ -205,7 +205,7 @@ def _age_s(status: Status, now: datetime) -> float | None:
 def _progress(status: Status) -> str:
     iteration, phase = status.get("iteration"), status.get("phase")
     if not isinstance(iteration, int):
-        return "before the first iteration"
+        return "starting, before the first iteration"
     return f"in iteration {iteration + 1}" + (f", {phase}" if phase else "")
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.machine import num_cores
+from rlhfspec.cluster.plan.inputs import require_cores
 from rlhfspec.cluster.plan.model_files import count_params
 from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
 from rlhfspec.core.config_io import config_text
@@ -36,7 +36,7 @@ from rlhfspec.learning.data.supervised_rows import (
     read_raw_rows,
 )
 from rlhfspec.learning.data.template_time import keep_time
-from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel
+from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
 from rlhfspec.learning.trainer.supervised_job import SupervisedJob
 
 
@@ -60,7 +60,7 @@ def prepare(
 
     Raises ConfigError, ModelError, DataError: the first fault found.
     """
-    _require_cores(config)
+    require_cores(config.cluster, trainer=config.trainer.num_threads)
     model = _resolved(config, report, known)
     path = Path(model.name).expanduser()
     if has_manifest(path):
@@ -164,6 +164,7 @@ def _resolved(
     if folder.is_dir():
         # trainers of several may work in other folders
         return model.model_copy(update={"name": str(folder.absolute())})
+    refuse_mistyped(model.name, known)
     if model.name not in known:
         return model
     from rlhfspec.learning.models.get import get_model
@@ -182,12 +183,3 @@ def _read_template(path: str) -> str:
             f"cannot read model.chat_template {path}: {error}; expected a file of Jinja text, or the name of one of "
             "the tokenizer's templates"
         ) from error
-
-
-def _require_cores(config: SupervisedConfig) -> None:
-    most = max(num_cores(), 2)
-    if config.cluster.address is None and config.trainer.num_threads > most:
-        raise ConfigError(
-            f"trainer.num_threads is {config.trainer.num_threads}, but this machine has {num_cores()} cores; expected "
-            f"at most {most}: more only wait for one another"
-        )

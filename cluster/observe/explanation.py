@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.plain_comparison import Comparison
+from rlhfspec.cluster.folder.run_status import describe_status
 from rlhfspec.cluster.observe.summary import Summary, summarise
 from rlhfspec.cluster.placement.machine import num_cores
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import load_config
+from rlhfspec.core.errors import DataError
 from rlhfspec.core.metrics import read_metrics
 
 _PARTS = {
@@ -304,6 +306,15 @@ def explain_run(run_dir: RunDir, note: Callable[[str], None] = lambda line: None
         summary=summary,
         num_cores=num_cores(),
         comparison=Comparison.read(run_dir.comparison_file),
+    )
+
+
+def no_iteration(run_dir: RunDir) -> DataError:
+    """What is said of a run that has nothing to explain or to draw so far."""
+    state = describe_status(run_dir.status())[0]
+    return DataError(
+        f"no iteration of RLHF has finished in {run_dir.path} ({state}): nothing to show; "
+        "`rlhfspec status` says what a run does now"
     )
 
 

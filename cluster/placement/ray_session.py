@@ -27,6 +27,7 @@ import ray
 from ray._private import ray_constants
 
 from rlhfspec.actors.waiting.actor_start import actor_environment
+from rlhfspec.actors.waiting.watch import waits_noted
 from rlhfspec.cluster.folder.leftovers import (
     RAY_FOLDER,
     claim,
@@ -48,7 +49,7 @@ from rlhfspec.cluster.placement.private_ray import (
     token_of,
     using_token,
 )
-from rlhfspec.cluster.placement.slow_start import PATIENCE, start_twice
+from rlhfspec.cluster.placement.slow_start import PATIENCE, START_S, start_twice
 from rlhfspec.cluster.plan.memory_plan import OBJECT_STORE_USUAL_BYTES
 from rlhfspec.core.errors import NodeDied, PlacementError
 from rlhfspec.core.settings.cluster import ClusterConfig
@@ -199,7 +200,8 @@ def _local(
             _on_loopback(),
             _shut_down_after(),
         ):
-            context = _start(cluster, folder, namespace, store_bytes)
+            with waits_noted(_ray_processes):
+                context = _start(cluster, folder, namespace, store_bytes)
             note_address(folder, context.address_info["gcs_address"])
             with sigterm_exits(on_sigterm):
                 yield RaySession(
@@ -231,10 +233,16 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
     except Exception as error:  # of many kinds: sockets, processes, memory
         # bad settings have been refused above: it is the machine
         raise NodeDied(
-            f"cannot start Ray on this machine: {_one_line(error)}; look at memory, /dev/shm, the temporary folder "
-            f"{folder.parent} and the load ({os.getloadavg()[0]:.0f} on {machine.num_cores()} cores), or join a "
+            f"cannot start Ray on this machine: {_one_line(error)}; start again, as another process may have taken a "
+            f"port; if that fails too, free memory, /dev/shm and {folder.parent}, wait until the load falls ("
+            f"{os.getloadavg()[0]:.0f} on {machine.num_cores()} cores), set cluster.dashboard to false, or join a "
             "running cluster with cluster.address"
         ) from error
+
+
+def _ray_processes() -> str:
+    load, cores = os.getloadavg()[0], machine.num_cores()
+    return f"Ray's own processes, each for {START_S} s at most (load {load:.0f} on {cores} cores)"
 
 
 @contextmanager

@@ -16,11 +16,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from rlhfspec.cluster.plan.memory_plan import ModelShape
 from rlhfspec.cluster.plan.model_files import check_vocabulary, config_like, describe_model, model_shape
 from rlhfspec.core.config import Config
+from rlhfspec.core.errors import ModelError
 from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
 from rlhfspec.engine.drafters.head.head_weights import (
     HeadConfig,
     HeadWeights,
+    is_head_folder,
     load_head,
     load_head_config,
     read_origin,
@@ -56,6 +58,11 @@ class DraftModel:
 
     def check(self, target: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> CheckedDraft:
         """Look at its files. Raises ModelError: they are not whole, or its rows and tokens do not go together."""
+        if is_head_folder(Path(self.place).expanduser()):
+            raise ModelError(
+                f"models.draft {self.place} holds a draft head, expected a model of its own, as speculation.drafter is "
+                "model; set speculation.drafter to head, which takes it"
+            )
         trust = self.models.trust_remote_code
         hf_config = load_hf_config(self.place, trust_remote_code=trust)
         own = load_tokenizer(self.place, trust_remote_code=trust)
@@ -227,6 +234,24 @@ def what_drafts(config: Config) -> Drafts | None:
         frozen_because=why,
         buffer_mb=training.buffer_mb,
         chat=config.data.chat,
+    )
+
+
+def draft_doubts(models: ModelsConfig, drafter: str) -> tuple[str, ...]:
+    """A line on a `models.draft` that is not used, or that gains nothing; its files have been looked at."""
+    draft, target = models.draft, models.target
+    if draft is None or drafter in ("head", "mtp"):
+        return ()
+    if drafter != "model":
+        return (
+            f"models.draft {draft} is not used: speculation.drafter is {drafter}; set that to model, for a draft head "
+            "to head, or take models.draft out",
+        )
+    if (weights_digest(draft) or draft) != (weights_digest(target) or target):
+        return ()
+    return (
+        "models.draft is the target itself, so that a draft token costs as much as one without drafts; name a smaller "
+        "model, or set speculation.drafter to suffix",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.plan.drafts import Drafts, what_drafts
+from rlhfspec.cluster.plan.drafts import Drafts, draft_doubts, what_drafts
 from rlhfspec.cluster.plan.inputs import read_tokenizer
 from rlhfspec.cluster.plan.memory_plan import ModelShape
 from rlhfspec.cluster.plan.model_files import (
@@ -47,6 +47,8 @@ class CheckedModels:
     "the sizes of what drafts"
     lines: tuple[str, ...]
     "what `check` says of them"
+    doubts: tuple[str, ...] = ()
+    "of these, what a run says at its start too"
 
     @property
     def context_tokens(self) -> int | None:
@@ -84,6 +86,7 @@ def check_models(config: Config) -> CheckedModels:
     lines = [describe_model("target", models.target, target)]
     lines += _doubts(models, target, tokenizer, own_template=config.data.chat_template is None)
     draft = None if drafts is None else drafts.check(target_config, tokenizer)
+    doubts = draft_doubts(models, config.speculation.drafter)
     configs = {models.target: target_config}
     if drafts is not None and draft is not None and draft.hf_config is not None:
         configs[drafts.place] = draft.hf_config
@@ -93,7 +96,8 @@ def check_models(config: Config) -> CheckedModels:
         target=target,
         drafts=drafts,
         draft=None if draft is None else draft.shape,
-        lines=(*lines, *(() if draft is None else draft.lines)),
+        lines=(*lines, *(() if draft is None else draft.lines), *doubts),
+        doubts=doubts,
     )
 
 

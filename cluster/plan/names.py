@@ -19,7 +19,7 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.outside import is_dir
 from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.core.settings.section import Section
-from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel
+from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
 
 PATHS = frozenset({"run.output_dir", "run.cache_dir", "run.copy_to"})
 "Keys of folders that need not be there; of lists of sections without the number."
@@ -98,14 +98,17 @@ def resolve_models(
     """Return the config with model paths for names. What a name stands for is made or fetched once and cached.
 
     A folder that is called like a known model is taken for the folder. Raises ConfigError when only one of the
-    two models is `demo`, and what `get_model` raises.
+    two models is `demo` or a name is nearly a known one, and what `get_model` raises.
     """
     models = config.models
     if DEMO in (models.target, models.draft):
         has_head = config.speculation.drafter == "head"
         models = _with_demo_pair(models, report, has_head=has_head, cache=Path(config.run.cache_dir))
     fields = {"target": models.target, "draft": models.draft, "tokenizer": models.tokenizer}
-    names = {field: name for field, name in fields.items() if name in known and not Path(name).is_dir()}
+    words = {field: name for field, name in fields.items() if name and not Path(name).is_dir()}
+    for name in words.values():
+        refuse_mistyped(name, known)
+    names = {field: name for field, name in words.items() if name in known}
     if not names:
         return config if models is config.models else config.model_copy(update={"models": models})
     from rlhfspec.learning.models.get import get_model

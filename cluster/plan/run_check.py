@@ -137,7 +137,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
                 "placement": topology.describe().splitlines(),
             }
         ),
-        notes=tuple(note for note in notes if note is not None),
+        notes=(*models.doubts, *(note for note in notes if note is not None)),
     )
 
 

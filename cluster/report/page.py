@@ -1,6 +1,6 @@
 """`rlhfspec report`: everything of a run on one page, one HTML file that needs nothing else.
 
-What the folder lacks is said in its place, and what cannot be read is named: a run that died young has a page too.
+What the folder lacks is said in its place, and what cannot be read is named.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jinja2
 from rlhfspec.cluster.folder.iteration_logs import read_moves
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.run_status import describe_status
-from rlhfspec.cluster.observe.explanation import explain_run
+from rlhfspec.cluster.observe.explanation import explain_run, no_iteration
 from rlhfspec.cluster.observe.run_tables import RunRecord
 from rlhfspec.cluster.observe.summary import STEP_PARTS, Summary, summarise, summarise_supervised
 from rlhfspec.cluster.observe.timeline import kept_iterations, kept_trace, read_trace
@@ -117,7 +117,8 @@ def write_report(run_dir: RunDir, iteration: int | None, out: Path | None) -> Pa
         iteration: whose timeline is drawn, counted from 1; None for the last that is kept.
         out: the file; None for RUN-report.html in the current folder.
 
-    Raises ConfigError for an iteration that has no timeline, StorageError when the file cannot be written.
+    Raises ConfigError for an iteration that has no timeline, DataError: there is nothing,
+    StorageError where the file cannot be written.
     """
     path = out or Path.cwd() / f"{run_dir.path.name}-report.html"
     write_whole(path, render(read_page(run_dir, iteration)))
@@ -142,12 +143,14 @@ def _shown(value: object) -> object:
 
 
 def read_page(run_dir: RunDir, iteration: int | None = None) -> Page:
-    """Read what the page shows. Raises ConfigError for an iteration that has no timeline."""
+    """Read what the page shows. Raises ConfigError: the iteration has no timeline; DataError: there is nothing."""
     notes: list[str] = []
     run = RunRecord.read(run_dir.path, notes.append)
     summary, supervised = summarise(run.metrics), summarise_supervised(run.metrics)
     timeline, moves = _timeline(run_dir, iteration, notes.append, is_supervised=supervised is not None)
     samples = read_iterations(run_dir.path, read_decoder(_tokenizer_folders(run_dir)), notes.append)
+    if not (run.metrics or samples or kept_iterations(run_dir)):
+        raise no_iteration(run_dir)
     charts, depths = _charts(run), _depths(samples)
     if not isinstance(depths, str):
         lines = [

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from rlhfspec.actors.waiting.process_metrics import give_back_free_memory
+from rlhfspec.actors.waiting.watch import watching
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.run_status import STOPPING
 from rlhfspec.cluster.observe.console import Reporter
@@ -21,6 +22,7 @@ from rlhfspec.cluster.observe.observer import Observer, observing
 from rlhfspec.cluster.observe.summary import START_UP, signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.plan.run_profile import RunProfile
 from rlhfspec.cluster.resume.checkpoints import save_checkpoints
 from rlhfspec.cluster.resume.restarts import LOSSES, TrainerRestarts
 from rlhfspec.cluster.resume.run_state import RunState
@@ -49,7 +51,7 @@ class TrainingResult:
 def run_training(
     plan: RunPlan, run_dir: RunDir, report: Reporter, resume: RunState | None = None
 ) -> TrainingResult:
-    """Train as planned into the run folder; from a state of it where one is given.
+    """Train as planned into the run folder; from a state of it where one is given. A profile is measured first.
 
     Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
     """
@@ -57,24 +59,26 @@ def run_training(
     def stopping() -> None:
         run_dir.set_status(STOPPING, run_dir.stopped(BY_SIGTERM))
 
-    with (
-        run_dir.heartbeat(),
-        sigterm_exits(stopping),
-        ray_session(
-            plan.config.cluster,
-            run_dir.path.name,
-            on_sigterm=stopping,
-            store_bytes=None if plan.memory is None else plan.memory.object_store_bytes,
-            logs=run_dir.logs_folder,
-        ) as session,
-        observing(run_dir, session, report, num_iterations=plan.config.run.iterations) as observer,
-    ):
-        for line in session.notes:
-            report.note(line)
-        if session.dashboard_url:
-            asks = "" if session.token_file is None else f" (asks for the token in {session.token_file})"
-            report.note(f"dashboard {session.dashboard_url}{asks}")
-        manifest = _train_with_restarts(plan, session, run_dir, report, observer, resume)
+    with run_dir.heartbeat(), sigterm_exits(stopping), watching(report.note):
+        if plan.profile is None:
+            plan = replace(plan, profile=RunProfile(plan.config, plan.inputs).resolve(report))
+        report.stage("starting Ray")
+        with (
+            ray_session(
+                plan.config.cluster,
+                run_dir.path.name,
+                on_sigterm=stopping,
+                store_bytes=None if plan.memory is None else plan.memory.object_store_bytes,
+                logs=run_dir.logs_folder,
+            ) as session,
+            observing(run_dir, session, report, num_iterations=plan.config.run.iterations) as observer,
+        ):
+            for line in session.notes:
+                report.note(line)
+            if session.dashboard_url:
+                asks = "" if session.token_file is None else f" (asks for the token in {session.token_file})"
+                report.note(f"dashboard {session.dashboard_url}{asks}")
+            manifest = _train_with_restarts(plan, session, run_dir, report, observer, resume)
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
     return TrainingResult(
         num_iterations=plan.config.run.iterations,

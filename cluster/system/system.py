@@ -17,7 +17,7 @@ from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
 from rlhfspec.actors.waiting.node import own_raylet, watching_raylet
 from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.watch import watching
+from rlhfspec.actors.waiting.watch import open_waits, waits_noted, watching
 from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
@@ -133,8 +133,9 @@ def running_system(
     Raises InputError for models, reward function or placement that cannot be used.
     """
     with _placed(plan.topology, session, note, patience_s) as made:
-        system = _make_system(plan, made)
-        _bring_up(system)
+        with waits_noted(_awaited):
+            system = _make_system(plan, made)
+            _bring_up(system)
         cores = cores_of(made.context.group, plan.topology)
         if plan.config.rollout.max_staleness and (shared := plan.shared_by_updates(cores)):
             note(f"updates run while later batches are sampled, and slow that down: {shared}")
@@ -149,8 +150,9 @@ def running_generation(
     """Run what generates and scores, without a trainer. Otherwise, and in what it raises, as `running_system`."""
     plan = plan.generating()
     with _placed(plan.topology, session, note) as made:
-        system = GeneratingSystem(**_make_generation(plan, made))
-        _bring_up_generation(system)
+        with waits_noted(_awaited):
+            system = GeneratingSystem(**_make_generation(plan, made))
+            _bring_up_generation(system)
         yield system
         system.stop()
 
@@ -241,6 +243,12 @@ def _bring_up_generation(system: GeneratingSystem) -> None:
     if system.episodes is not None:
         system.episodes.check(timeout_s=start_timeout_s)
     system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
+
+
+def _awaited() -> str:
+    """What a start waits for, as the watch knows it."""
+    waits = open_waits()
+    return f"{waits[0].waited_for} to '{waits[0].order}'" if waits else "the models to be read"
 
 
 def _bring_up(system: System) -> None:

@@ -10,6 +10,14 @@ from rlhfspec.core.ranges import LEAST_TEMPERATURE
 from rlhfspec.core.settings.section import MAX_THREADS, Seconds, Section, UserPath
 
 StopString = Annotated[str, Field(min_length=1)]
+DRAFTERS_ELSEWHERE = {
+    "head": ("eagle", "eagle2", "eagle3", "drafthead", "speculator"),
+    "mtp": ("nextn", "deepseekmtp"),
+    "suffix": ("lookup", "promptlookup", "ngrams", "suffixdecoding"),
+    "model": ("draft", "draftmodel", "assistant", "standalone"),
+    "none": ("off", "no", "false"),
+}
+"What others call a drafter, in small letters and digits alone; `off` in YAML is false."
 
 
 class SamplingConfig(Section):

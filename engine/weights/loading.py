@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PretrainedConfig
@@ -41,12 +45,43 @@ _MEND = {
 
 MAX_LAYERS = 10_000
 "Above all there are; a mistyped number would be built for hours."
+HUB_TIMEOUT_S = 5.0
+"Until the hub must have answered; a machine without one should not wait longer."
+_FIRST_READ = ("config.json", "tokenizer_config.json")
+
+
+@lru_cache(maxsize=64)
+def _hub_fault(name: str, _minutes: int) -> str:
+    """Why the hub does not give a model; empty where it does. It is asked again after some minutes."""
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the client raises whatever its transport does
+        return f"the hub does not give it ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
+@contextmanager
+def _hub_asked_once(name: str) -> Iterator[None]:
+    """Let a model be read; where the hub does not give it, from the hub's cache alone.
+
+    transformers asks for each file of a model, up to six times. Raises OSError: neither hub nor cache has it.
+    """
+    may_ask = not (constants.HF_HUB_OFFLINE or Path(name).expanduser().exists())
+    fault = _hub_fault(name, int(time.monotonic() // 300)) if may_ask else ""
+    if fault and not any(isinstance(try_to_load_from_cache(name, file), str) for file in _FIRST_READ):
+        raise OSError(fault)
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE or bool(fault)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a tokenizer by path or hub name. Raises ModelError."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with _hub_asked_once(name):
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the files are the user's, and transformers raises whatever they lead to
@@ -75,7 +110,8 @@ def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
         require_plain_weights(name, config)
         settings = {**settings, **loading_settings(config)}
     try:
-        model, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
+        with _hub_asked_once(name):
+            model, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # as above
@@ -118,7 +154,8 @@ def refuse_not_finite(name: str, odd: Sequence[str]) -> None:
 def load_hf_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load only a model's config. Raises ModelError."""
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with _hub_asked_once(name):
+            return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # as above

@@ -32,6 +32,7 @@ class LeftOut:
     filtered: int = 0
     unread_columns: dict[str, None] = field(default_factory=dict)
     "of the rows that were taken: what no setting names"
+    read_columns: dict[str, None] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Such as `12 too long, 3 duplicates`; empty where nothing is left out."""
@@ -49,6 +50,7 @@ class Remarks:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._unread: dict[str, None] = {}
+        self._read: dict[str, None] = {}
         self._heads: dict[str, None] = {}
         self._num_marked = 0
         self._first_marked = ""
@@ -56,9 +58,10 @@ class Remarks:
         names = {*tokenizer.all_special_tokens, *known.get_added_vocab()}
         self._marks = regex.compile(r"\L<names>", names=[name for name in names if len(name) > 2])
 
-    def columns(self, unread: Iterable[str]) -> None:
-        """Note columns that no setting names."""
-        self._unread |= dict.fromkeys(unread)
+    def columns(self, left_out: LeftOut) -> None:
+        """Note which columns settings name, and which none does."""
+        self._unread |= left_out.unread_columns
+        self._read |= left_out.read_columns
 
     def heads(self, heads: Iterable[str]) -> None:
         """Note what responses must begin with themselves, as `unbegun_turn` says."""
@@ -79,8 +82,8 @@ class Remarks:
         lines = []
         if self._unread:
             lines.append(
-                f"columns that nothing reads: {cut(', '.join(self._unread))} (data.reward_fields gives columns to "
-                "reward functions)"
+                f"columns that nothing reads: {cut(', '.join(self._unread))} (read: {cut(', '.join(self._read))}; "
+                "data.reward_fields gives columns to reward functions)"
             )
         if self._num_marked:
             lines.append(

@@ -113,6 +113,7 @@ def iter_rows(
             continue
         if not num_rows and keep is None:
             left_out.unread_columns |= dict.fromkeys(reader.unread)
+            left_out.read_columns |= dict.fromkeys(reader.read)
         num_rows += 1
         yield row
     if index < data.skip_rows:
@@ -141,6 +142,7 @@ class RowReader:
         self._plan: _Plan | None = None
         self.unread: tuple[str, ...] = ()
         "columns that no setting names, of the first record; none where data.filter is given them"
+        self.read: tuple[str, ...] = ()
 
     def choose_columns(self, kinds: Mapping[str, bool], origin: str) -> list[str] | None:
         """Return the columns that are used, None for all. Raises DataError where one is missing."""
@@ -163,11 +165,12 @@ class RowReader:
         return wanted
 
     def _look_at(self, names: Iterable[str], plan: _Plan, wanted: Iterable[str]) -> None:
-        """Find the columns that nothing reads."""
+        """Find the columns that are read, and those that nothing reads."""
         data = self._data
         read = {*wanted, *([data.tools_field] if plan.is_conversation or data.chat else [])} - {None}
         tops = {name if name in names else name.split(".")[0] for name in read if name is not None}
         self.unread = tuple(name for name in names if name not in tops)
+        self.read = tuple(name for name in names if name in tops)
 
     def row(self, record: Record, index: int) -> Row:
         """Raises DataError: a field is missing or not of its kind."""

@@ -168,7 +168,7 @@ class _Loader:
 
     def remarks(self) -> tuple[str, ...]:
         """What is to be said of the rows that were taken."""
-        self._remarks.columns(self.left_out.unread_columns)
+        self._remarks.columns(self.left_out)
         return self._remarks.lines
 
     def load(self, data: DataConfig) -> int:

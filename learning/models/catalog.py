@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,5 +41,19 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
 def known_model(name: str, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> KnownModel:
     """Look a model up. Raises ConfigError that lists the known names."""
     if name not in known:
-        raise ConfigError(f"no known model is called '{name}'; expected one of: {', '.join(sorted(known))}")
+        near = _near(name, known)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(
+            f"no known model is called '{name}'; expected one of: {', '.join(sorted(known))}{hint}"
+        )
     return known[name]
+
+
+def refuse_mistyped(name: str, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> None:
+    """Raise ConfigError, before a hub is asked, for what is nearly a known model's name and names no owner there."""
+    if name not in known and "/" not in name and _near(name, known):
+        known_model(name, known)
+
+
+def _near(name: str, known: Mapping[str, KnownModel]) -> list[str]:
+    return difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)

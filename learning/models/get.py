@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from rlhfspec.core.errors import ConfigError, ModelError, WaitTimeout, one_line
 from rlhfspec.core.files import storage_errors, whole_folder
 from rlhfspec.engine.numerics import on_threads
-from rlhfspec.engine.weights.loading import load_tokenizer
+from rlhfspec.engine.weights.loading import HUB_TIMEOUT_S, load_tokenizer
 from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel, known_model
 from rlhfspec.learning.models.gguf_folder import convert_gguf, require_gguf_packages
 from rlhfspec.learning.models.make import require_writable
@@ -167,8 +167,6 @@ def _silent(_text: str, _share: float) -> None:
     pass
 
 
-HUB_TIMEOUT_S = 5.0
-"Until the hub must have answered; a machine without one should not wait longer."
 INDEX_TIMEOUT_S = 1800.0
 "For the whole of pip's download; pip has its own limits for a single answer (PIP_DEFAULT_TIMEOUT)."
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")

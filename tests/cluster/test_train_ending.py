@@ -13,12 +13,15 @@ import pytest
 
 import rlhfspec.cluster.observe.pictures
 import rlhfspec.cluster.run.loop
+from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.commands import train
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.plan.run_profile import RunProfile
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, InstanceLost, StorageError
+from tests.conftest import TinyPair
 
 CONFIG: Config = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}})
 
@@ -64,11 +67,43 @@ def break_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rlhfspec.cluster.observe.pictures, "write_picture", fail)
 
 
+def test_a_run_that_measures_its_profile_has_its_folder_already(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch, capsys
+):
+    """From then on `status` says that it is starting, and how it ended if that is cut off."""
+    out, seen = tmp_path / "run", []
+
+    def stopped(*_: Any) -> None:
+        assert main(["status", str(out)]) == 0
+        seen.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunProfile, "resolve", stopped)
+    tree = {
+        "run": {"iterations": 1, "cache_dir": str(tmp_path / "cache")},
+        "models": {"target": str(tiny_pair.target), "draft": str(tiny_pair.draft)},
+        "data": {"task": "chain", "limit": 8},
+        "sampling": {"max_new_tokens": 16},
+        "rollout": {"prompts_per_iteration": 4},
+        "trainer": {"minibatch_size": 4, "num_threads": 1},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(tree))
+    assert main(["train", "--config", str(file), "--out", str(out)]) == 130
+    (shown,) = seen
+    assert "state running: process" in shown and "starting, before the first iteration" in shown
+    run = RunDir.open(out)
+    assert run.status()["state"] == "interrupted" and run.status()["reason"].startswith("stopped by Ctrl-C")
+    for command in ("explain", "report"):
+        assert main([command, str(out)]) == 2
+        assert "no iteration of RLHF has finished" in capsys.readouterr().err
+
+
 def test_a_finished_run_without_its_picture_is_finished_and_says_what_is_missing(run_dir, monkeypatch):
     break_pictures(monkeypatch)
     report = end(run_dir, monkeypatch, None)
     assert run_dir.status()["state"] == "finished"
-    missing, change = report.notes[1:]
+    missing, change = report.notes
     assert missing == "summary or picture is missing: RuntimeError: no font"
     assert change.startswith("change next: ") and change.endswith("(more: rlhfspec explain)")
     assert run_dir.summary_file.exists()

@@ -29,6 +29,28 @@ def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("sufix", "suffix"),
+        ("EAGLE-3", "head"),
+        ("eagle", "head"),
+        ("nextn", "mtp"),
+        ("prompt_lookup", "suffix"),
+        ("draft_model", "model"),
+        (False, "none"),
+    ],
+)
+def test_a_drafter_by_another_name_is_refused_with_ours(given: object, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'suffix' or 'none', got .*; did you mean '{meant}'\?$"):
+        config_from_dict(SMALLEST | {"speculation": {"drafter": given}})
+
+
+def test_a_word_that_nothing_is_near_to_gets_no_hint() -> None:
+    with pytest.raises(ConfigError, match=r"got 'zzz'$"):
+        config_from_dict(SMALLEST | {"speculation": {"drafter": "zzz"}})
+
+
+@pytest.mark.parametrize(
     ("section", "key", "value", "instead"),
     [
         ("speculation", "policy", "batch_table", "batch_table was removed; use goodput or bandit"),

@@ -262,6 +262,14 @@ def load_head_config(folder: Path, *, num_target_layers: int) -> HeadConfig:
         ) from error
 
 
+def is_head_folder(folder: Path) -> bool:
+    """Whether a draft head lies there, whole or not."""
+    try:
+        return bool(_read_config(folder))
+    except ModelError:
+        return False
+
+
 def require_whole(head: HeadWeights, name: str) -> None:
     """Raise ModelError where a tensor lacks, is one too many, or is not of its shape, or not finite."""
     expected = head.config.shapes()

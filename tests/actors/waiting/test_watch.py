@@ -1,8 +1,11 @@
 """What takes unusually long is said once, then seldom, and its end too; what is usual is never said. No Ray."""
 
+import threading
+
 import pytest
 
-from rlhfspec.actors.waiting.watch import FIRST_S, LEAST_S, OpenWait, Watch, watching
+from rlhfspec.actors.waiting import watch
+from rlhfspec.actors.waiting.watch import FIRST_S, LEAST_S, OpenWait, Watch, waits_noted, watching
 
 
 class Told:
@@ -111,3 +114,18 @@ def test_waits_inside_a_watched_block_are_reported_and_others_are_not():
         OpenWait(**names).overslept(90.0)
     OpenWait(**names).overslept(90.0)
     assert len(notes) == 1
+
+
+def test_a_block_that_takes_long_says_again_and_again_what_it_waits_for(monkeypatch):
+    monkeypatch.setattr(watch, "SILENT_S", 0.01)
+    notes, said, step = [], threading.Event(), iter(["models", "gen-0"])
+
+    def note(text: str) -> None:
+        notes.append(text)
+        if len(notes) == 2:
+            said.set()
+
+    with watching(note), waits_noted(lambda: next(step, "trainer")):
+        assert said.wait(60.0)
+    assert [text.split("; ")[0] for text in notes[:2]] == ["waiting for models", "waiting for gen-0"]
+    assert not [one for one in threading.enumerate() if one.name == "waits"]

@@ -117,7 +117,9 @@ def test_a_change_is_a_key_with_a_value_that_the_config_takes(parts: dict[str, f
 def test_of_a_folder_without_iterations_nothing_is_explained(tmp_path: Path, capsys) -> None:
     run = RunDir.create(config_of(), tmp_path / "run")
     assert main(["explain", str(run.path)]) == 2
-    assert "no iteration of RLHF has finished" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"no iteration of RLHF has finished in {run.path} (state running: process " in error
+    assert ", starting, before the first iteration)): nothing to show" in error and error.count("\n") == 1
     run.metrics_file.write_text(json.dumps({"iteration": 0, **row({})}) + "\n")
     assert main(["explain", str(run.path)]) == 0
     lines = capsys.readouterr().out.splitlines()

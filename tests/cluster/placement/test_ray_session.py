@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import rlhfspec.cluster.placement.ray_session
+from rlhfspec.actors.waiting import watch
+from rlhfspec.actors.waiting.watch import watching
 from rlhfspec.cluster.folder.owner import processes_using
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.ray_session import (
@@ -137,6 +140,29 @@ def test_an_unreachable_cluster_address_is_refused_at_once(scheme, monkeypatch):
         pass
 
 
+def test_a_slow_start_of_ray_says_what_it_waits_for(monkeypatch):
+    said = threading.Event()
+
+    def start(**settings):
+        assert said.wait(60.0)
+        raise ValueError("too slow")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr(watch, "SILENT_S", 0.01)
+    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session, "start_twice", start)
+    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "shutdown", lambda: None)
+    notes = []
+    with (
+        pytest.raises(NodeDied, match="too slow"),
+        watching(lambda text: (notes.append(text), said.set())),
+        ray_session(ClusterConfig(), "test"),
+    ):
+        pass
+    assert notes[0].startswith("waiting for Ray's own processes, each for 180 s at most (load ")
+
+
 def test_a_failed_start_of_ray_is_one_placement_error_and_leaves_no_folder(tmp_path, monkeypatch):
     def fail(**settings):
         raise ValueError("no room\nfor a store")
@@ -150,7 +176,9 @@ def test_a_failed_start_of_ray_is_one_placement_error_and_leaves_no_folder(tmp_p
     make = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **names: made.append(make(**names)) or made[-1])
     with (
-        pytest.raises(NodeDied, match="cannot start Ray on this machine: no room for a store"),
+        pytest.raises(
+            NodeDied, match=r"cannot start Ray on this machine: no room for a store; start again, .*/dev/shm"
+        ),
         ray_session(ClusterConfig(), "test"),
     ):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,38 @@ def without_draft(config: Config) -> Config:
 def test_a_head_must_be_named(config) -> None:
     with pytest.raises(ConfigError, match=r"drafter is 'head' but models\.draft is null; name the folder"):
         config(None)
+
+
+def with_drafter(config: Config, drafter: str, draft: Path) -> Config:
+    changes = [f"speculation.drafter={drafter}", f"models.draft={draft}"]
+    return config_from_dict(apply_overrides(config.model_dump(mode="json"), changes))
+
+
+def test_a_head_given_as_a_draft_model_is_called_one(head: Path, check, config, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds a draft head, .* set speculation\.drafter to head"):
+        check_run(with_drafter(config(head), "model", head), output_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "draft", "said"),
+    [
+        ("suffix", "draft", "/draft is not used: speculation.drafter is suffix"),
+        ("none", "draft", "/draft is not used: speculation.drafter is none"),
+        ("model", "target", "models.draft is the target itself"),
+        ("model", "copy", "models.draft is the target itself"),
+        ("model", "draft", None),
+    ],
+)
+def test_a_draft_that_gains_nothing_is_said_by_check_and_at_the_start(
+    config, check, tiny_pair: TinyPair, tmp_path: Path, drafter: str, draft: str, said: str | None
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny_pair.target, folder)
+    named = {"draft": tiny_pair.draft, "target": tiny_pair.target, "copy": folder}[draft]
+    plan = check_run(with_drafter(config(named), drafter, named), output_dir=tmp_path)
+    for lines in (plan.notes, plan.report):
+        doubts = [line for line in lines if "is not used" in line or "the target itself" in line]
+        assert len(doubts) == (said is not None) and (said is None or said in doubts[0])
 
 
 def test_a_folder_that_is_no_head_is_refused(check, tiny_pair: TinyPair, tmp_path: Path) -> None:

@@ -85,6 +85,19 @@ def test_the_demo_pair_does_not_go_with_another_model(tmp_path: Path) -> None:
         resolve_models(config_of(tmp_path, target="demo", draft="smollm2-135m-instruct"), Reporter())
 
 
+@pytest.mark.parametrize("role", ["target", "draft", "tokenizer"])
+def test_a_name_that_is_nearly_a_known_one_is_refused_before_a_hub_is_asked(
+    tmp_path: Path, role: str
+) -> None:
+    models = {"target": "some/model", role: "SmolLM2-135M-instrct"}
+    with pytest.raises(
+        ConfigError, match=r"called 'SmolLM2-135M-instrct'.*did you mean 'smollm2-135m-instruct'"
+    ):
+        resolve_models(config_of(tmp_path, **models), Reporter())
+    other = config_of(tmp_path, target="gpt2", draft="owner/smollm2-135m-instrct")
+    assert resolve_models(other, Reporter()) is other
+
+
 def test_a_wrong_name_on_the_command_line_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "get", "smollm2"]) == 2
     assert "'smollm2'; expected one of: smollm2-135m-instruct" in capsys.readouterr().err

@@ -126,9 +126,9 @@ def older(run: RunDir) -> None:
 
 
 MISSING: dict[str, tuple[Callable[[RunDir], None], list[str]]] = {
-    "died in its first iteration": (
-        lose("metrics.jsonl", "traces", "rollouts", "moves.jsonl", "checkpoints"),
-        ["No iteration has finished.", "No trace of an iteration", "No rollouts are in the folder."],
+    "died in its first update": (
+        lose("metrics.jsonl", "traces", "moves.jsonl", "checkpoints"),
+        ["No iteration has finished.", "No trace of an iteration"],
     ),
     "no moves": (lose("moves.jsonl"), ["No sample moved in this iteration."]),
     "no trace": (lose("traces"), ["No trace of an iteration is in the folder."]),
@@ -166,6 +166,15 @@ def test_what_a_folder_lacks_is_said_in_its_place(run: RunDir, change, told) -> 
     assert set(SECTIONS) <= set(sections(html))
     for words in told:
         assert words in html
+
+
+def test_a_run_without_an_iteration_gets_a_sentence_and_no_empty_page(run: RunDir, capsys) -> None:
+    lose("metrics.jsonl", "traces", "rollouts", "moves.jsonl")(run)
+    out = run.path.parent / "page.html"
+    assert main(["report", str(run.path), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: no iteration of RLHF has finished in {run.path} (state ")
+    assert error.count("\n") == 1 and not out.exists()
 
 
 def test_what_is_no_run_or_no_iteration_is_refused_in_one_line(run: RunDir, capsys) -> None:
