@@ -329,7 +329,8 @@ def _probe(runner: ModelRunner, max_nodes: int) -> Verdict:
         check_invariance(runner, max_nodes=max_nodes)
         return "holds"
     except NumericsError:
-        if not runner.prepacked:
+        # the other ranks of a group would keep theirs
+        if not runner.prepacked or runner.ranks is not None:
             raise
         logger.warning("prepacked weights do not round alike on this machine: plain products serve instead")
         runner.stop_prepacking()

@@ -43,7 +43,12 @@ class RankActor:
         """Compute this rank's share until the leader says stop. Raises GroupError: the leader is gone."""
         from rlhfspec.engine.group.follower import Follower
 
-        Follower(_join(folder, rank, num_ranks, instance=self._instance)).follow()
+        ranks = _join(folder, rank, num_ranks, instance=self._instance)
+        try:
+            Follower(ranks).follow()
+        finally:
+            # whatever ended it: the others see closed sockets, and wait no longer
+            ranks.close()
 
 
 class RankActors:

@@ -45,7 +45,9 @@ def group_moves(mode: str, console: PipeConsole) -> dict[str, Any]:
             deck = QUICK_CARDS if mode == "quick" else DECK
             found = moves_under_faults(workload, RANKS[workload.name], deck, at_least=MOVES[mode] // 2)
             console.print(f"{workload.name}: moves between groups of {RANKS[workload.name]} ranks: {found}")
+            most = max(total["most_moves_of_a_sample"], found["most_moves_of_a_sample"])
             total.update(found)
+            total["most_moves_of_a_sample"] = most
     return {f"groups_{name}": float(count) for name, count in total.items()}
 
 
@@ -76,7 +78,8 @@ def moves_under_faults(
             if tally.migrations >= at_least and striker.has_ended:
                 break
     counts = {name: count for name, count in asdict(tally).items() if isinstance(count, int)}
-    return counts | {"faults_left": len(striker.deck)} | striker.struck
+    left = {"faults_left": len(striker.deck), "moves_left": max(at_least - tally.migrations, 0)}
+    return counts | left | striker.struck
 
 
 @dataclass(slots=True)

@@ -21,8 +21,11 @@ GROUPS_ZERO = (
     "groups_missing_samples",
     "groups_alarms",
     "groups_faults_left",
+    "groups_moves_left",
 )
 "Figures of moves between groups that are 0 where all is well."
+ALL_CARDS = 40
+"Faults of a run to which each kind and pool is dealt at least once."
 _KEY = ("run_seed", "stream", "sample_index")
 _EQUAL = ("response_token_ids", "policy_logprobs", "sampling_logprobs", "reward", "finish_reason")
 _OF_THE_CLOCK = (
@@ -141,7 +144,6 @@ def fault_figures(runs: Sequence[Disturbed], resumes: Sequence[Resumed]) -> dict
         "weights_equal": sum(one.is_equal for one in compared) / max(len(compared), 1),
         "recovery_s_median": statistics.median(seconds) if seconds else 0.0,
         "recovery_s_max": max(seconds, default=0.0),
-        "time_over_undisturbed": statistics.median(run.disturbed_s / run.undisturbed_s for run in runs),
         "resumes": float(len(killed)),
         "resumes_equal": sum(killed) / max(len(killed), 1),
     }
@@ -175,6 +177,8 @@ def problems(
         ]
         if not run.comparison.is_equal:
             lines.append(f"seed {run.seed}: differs from the undisturbed run: {run.comparison}")
+    if most >= ALL_CARDS and not any(fault.pool == "follower" for run in runs for fault in run.faults):
+        lines.append("no fault met another rank of an instance than its first")
     killed = [one for one in resumes if one.has_been_killed]
     if len(killed) < num_resumes:
         lines.append(f"{len(killed)} drivers killed, expected {num_resumes}: the other runs ended first")

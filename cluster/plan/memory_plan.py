@@ -285,17 +285,13 @@ class MemoryNeeds:
         # of recorded steps, and of recorded forwards of each model; a head's are not recorded
         num_recorded = 3 if self._draft is not None and config.speculation.drafter == "model" else 2
         graphs = config.engine.graph_memory_mb * MB * num_recorded
-        # each rank more is a process, and holds the embeddings too
-        ranks = (cluster.generation.tensor_parallel - 1) * (
-            TORCH_PROCESS_BYTES + self._target.vocab_size * self._target.hidden_size * 4
-        )
         return MemoryPlan(
             generation_bytes=TORCH_PROCESS_BYTES
             + kv_pool
             + engine
             + int(kept_mb * MB)
             + self._spot()
-            + ranks,
+            + self._ranks(),
             kv_pool_bytes=kv_pool,
             longest_sample_bytes=longest_sample,
             trainer_bytes=learning + sum(process.values()),
@@ -338,6 +334,23 @@ class MemoryNeeds:
         tokens = self._config.engine.max_running_samples * (self._num_nodes + 1)
         logits = tokens * self._target.vocab_size * 4 * _STEP_COPIES
         return weights + logits
+
+    def _ranks(self) -> int:
+        """What an instance's other ranks hold, and what all see: two places of each for sums, or for rows of logits."""
+        ranks, engine, sampling = (
+            self._config.cluster.generation.tensor_parallel,
+            self._config.engine,
+            self._config.sampling,
+        )
+        if ranks == 1:
+            return 0
+        # each is a process, and holds the embeddings too
+        others = (ranks - 1) * (TORCH_PROCESS_BYTES + self._target.vocab_size * self._target.hidden_size * 4)
+        tokens = max(engine.max_prefill_tokens, engine.max_running_samples * (self._num_nodes + 1))
+        sums = tokens * self._target.hidden_size * ranks
+        if sampling.top_k > 0 or sampling.top_p < 1.0:
+            sums = max(sums, engine.max_running_samples * (self._num_nodes + 1) * self._target.vocab_size)
+        return others + 2 * 4 * sums
 
     def _on_device_alone(self) -> int:
         """Of a GPU: one prefill's activations and mask (made in float32), the bucket of weights that comes."""

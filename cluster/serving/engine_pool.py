@@ -226,8 +226,8 @@ class EnginePool:
     def _step(self, system: GeneratingSystem) -> None:
         """Do what is asked for, or was answered; nothing that is asked for waits for the scheduler's answer."""
         system.scheduler.ask_ahead(_LOOK_S, self._wake)
-        is_late = not self._receive(wait_s=_LATE_S)
-        if is_late or system.scheduler.has_answered:
+        self._receive(wait_s=_LATE_S)
+        if system.scheduler.has_answered(late_s=_LATE_S):
             taken = system.take(_LOOK_S, logger.warning)
             for completion in taken.completions:
                 self._deliver(completion)
@@ -242,8 +242,8 @@ class EnginePool:
     def _is_held(self) -> bool:
         return self._is_paused or bool(self._changes)
 
-    def _receive(self, *, wait_s: float) -> bool:
-        """Take what was asked for since the last call, waiting at most so long for it; whether there was anything."""
+    def _receive(self, *, wait_s: float) -> None:
+        """Take what was asked for since the last call, waiting at most so long for it."""
         is_any = False
         with suppress(queue.Empty):
             while True:
@@ -253,7 +253,6 @@ class EnginePool:
                     self._waiting += given
                 else:
                     given()
-        return is_any
 
     def _make(self, change: _Change) -> None:
         try:

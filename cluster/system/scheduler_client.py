@@ -8,6 +8,7 @@ dead scheduler had received and not handed on is generated again, to the same to
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,7 @@ class SchedulerClient:
         self._planning_before_s = 0.0
         self._ahead: Any = None
         "a `take` on its way: the future of its answer"
+        self._asked_at_s = 0.0
         self._handle = make(settings)
         self._sentinel = self._handle.run.remote()
 
@@ -131,12 +133,13 @@ class SchedulerClient:
         """Have a `take` on its way, unless one is; `then` is called, on a thread of Ray's, when its answer is there."""
         if self._ahead is None:
             self._ahead = self._handle.take.remote(wait_s).future()
+            self._asked_at_s = time.monotonic()
             self._ahead.add_done_callback(lambda _: then())
 
-    @property
-    def has_answered(self) -> bool:
-        """Whether `take` would not wait."""
-        return self._ahead is not None and self._ahead.done()
+    def has_answered(self, *, late_s: float) -> bool:
+        """Whether what was asked ahead is answered, or should be by now: then `take` waits, and replaces in the end."""
+        is_late = time.monotonic() - self._asked_at_s >= late_s
+        return self._ahead is not None and (self._ahead.done() or is_late)
 
     def take(self, wait_s: float) -> Taken:
         """Return the updates since the last call, waiting up to `wait_s` for some.

@@ -46,7 +46,7 @@ class NativeLayer:
     def of(layer: Layer) -> NativeLayer | None:
         """Return a layer as a program takes it; None where a product is not our own, in whole panels."""
         qkv, gate_up = layer.qkv, layer.gate_up
-        out, down = (of.linear if isinstance(of, ReducedLinear) else of for of in (layer.out, layer.down))
+        out, down = (one.linear if isinstance(one, ReducedLinear) else one for one in (layer.out, layer.down))
         added = _whole(out, biased=False) and _whole(down, biased=False)
         if not (_whole(qkv) and _whole(gate_up) and added):
             return None

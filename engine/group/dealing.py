@@ -10,8 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
 TIMEOUT_S = 600.0
+_LAST_CHARS = 2000
+_END_S = 5.0
+"From a closed socket to the end of its process."
 LEAST_IDS = CELL_STEP
 "Token ids of a rank: a vector of them is chosen from at once."
 
@@ -91,22 +94,23 @@ class LocalRanks:
     """A group whose leader is this process."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
-        """Start the other ranks and meet them. Raises TimeoutError: not all came."""
+        """Start the other ranks and meet them. Raises TimeoutError: not all came; GroupError: one has ended."""
         meeting = folder / f"ranks_{num_ranks}"
         meeting.mkdir()
         command = [sys.executable, "-m", "rlhfspec.engine.group.dealing", str(meeting)]
         paths = os.pathsep.join(path for path in sys.path if path)
-        self.followers = [
-            subprocess.Popen(
-                [*command, str(rank), str(num_ranks)],
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-            )
-            for rank in range(1, num_ranks)
-        ]
+        self._log = folder / f"ranks_{num_ranks}.log"
+        with self._log.open("w") as log:
+            self.followers = [
+                subprocess.Popen(
+                    [*command, str(rank), str(num_ranks)],
+                    stderr=log,
+                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+                )
+                for rank in range(1, num_ranks)
+            ]
         try:
-            self.ranks = _join(str(meeting), 0, num_ranks)
+            self.ranks = _join(str(meeting), 0, num_ranks, watch=self._require_running)
         except BaseException:
             self.kill()
             raise
@@ -116,15 +120,27 @@ class LocalRanks:
         self.ranks.order("stop")
         self.ranks.close()
         for follower in self.followers:
-            _, said = follower.communicate(timeout=TIMEOUT_S)
-            if follower.returncode != 0:
-                raise GroupError(f"a rank ended with {follower.returncode}, expected 0; it said: {said}")
+            follower.wait(timeout=TIMEOUT_S)
+        self._require_running()
+
+    def _require_running(self) -> None:
+        """Raise GroupError where a rank has ended, and not well."""
+        if codes := [code for each in self.followers if (code := each.poll())]:
+            said = self._log.read_text(errors="replace")[-_LAST_CHARS:]
+            raise GroupError(f"a rank ended with {codes[0]}, expected 0; it said: {said}")
+
+    def tell_of_ended(self) -> None:
+        """Raise GroupError with what a rank said that has ended, and not well."""
+        for follower in self.followers:
+            with suppress(subprocess.TimeoutExpired):
+                follower.wait(timeout=_END_S)
+        self._require_running()
 
     def kill(self) -> None:
         """End what still runs."""
         for follower in self.followers:
             follower.kill()
-            follower.communicate()
+            follower.wait()
 
 
 @contextmanager
@@ -138,13 +154,16 @@ def local_ranks(num_ranks: int) -> Iterator[GroupRanks | None]:
         try:
             yield group.ranks
             group.stop()
+        except GroupError:
+            group.tell_of_ended()
+            raise
         finally:
             group.kill()
 
 
-def _join(folder: str, rank: int, num_ranks: int) -> GroupRanks:
+def _join(folder: str, rank: int, num_ranks: int, watch: Callable[[], None] = lambda: None) -> GroupRanks:
     timeouts = {"start_timeout_s": TIMEOUT_S, "step_timeout_s": TIMEOUT_S}
-    return joined(folder, rank, num_ranks, instance="gen-0", **timeouts)
+    return joined(folder, rank, num_ranks, instance="gen-0", watch=watch, **timeouts)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Meeting:
     def put(self, mine: Tensor) -> Tensor:
         """Put it in this rank's place; return those of all ranks, [ranks, ...], complete once all have put theirs.
 
-        They are read before this rank puts what comes after the next.
+        They are read before this rank puts the next.
         """
         size = mine.numel() * mine.element_size()
         if size > self._places.shape[2]:

@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ _TRIES = 400
 "Before a rank that waits goes to sleep: to be woken takes longer than the others' share of a sum."
 _RETRY_S = 0.02
 "Between two looks for a rank that does not listen yet."
+_WATCH_S = 1.0
 
 
 class Peer:
@@ -62,11 +64,11 @@ class Peer:
 
 
 def meet_peers(
-    folder: Path, rank: int, num_ranks: int, *, timeout_s: float
+    folder: Path, rank: int, num_ranks: int, *, timeout_s: float, watch: Callable[[], None]
 ) -> tuple[dict[int, Peer], SharedFile]:
     """Return the ways to all other ranks, and memory that they all see, which rank 0 makes.
 
-    Raises TimeoutError: not all came in time.
+    `watch` is called about every second until all have come. Raises TimeoutError: not all came in time; what it raises.
     """
     ends_s = time.monotonic() + timeout_s
     with ExitStack() as until_met:
@@ -80,8 +82,14 @@ def meet_peers(
         ways = [_reached(f"{place}/{other}", rank, ends_s) for other in range(rank)]
         higher: dict[int, socket.socket] = {}
         while len(higher) < num_ranks - rank - 1:
-            listening.settimeout(max(ends_s - time.monotonic(), _RETRY_S))
-            way, _ = listening.accept()
+            watch()
+            listening.settimeout(min(max(ends_s - time.monotonic(), _RETRY_S), _WATCH_S))
+            try:
+                way, _ = listening.accept()
+            except TimeoutError:
+                if time.monotonic() > ends_s:
+                    raise
+                continue
             way.settimeout(timeout_s)
             if not (said := way.recv(1)):
                 raise ConnectionError("a rank ended before all had met")

@@ -23,7 +23,6 @@ from rlhfspec.engine.group.rank_sockets import Peer, meet_peers
 from rlhfspec.engine.parts import PARTS, Share
 
 _LENGTH_BYTES = 8
-_READY = b"."
 
 
 class GroupError(RlhfSpecError):
@@ -52,7 +51,7 @@ class GroupRanks:
         self._timeout_s = timeout_s
         self.on_lost: Callable[[GroupError], None] | None = None
         "called before a GroupError is raised"
-        self.num_orders = self.num_sums = self.num_exchanges = 0
+        self.num_orders = self.num_sums = self.num_exchanges = self._num_met = 0
 
     @property
     def is_leader(self) -> bool:
@@ -126,11 +125,18 @@ class GroupRanks:
             yield part
 
     def _meet(self, mine: Tensor) -> Tensor:
-        """Return all ranks' [ranks, ...]; to be read before this rank's meeting after the next."""
-        everyone = self._meeting.put(mine)
-        self._send(_READY)
+        """Return all ranks' [ranks, ...]; to be read before this rank's next meeting."""
+        try:
+            everyone = self._meeting.put(mine)
+        except OSError as error:
+            raise self._lost(self.share.rank, error) from error
+        self._num_met += 1
+        ready, said = self._num_met.to_bytes(_LENGTH_BYTES, "little"), bytearray(_LENGTH_BYTES)
+        self._send(ready)
         for rank in self._peers:
-            self._fill(rank, bytearray(len(_READY)), self._timeout_s)
+            self._fill(rank, said, self._timeout_s)
+            if said != ready:
+                raise self._lost(rank, OSError("what belongs to another step"))
         return everyone
 
     def _send(self, data: bytes | memoryview) -> None:
@@ -157,13 +163,20 @@ class GroupRanks:
 
 
 def joined(
-    folder: str, rank: int, num_ranks: int, *, instance: str, start_timeout_s: float, step_timeout_s: float
+    folder: str,
+    rank: int,
+    num_ranks: int,
+    *,
+    instance: str,
+    start_timeout_s: float,
+    step_timeout_s: float,
+    watch: Callable[[], None] = lambda: None,
 ) -> GroupRanks:
     """Meet the other ranks in a folder of this machine; seconds until all are there, and for a step.
 
-    Raises TimeoutError: not all came in time.
+    Raises TimeoutError: not all came in time; what `watch` raises, which is called meanwhile.
     """
-    peers, memory = meet_peers(Path(folder), rank, num_ranks, timeout_s=start_timeout_s)
+    peers, memory = meet_peers(Path(folder), rank, num_ranks, timeout_s=start_timeout_s, watch=watch)
     share = Share(rank=rank, ranks=num_ranks)
     return GroupRanks(peers, share, memory, instance=instance, timeout_s=step_timeout_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ from rlhfspec.engine.weights.weight_files import ADAPTER_FILE, first_line, requi
 register_renamed()
 
 _CONFIG = "config.json of the model"
+logger = logging.getLogger(__name__)
 _MEND = {
     "tokenizer": "save the tokenizer there with its save_pretrained (tokenizer.json, tokenizer_config.json), "
     "or set models.tokenizer to where it is",
@@ -45,7 +47,7 @@ _MEND = {
 
 MAX_LAYERS = 10_000
 "Above all there are; a mistyped number would be built for hours."
-HUB_TIMEOUT_S = 5.0
+HUB_TIMEOUT_S = 10.0
 "Until the hub must have answered; a machine without one should not wait longer."
 _FIRST_READ = ("config.json", "tokenizer_config.json")
 
@@ -70,6 +72,8 @@ def _hub_asked_once(name: str) -> Iterator[None]:
     fault = _hub_fault(name, int(time.monotonic() // 300)) if may_ask else ""
     if fault and not any(isinstance(try_to_load_from_cache(name, file), str) for file in _FIRST_READ):
         raise OSError(fault)
+    if fault:
+        logger.warning("%s is read as it lies in the hub's cache: %s", name, fault)
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE or bool(fault)
     try:
         yield

@@ -84,8 +84,8 @@ class Scheduler:
         self._ledger = Ledger(binding=binding, prefix=f"{term}-")
         self._accepted = Accepted()
         self._max_new_tokens = 1
-        self._is_cutting = self._is_settled = False
         self._cut_keys: Set[SampleKey] = frozenset()
+        self._is_cutting = self._is_settled = False
         "settled: nothing has happened since samples were bound that could bind another"
 
     @property

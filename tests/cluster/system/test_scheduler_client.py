@@ -117,16 +117,17 @@ def test_a_take_on_its_way_keeps_no_order_waiting_and_that_of_a_dead_scheduler_i
     answered = queue.SimpleQueue[None]()
     pool.join("gen-0", step_s=0.0)
     pool.client.ask_ahead(600.0, lambda: answered.put(None))
-    assert not pool.client.has_answered
+    assert not pool.client.has_answered(late_s=600.0)
+    assert pool.client.has_answered(late_s=0.0), "whoever is late is waited for, and replaced in the end"
     pool.ask(0)
     answered.get(timeout=300.0)
-    assert pool.client.has_answered
+    assert pool.client.has_answered(late_s=600.0)
     pool.take_until(1)
     pool.client.ask_ahead(600.0, lambda: answered.put(None))
     ray.kill(pool.client.handle)
     answered.get(timeout=300.0)
     pool.ask(1)
-    assert not pool.client.has_answered, "an order has put another scheduler in its place"
+    assert not pool.client.has_answered(late_s=0.0), "an order has put another scheduler in its place"
     pool.take_until(2)
     assert len(pool.updates) == 1
 
