@@ -123,5 +123,11 @@ def _join(folder: str, rank: int, num_ranks: int, *, instance: str) -> GroupRank
     # the driver and the scheduler import this module, and have no use for torch
     from rlhfspec.engine.group.ranks import joined
 
-    timeouts = {"start_timeout_s": START_TIMEOUT_S, "step_timeout_s": STEP_TIMEOUT_S}
-    return joined(folder, rank, num_ranks, instance=instance, **timeouts)
+    return joined(
+        folder,
+        rank,
+        num_ranks,
+        instance=instance,
+        start_timeout_s=START_TIMEOUT_S,
+        step_timeout_s=STEP_TIMEOUT_S,
+    )
