@@ -19,18 +19,12 @@ from rlhfspec.cluster.plan.inputs import Inputs
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ConfigError, ProfileError
 from rlhfspec.core.records import SampleKey, SampleRequest, Stream
-from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.calibration.engine_provenance import provenance_of
-from rlhfspec.engine.calibration.profiler import (
-    MAX_PROFILED_NODES,
-    MadeProfile,
-    Placeholder,
-    make_profile,
-    make_verification_profile,
-)
-from rlhfspec.engine.calibration.random_chains import RandomChains
+from rlhfspec.engine.calibration.measured_profile import measured_profile
+from rlhfspec.engine.calibration.profiler import MadeProfile
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights
 from rlhfspec.engine.group.dealing import dealt, local_ranks
+from rlhfspec.engine.model.invariance_probe import KeptVerdicts
 from rlhfspec.engine.numerics import on_threads
 from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
 from rlhfspec.learning.data.prompts import sampling_params
@@ -60,7 +54,8 @@ class RunProfile:
     def __init__(self, config: Config, inputs: Inputs) -> None:
         self._models, self._engine, self._speculation = config.models, config.engine, config.speculation
         self._inputs, self._drafts, self._on_gpu = inputs, what_drafts(config), config.decodes_on_gpu
-        self._folder = Path(config.run.cache_dir).expanduser() / "profiles"
+        self._cache = Path(config.run.cache_dir).expanduser()
+        self._folder = self._cache / "profiles"
         sampling = sampling_params(config.sampling, inputs.tokenizer, model=config.models.target)
         self._sampling = replace(sampling, stop=())  # costs and acceptance are those of responses that go on
         self._seed, self._num_ranks = config.run.seed, config.cluster.generation.tensor_parallel
@@ -137,22 +132,22 @@ class RunProfile:
 
     def measure(self, run: ProfiledRun, report: Reporter, *, budget_s: float) -> MadeProfile:
         """Measure a profile with a progress bar, on the threads and ranks an instance would have."""
-        vocab_size, looks_up = num_token_ids(self._inputs.tokenizer), self._speculation.looks_up
+        vocab_size = num_token_ids(self._inputs.tokenizer)
         with on_threads(self._engine.num_threads), local_ranks(run.provenance.num_ranks) as ranks:
-            engine = build_engine(
-                run.target if ranks is None else dealt(run.target, ranks, vocab_size),
-                run.draft,
-                engine=self._engine,
-                speculation=self._speculation.without_look_up,
-                policy=Placeholder(MAX_PROFILED_NODES),
-                max_total_tokens=run.max_total_tokens,
-                vocab_size=vocab_size,
-                drafter=RandomChains(vocab_size) if looks_up else None,
-            )
-            make = make_verification_profile if looks_up else make_profile
-            of = "target" if looks_up else "pair"
+            of = "target" if self._speculation.looks_up else "pair"
             with report.job(f"profile of the {of} on this machine") as tick:
-                return make(engine, self._requests(), run.provenance, budget_s=budget_s, progress=tick)
+                return measured_profile(
+                    run.target if ranks is None else dealt(run.target, ranks, vocab_size),
+                    run.draft,
+                    self._requests(),
+                    run.provenance,
+                    engine=self._engine,
+                    speculation=self._speculation,
+                    vocab_size=vocab_size,
+                    budget_s=budget_s,
+                    progress=tick,
+                    verdicts=KeptVerdicts(self._cache / "probes"),
+                )
 
     def _require_cache(self) -> None:
         """Raise ConfigError where nothing can be kept in the cache and the profile is not there already."""

@@ -8,6 +8,8 @@ from pydantic import AfterValidator, Field
 
 from rlhfspec.core.settings.section import Moment, Name, Section, UserPath, folder_name
 
+CACHE_DIR = "~/.cache/rlhfspec"
+
 
 class RunConfig(Section):
     """What the run is called, how long it is, where it writes."""
@@ -21,7 +23,7 @@ class RunConfig(Section):
     iterations: int = Field(default=20, ge=1)
     output_dir: UserPath = "runs"
     "run folders are made under it; made absolute against the caller's folder"
-    cache_dir: UserPath = "~/.cache/rlhfspec"
+    cache_dir: UserPath = CACHE_DIR
     "the only thing kept in the home folder: model pairs the project made itself, models it got by name, profiles"
     checkpoint_every: int = Field(default=0, ge=0)
     "iterations between checkpoints; 0 writes only the last"

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rlhfspec.core.settings.cluster import ClusterConfig
+from rlhfspec.core.settings.run import CACHE_DIR
 from rlhfspec.core.settings.section import (
     MAX_THREADS,
     Moment,
@@ -33,7 +34,7 @@ class SupervisedRunConfig(Section):
     "what chat templates are told when they ask the time (strftime_now), ISO 8601; null: when the run begins, which "
     "its config.yaml keeps"
     output_dir: UserPath = "runs"
-    cache_dir: UserPath = "~/.cache/rlhfspec"
+    cache_dir: UserPath = CACHE_DIR
     "where models that are known by name are kept"
 
 

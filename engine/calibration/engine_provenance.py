@@ -47,7 +47,7 @@ def provenance_of(
     facts["num_ranks"] = num_ranks
     return Provenance(
         **facts,
-        target_weights=model_checksum(target),
+        target_weights=NO_DRAFT if draft is None else _checksum(target),
         draft_weights=_checksum(draft),
         sampling=f"T={sampling.temperature:g} top_k={sampling.top_k} top_p={sampling.top_p:g}",
         max_total_tokens=max_total_tokens,
@@ -104,6 +104,8 @@ def device_name(device: torch.device) -> str:
 def _checksum(draft: Drafts) -> str:
     if draft is None:
         return NO_DRAFT
+    if isinstance(draft, LlamaModel):
+        return draft.checksum
     return head_checksum(draft) if isinstance(draft, HeadWeights) else model_checksum(draft)
 
 

@@ -68,7 +68,8 @@ def furthest(trainer: Any, got: dict[str, list[Any]]) -> float:
 
 def main(pair: str, example: str) -> None:
     """Train, then run the example."""
-    ours, steps = rollout_func(f"{pair}/draft"), []
+    tried = SpeculationConfig(policy="bandit")
+    ours, steps = rollout_func(f"{pair}/draft", speculation=tried), []
 
     def checked(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         got = ours(prompts, trainer)
@@ -100,7 +101,12 @@ def main(pair: str, example: str) -> None:
     parrot = EnvironmentConfig(
         kind="sample_environments:Parrot", options={"turns": 2, "longest": 1}, max_turn_tokens=3
     )
-    answered = train(pair, rollout_func(environment=parrot), kept, steps=1)
+    answered = train(
+        pair,
+        rollout_func(speculation=tried.model_copy(update={"drafter": "suffix"}), environment=parrot),
+        kept,
+        steps=1,
+    )
     sys.argv = [example, f"{pair}/target", f"{pair}/draft"]
     losses = [row["loss"] for row in runpy.run_path(example)["trainer"].state.log_history if "loss" in row]
     found = {"rewards": rewards, "mean_length": answered.state.log_history[0]["completions/mean_length"]}

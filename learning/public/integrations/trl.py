@@ -8,7 +8,9 @@ gives, up to float32 rounding: TRL corrects for an engine's mismatch only with `
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,25 +20,34 @@ import torch
 from torch import Tensor
 
 from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, DataError
+from rlhfspec.core.errors import ConfigError, DataError, ProfileError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from rlhfspec.core.settings.run import CACHE_DIR
 from rlhfspec.core.weight_records import TensorSpec, WeightManifest
 from rlhfspec.engine.build import backend_for, build_engine, published_model
+from rlhfspec.engine.calibration.engine_provenance import provenance_of
+from rlhfspec.engine.calibration.measured_profile import measured_profile
+from rlhfspec.engine.calibration.profiler import MadeProfile
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.invariance_probe import KeptVerdicts
 from rlhfspec.engine.numerics import on_threads
 from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
+from rlhfspec.engine.weights.chunks import checksum_of
 from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from rlhfspec.learning.data.messages import pairs_of, parse_turns, readable
 from rlhfspec.learning.public.integrations.engine_episodes import EngineEpisodes
 from rlhfspec.learning.public.integrations.whole_weights import whole_weights
-from rlhfspec.profiles.profile import Profile, load_profile
+from rlhfspec.profiles.profile import Profile, load_profile, save_profile
+from rlhfspec.profiles.provenance import Provenance
 
 logger = logging.getLogger(__name__)
 OLDEST = (1, 0)
 "Release of TRL; earlier ones call a rollout function with other arguments."
 MAX_PROMPT_TOKENS = 512
+PROFILE_S = 20.0
+"What measuring a profile may take."
 _INDICES_A_STEP = 1 << 32
 "Sample indices from one `global_step` to the next."
 _INDICES_A_RANK = 1 << 20
@@ -55,8 +66,9 @@ def rollout_func(
 
     Args:
         draft: folder or hub name of a draft model, or the folder of a draft head where `speculation.drafter` is head.
-        speculation: what drafts and how much; by default the draft model, without one a look-up, by trying
-            (`policy="bandit"`). `policy="goodput"` needs `profile`, a folder that `rlhfspec profile` made.
+        speculation: what drafts and how much; by default the draft model, without one a look-up, and as much as
+            pays by a profile of this machine (on a GPU by trying, `policy="bandit"`). The first call measures it
+            (about 20 s) and keeps it in the cache; `profile` names one that `rlhfspec profile` made.
         engine: slots, threads, numerics.
         environment: what answers between turns; its tokens are marked in `env_mask`, and the sum of its rewards reaches
             reward functions as `environment_reward`.
@@ -67,17 +79,10 @@ def rollout_func(
         ConfigError: TRL is not installed, or older than 1.0; settings that do not go together.
     """
     _require_trl()
-    if speculation is None:
-        speculation = SpeculationConfig(drafter="suffix" if draft is None else "model", policy="bandit")
-    if speculation.names_draft and draft is None and speculation.policy != "off":
+    if speculation is not None and speculation.names_draft and draft is None and speculation.policy != "off":
         raise ConfigError(
             f"rollout_func: speculation.drafter is '{speculation.drafter}' and draft was not given; name its folder, "
             "or set drafter to 'suffix' or 'none'"
-        )
-    if speculation.goes_by_profile and speculation.profile == "auto":
-        raise ConfigError(
-            "rollout_func: speculation.policy is 'goodput' and speculation.profile 'auto', but nothing is measured "
-            "while TRL trains; set profile to a folder that `rlhfspec profile` made, or policy to 'bandit'"
         )
     return TrlRollouts(
         draft, speculation, engine or EngineConfig(), environment or EnvironmentConfig(), max_prompt_tokens
@@ -90,7 +95,7 @@ class TrlRollouts:
     def __init__(
         self,
         draft: str | Path | None,
-        speculation: SpeculationConfig,
+        speculation: SpeculationConfig | None,
         engine: EngineConfig,
         environment: EnvironmentConfig,
         max_prompt_tokens: int | None,
@@ -130,8 +135,8 @@ class TrlRollouts:
                 f"rollout_func max_prompt_tokens={longest}"
             )
         with torch.no_grad(), on_threads(self._settings.num_threads):
-            engine = self._with_weights_of(trainer)
             requests = self._requests(prompts, prompt_ids, sampling, trainer)
+            engine = self._with_weights_of(trainer, requests)
             if self._environment.kind is None:
                 return {"prompt_ids": prompt_ids, **_lists(engine.generate(requests))}
             prompts_read, done, rewards = zip(*self._episodes(trainer).run(engine, requests), strict=True)
@@ -170,12 +175,12 @@ class TrlRollouts:
             for number, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
         ]
 
-    def _with_weights_of(self, trainer: Any) -> Engine:
+    def _with_weights_of(self, trainer: Any, requests: Sequence[SampleRequest]) -> Engine:
         """The engine, with the trainer's weights of this step. Collective where they are sharded."""
         step = int(trainer.state.global_step)
         now = step, bool(trainer.is_in_train)
         if self.engine is None or self._trainer is not trainer:
-            self.engine = self._build(trainer, step)
+            self.engine = self._build(trainer, step, requests)
             self._trainer = trainer
         elif self._published != now:
             tensors = whole_weights(trainer)
@@ -183,7 +188,7 @@ class TrlRollouts:
         self._published = now
         return self.engine
 
-    def _build(self, trainer: Any, step: int) -> Engine:
+    def _build(self, trainer: Any, step: int, requests: Sequence[SampleRequest]) -> Engine:
         tensors = whole_weights(trainer)
         dtype = dtype_of(trainer, tensors)
         if dtype == "bfloat16":
@@ -195,6 +200,11 @@ class TrlRollouts:
         settings = self._settings
         if settings.device == "auto":
             settings = settings.model_copy(update={"device": trainer.accelerator.device.type})
+        speculation = self._speculation or SpeculationConfig(
+            drafter="suffix" if self._draft is None else "model",
+            # what refines a draft on the host is not measured on GPUs yet
+            policy="goodput" if settings.device == "cpu" else "bandit",
+        )
         backend = backend_for(settings)
         target = published_model(
             _manifest(trainer, tensors, step),
@@ -204,16 +214,54 @@ class TrlRollouts:
             who="weights of TRL's trainer",
             stock=settings.forward == "stock",
         )
+        draft = self._read_draft(speculation, trainer, dtype)
+        longest = self._most_prompt_tokens(trainer) + trainer.args.max_completion_length
+        verdicts = KeptVerdicts(_cache() / "probes")
+        profile = None
+        if speculation.goes_by_profile:
+            described = provenance_of(
+                target,
+                draft,
+                engine=settings,
+                dtype=dtype,
+                sampling=requests[0].sampling,
+                max_total_tokens=longest,
+            )
+            if draft is not None:
+                described = replace(described, target_weights=checksum_of(tensors.values()))
+
+            def measure() -> MadeProfile:
+                return measured_profile(
+                    target,
+                    draft,
+                    [replace(one, key=replace(one.key, stream=Stream.BENCH)) for one in requests],
+                    described,
+                    engine=settings,
+                    speculation=speculation,
+                    vocab_size=None,
+                    budget_s=PROFILE_S,
+                    backend=backend,
+                    verdicts=verdicts,
+                )
+
+            try:
+                profile = _profile(speculation, described, measure)
+            except ConfigError as error:
+                if self._speculation is not None:
+                    raise
+                logger.warning("rollout_func: how much to draft is found by trying (bandit): %s", error)
+                speculation = speculation.model_copy(update={"policy": "bandit"})
         return build_engine(
             target,
-            self._read_draft(trainer, dtype),
+            draft,
             engine=settings,
-            speculation=self._speculation,
-            max_total_tokens=self._most_prompt_tokens(trainer) + trainer.args.max_completion_length,
+            speculation=speculation,
+            max_total_tokens=longest,
             instance="TRL",
             weight_version=step,
-            profile=self._profile(),
+            profile=profile,
             backend=backend,
+            verdicts=verdicts,
         )
 
     def _most_prompt_tokens(self, trainer: Any) -> int:
@@ -223,21 +271,40 @@ class TrlRollouts:
         context = max_context_tokens(trainer.model.config) or MAX_PROMPT_TOKENS + new
         return max(min(MAX_PROMPT_TOKENS, context - new), 1)
 
-    def _profile(self) -> Profile | None:
-        if not self._speculation.goes_by_profile:
-            return None
-        return load_profile(Path(self._speculation.profile).expanduser())
-
-    def _read_draft(self, trainer: Any, dtype: str) -> CausalLM | HeadWeights | None:
+    def _read_draft(
+        self, speculation: SpeculationConfig, trainer: Any, dtype: str
+    ) -> CausalLM | HeadWeights | None:
         """What drafts with weights of its own. Raises ModelError: it cannot be loaded, or does not fit."""
-        if self._draft is None or not self._speculation.has_draft:
+        if self._draft is None or not speculation.has_draft:
             return None
-        if self._speculation.drafter != "model":
+        if speculation.drafter != "model":
             num_layers = trainer.model.config.get_text_config().num_hidden_layers
             return load_head(Path(self._draft).expanduser(), num_target_layers=num_layers)
         tokenizer = trainer.processing_class
         foreign = foreign_ids(tokenizer, load_tokenizer(self._draft))
         return fit_draft(load_causal_lm(self._draft, dtype), foreign, num_ids=num_token_ids(tokenizer))
+
+
+def _cache() -> Path:
+    return Path(CACHE_DIR).expanduser()
+
+
+def _profile(
+    speculation: SpeculationConfig, described: Provenance, measure: Callable[[], MadeProfile]
+) -> Profile:
+    """The profile that is named, else that in the cache, else one measured now."""
+    if speculation.profile != "auto":
+        return load_profile(Path(speculation.profile).expanduser())
+    folder = _cache() / "profiles" / described.key
+    with suppress(ProfileError):
+        return load_profile(folder)
+    logger.info("rollout_func: what drafting costs here is measured once, about %.0f s", PROFILE_S)
+    made = measure()
+    try:
+        save_profile(made.profile, folder, made.costs, made.drafts)
+    except OSError as error:
+        logger.warning("rollout_func: the profile is not kept for the next start in %s: %s", folder, error)
+    return made.profile
 
 
 def _lists(done: Sequence[Completion]) -> dict[str, list[Any]]:

@@ -48,7 +48,7 @@ def tokenizer(pair):
     return AutoTokenizer.from_pretrained(pair / "target")
 
 
-def rollouts(draft: Path | None = None, speculation: SpeculationConfig = LOOK_UP) -> TrlRollouts:
+def rollouts(draft: Path | None = None, speculation: SpeculationConfig | None = LOOK_UP) -> TrlRollouts:
     return TrlRollouts(draft, speculation, ENGINE, EnvironmentConfig(), max_prompt_tokens=64)
 
 
@@ -91,6 +91,28 @@ def test_responses_are_those_of_our_engine_alone(pair, model, tokenizer, prompts
     assert got["prompt_ids"] == [tokenizer(text)["input_ids"] for text in texts]
     assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
     assert got["completion_ids"][0] != got["completion_ids"][1], "one prompt's samples have keys of their own"
+
+
+def test_what_drafting_costs_is_measured_once(model, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(trl, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(trl, "PROFILE_S", 0.5)
+    got = rollouts(None, None)(CHATS, trl_like(model, tokenizer))
+    assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
+    assert len(list(tmp_path.glob("profiles/*/profile.json"))) == 1
+    monkeypatch.setattr(trl, "measured_profile", lambda *_, **__: pytest.fail("measured again"))
+    moved(model)  # other weights cost the same
+    got = rollouts(None, None)(CHATS, trl_like(model, tokenizer))
+    assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
+
+
+def test_a_draft_that_cannot_be_measured_is_tried(pair, model, tokenizer, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(trl, "CACHE_DIR", str(tmp_path))
+    trainer = trl_like(model, tokenizer)
+    got = rollouts(pair / "draft", None)(CHATS, trainer)
+    assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
+    assert "by trying (bandit): the profile of this pair needs drafts to measure" in caplog.text
+    with pytest.raises(ConfigError, match="needs drafts to measure"):
+        rollouts(pair / "draft", SpeculationConfig())(CHATS, trainer)
 
 
 def test_log_probabilities_are_those_of_the_trainers_forward(model, tokenizer):
@@ -283,8 +305,6 @@ def test_releases_with_another_contract_are_refused(monkeypatch, release):
         assert trl.rollout_func().engine is None
         with pytest.raises(ConfigError, match="draft was not given"):
             trl.rollout_func(speculation=SpeculationConfig(policy="fixed"))
-        with pytest.raises(ConfigError, match="profile 'auto'"):
-            trl.rollout_func("draft", speculation=SpeculationConfig())
         return
     with pytest.raises(ConfigError, match=r"needs TRL 1.0 or later.*TRL 0.29.1 is installed"):
         trl.rollout_func()

@@ -16,9 +16,15 @@ from benchmarks.peers.build import TRL_RELEASES, trl_folder
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """What one release has measured is kept for the next."""
+    return tmp_path_factory.mktemp("home")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("release", TRL_RELEASES)
-def test_trl_gets_our_responses_and_its_own_log_probabilities(tmp_path, release):
+def test_trl_gets_our_responses_and_its_own_log_probabilities(tmp_path, home, release):
     folder = trl_folder(release)
     if folder is None:
         pytest.skip(
@@ -31,7 +37,8 @@ def test_trl_gets_our_responses_and_its_own_log_probabilities(tmp_path, release)
             *(tmp_path, ROOT / "docs" / "examples" / "trl_grpo.py"),
         ],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ
+        | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": "", "HOME": str(home)},
         capture_output=True,
         text=True,
     )
