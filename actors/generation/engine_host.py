@@ -26,6 +26,7 @@ from rlhfspec.actors.actor_messages import (
 )
 from rlhfspec.actors.generation.rank_actors import RankActors
 from rlhfspec.actors.generation.spot_trainer import SpotTrainer
+from rlhfspec.actors.waiting.actor_start import set_heap_aside
 from rlhfspec.actors.waiting.assigned_device import (
     INSTANCE_ADVICE,
     assigned_gpus,
@@ -322,6 +323,7 @@ class ManifestHost:
             self._spot = begin_training(self._spec, self._spec.spot, self._engine, self._head)
         # from here on they are the engine's
         self._models.clear()
+        set_heap_aside()
 
     @property
     def _draft(self) -> CausalLM | HeadWeights | None:

@@ -37,7 +37,7 @@ from rlhfspec.actors.scheduling.scheduler_updates import (
     move_view,
 )
 from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.actors.waiting.actor_start import begin_actor
+from rlhfspec.actors.waiting.actor_start import begin_actor, set_heap_aside
 from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
 from rlhfspec.actors.waiting.remote import Handle, remote
 from rlhfspec.actors.waiting.waiting import own_error, wait_any
@@ -107,6 +107,7 @@ class SchedulerActor:
         self._stopping = False
         self._progress_mark = (0, 0)
         self._progress_at_s = self._machine.awake_s
+        set_heap_aside()
 
     def _machine_arguments(self) -> dict[str, Any]:
         settings = self._settings

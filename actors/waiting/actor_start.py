@@ -6,6 +6,7 @@ Ray's own logs only.
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -40,6 +41,12 @@ def begin_actor(name: str) -> str:
     if run and logs:
         begin_process_log(Path(logs), name, run=run)
     return name
+
+
+def set_heap_aside() -> None:
+    """Keep what is there out of later collections: one over torch, transformers and models holds all threads up."""
+    gc.collect()
+    gc.freeze()
 
 
 def _own_name() -> str | None:

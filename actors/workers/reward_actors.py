@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import ray
 
-from rlhfspec.actors.waiting.actor_start import begin_actor
+from rlhfspec.actors.waiting.actor_start import begin_actor, set_heap_aside
 from rlhfspec.actors.waiting.assigned_device import assigned_gpus, resolve_device
 from rlhfspec.actors.waiting.remote import Handle, remote
 from rlhfspec.actors.waiting.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
@@ -72,6 +72,7 @@ class RewardActor:
                 fields=None,
                 template_time=self._template_time,
             )
+            set_heap_aside()
         return self._reward.score_each(prompts, responses, facts) if responses else []
 
     def _served(self, scorer: Scorer) -> RewardSource:

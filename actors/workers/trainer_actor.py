@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rlhfspec.actors.actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
 from rlhfspec.actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
-from rlhfspec.actors.waiting.actor_start import begin_actor
+from rlhfspec.actors.waiting.actor_start import begin_actor, set_heap_aside
 from rlhfspec.actors.waiting.assigned_device import (
     TRAINER_ADVICE,
     give_back_cached,
@@ -100,6 +100,7 @@ class TrainerActor(GroupMember):
                 num_optimizer_steps=self._spec.num_optimizer_steps, max_new_tokens=self._spec.max_new_tokens
             ),
         )
+        set_heap_aside()
         self.wait_for_others()
         return self._loaded(manifest, self.checksum(like=manifest.checksum))
 
@@ -123,6 +124,7 @@ class TrainerActor(GroupMember):
             self._learner.observers[:] = [self._built_refitter]
         else:
             self._built_refitter = DraftRefitter(model, terms)
+        set_heap_aside()
         weights = self._refitter.weights()
         return self._loaded(manifest, self._forms["draft"].checksum(weights, like=manifest.checksum))
 

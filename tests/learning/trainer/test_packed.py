@@ -9,10 +9,16 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.engine.decoding.logprobs import token_logprobs
+from rlhfspec.engine.numerics import on_threads
+from rlhfspec.learning.trainer.batching import PackedSequences
 from rlhfspec.learning.trainer.experience import collate
 from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
-from tests.helpers.tiny_llama import SIZES
+from rlhfspec.learning.trainer.training_forward import (
+    prepare_for_training,
+    response_logits,
+    response_statistics,
+)
+from tests.helpers.tiny_llama import SIZES, tiny_llama
 
 FAMILIES = {
     "llama": {},
@@ -150,3 +156,21 @@ def test_entropy_is_left_out_where_nobody_wants_it(coefficient, report, shown, m
         pad_token_id=0,
     )
     assert ("entropy" in learner.update(make_rollouts(make_model())).metrics) == shown
+
+
+def test_threads_add_the_gradients_of_shared_rows_in_one_order():
+    """A prompt's last state predicts many first tokens: torch adds what an indexing gets back from racing threads."""
+    rng = np.random.default_rng(0)
+    prompt, model = rng.integers(2, 500, size=4), tiny_llama(hidden_size=256, vocab_size=500)
+    prepare_for_training(model, gradient_checkpointing=False)
+    responses = [np.append(prompt, [first, *rng.integers(2, 500, size=3)]) for first in range(2, 402)]
+    packed = PackedSequences.of(responses, [np.arange(8) >= len(prompt)] * len(responses))
+    weight = model.model.embed_tokens.weight
+
+    def gradient() -> torch.Tensor:
+        logprobs, *_ = response_statistics(model, packed, 500, 1.0, entropy=False)
+        return torch.autograd.grad(logprobs.sum(), weight)[0]
+
+    with on_threads(2):
+        first = gradient()
+        assert all(torch.equal(first, gradient()) for _ in range(20))
