@@ -91,9 +91,8 @@ def _function(width: int, *, added: bool, bfloat16: bool) -> str:
 define void @{name}(ptr %out, ptr %x, ptr %w, ptr %added, ptr %ends, i64 %parts, i64 %rows, i64 %k,
                     i64 %panels, i64 %out_stride, i64 %x_stride, i64 %added_stride) {{
 entry:
-  %branches = alloca {vector}, i64 {(BRANCHES + 1) * sums}, align 64
+  %branches = alloca {vector}, i64 {BRANCHES * sums}, align 64
   %second = getelementptr {vector}, ptr %branches, i64 {sums}
-  %joining = getelementptr {vector}, ptr %branches, i64 {BRANCHES * sums}
   %is_tree = icmp ugt i64 %parts, 2
   %rounded = add i64 %rows, {tiling.rows - 1}
   %tiles = udiv i64 %rounded, {tiling.rows}
@@ -148,7 +147,7 @@ done:
 
 
 def _parts(sums: int, width: int, cases: str, tiles: str) -> str:
-    """A tile's sums over each part of k, added up as a tree; of the first part into the first branch, and so on."""
+    """A tile's sums over each part of k; every second one is added to the one before, in a branch of the tree."""
     vector = f"<{width} x float>"
     return f"""
   br label %part
@@ -162,21 +161,14 @@ part:
   %branch_number = lshr i64 %part_number, 1
   %branch_offset = mul i64 %branch_number, {sums}
   %branch = getelementptr {vector}, ptr %branches, i64 %branch_offset
-  %sums = select i1 %joins, ptr %joining, ptr %branch
   switch i64 %case, label %part_end [
     {cases}
   ]
 {tiles}
-summed:
-  br i1 %joins, label %join, label %part_end
-{_added_up("join", "%branch", "%joining", "summed", "part_end", vector)}
 part_end:
   %next_part = add i64 %part_number, 1
   %more_parts = icmp ult i64 %next_part, %parts
-  br i1 %more_parts, label %part, label %parts_end
-parts_end:
-  br i1 %is_tree, label %tree, label %results
-{_added_up("tree", "%branches", "%second", "parts_end", "results", vector)}
+  br i1 %more_parts, label %part, label %results
 """
 
 
@@ -236,10 +228,13 @@ def _tile(rows: int, panels: int, width: int, *, bfloat16: bool) -> str:
     ]
     for place, (i, j) in enumerate((i, j) for i in range(rows) for j in range(vectors)):
         lines += [
-            f"  %{n}_z{place} = getelementptr {vector}, ptr %sums, i64 {place}",
-            f"  store {vector} %{n}_f{i}_{j}, ptr %{n}_z{place}, align {4 * width}",
+            f"  %{n}_z{place} = getelementptr {vector}, ptr %branch, i64 {place}",
+            f"  %{n}_l{place} = load {vector}, ptr %{n}_z{place}, align {4 * width}",
+            f"  %{n}_t{place} = fadd {vector} %{n}_l{place}, %{n}_f{i}_{j}",
+            f"  %{n}_v{place} = select i1 %joins, {vector} %{n}_t{place}, {vector} %{n}_f{i}_{j}",
+            f"  store {vector} %{n}_v{place}, ptr %{n}_z{place}, align {4 * width}",
         ]
-    lines.append("  br label %summed")
+    lines.append("  br label %part_end")
     return "\n".join(lines) + "\n"
 
 
@@ -253,23 +248,6 @@ def _widened(n: str, j: int, width: int) -> list[str]:
         f"  %{n}_wu{j} = shl {words} %{n}_wz{j}, <{half}>",
         f"  %{n}_w{j} = bitcast {words} %{n}_wu{j} to <{width} x float>",
     ]
-
-
-def _added_up(name: str, into: str, what: str, before: str, after: str, vector: str) -> str:
-    """Add a tile's sums to others of it."""
-    return f"""
-{name}:
-  %{name}_v = phi i64 [0, %{before}], [%{name}_v1, %{name}]
-  %{name}_ip = getelementptr {vector}, ptr {into}, i64 %{name}_v
-  %{name}_wp = getelementptr {vector}, ptr {what}, i64 %{name}_v
-  %{name}_i = load {vector}, ptr %{name}_ip, align 32
-  %{name}_w = load {vector}, ptr %{name}_wp, align 32
-  %{name}_s = fadd {vector} %{name}_i, %{name}_w
-  store {vector} %{name}_s, ptr %{name}_ip, align 32
-  %{name}_v1 = add i64 %{name}_v, 1
-  %{name}_more = icmp ult i64 %{name}_v1, %vectors
-  br i1 %{name}_more, label %{name}, label %{after}
-"""
 
 
 def _results(width: int, *, added: bool) -> str:
@@ -297,7 +275,11 @@ result:
   %lane = mul i64 %j, {width}
   %sum_number = add i64 %first_sum, %j
   %sum_place = getelementptr {vector}, ptr %branches, i64 %sum_number
-  %sum = load {vector}, ptr %sum_place, align 32{sum_up if added else ""}
+  %first = load {vector}, ptr %sum_place, align 32
+  %other_place = getelementptr {vector}, ptr %second, i64 %sum_number
+  %other = load {vector}, ptr %other_place, align 32
+  %both = fadd {vector} %first, %other
+  %sum = select i1 %is_tree, {vector} %both, {vector} %first{sum_up if added else ""}
   %out_place = getelementptr float, ptr %out_row, i64 %lane
   store {vector} {result}, ptr %out_place, align 4
   %next_j = add i64 %j, 1
