@@ -65,6 +65,8 @@ def save_profile(
         pq.write_table(pa.concat_tables([_draft_table(draft) for draft in drafts]), folder / "drafts.parquet")
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
         json.dump(asdict(profile), file, indent=2)
+        # as any other file there: this one would be for its writer alone
+        os.fchmod(file.fileno(), 0o644)
     os.replace(file.name, folder / "profile.json")
 
 
@@ -77,7 +79,7 @@ def load_profile(folder: Path) -> Profile:
         )
     try:
         return profile_from_tree(json.loads(path.read_text()))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ProfileError(f"{path} is not a profile this version can read: {error}; make it anew") from error
 
 

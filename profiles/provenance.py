@@ -62,6 +62,8 @@ class Provenance:
         Raises:
             ProfileError: something differs, all of it named.
         """
+        # where drafts are looked up both are 'none', and nothing that was measured depends on weights
+        weights = weights and running.draft_weights != running.draft_model
         ignored = _NOT_COMPARED if weights else (*_NOT_COMPARED, "target_weights", "draft_weights")
         differs = [
             f"{field.name} is '{getattr(running, field.name)}', measured with '{getattr(self, field.name)}'"

@@ -45,6 +45,8 @@ def begin_actor(name: str) -> str:
 
 def set_heap_aside() -> None:
     """Keep what is there out of later collections: one over torch, transformers and models holds all threads up."""
+    # what was set aside before and is in use no more goes now
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

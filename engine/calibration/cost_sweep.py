@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.records import SampleKey, SampleRequest, Stream
 from rlhfspec.engine.engine import Engine
 from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
@@ -19,6 +20,8 @@ SHAPES = ((1, 1, 16), (2, 2, 8), (3, 3, 5))
 MAX_PROFILED_NODES = 40
 "Candidates of the largest recorded shape, all of them verified."
 REPEATS = 3
+MOST_STARTS = 100
+"Of a batch that is to be timed: each has one step at least, unless its samples end in the first."
 "Least decode steps of one drawn plan; a point of the sweep is the median of the later half."
 POINT_S = 0.05
 """Least seconds of them together: machines are slow for ten or twenty milliseconds at a time, and a step shorter than
@@ -93,6 +96,11 @@ def _cell(
         while len(group) < REPEATS or lasted_s < POINT_S:
             if engine.num_running < len(requests):
                 starts += 1
+                if starts > MOST_STARTS:
+                    raise ConfigError(
+                        f"a profile needs decode steps to time and got {len(group)} in {MOST_STARTS} starts: samples "
+                        f"of {engine.max_total_tokens} tokens are too short; set speculation.policy to bandit or off"
+                    )
                 engine.cancel_all()
                 for request in requests:
                     engine.submit(request)

@@ -99,16 +99,16 @@ class LocalRanks:
         meeting.mkdir()
         command = [sys.executable, "-m", "rlhfspec.engine.group.dealing", str(meeting)]
         paths = os.pathsep.join(path for path in sys.path if path)
-        self._log = folder / f"ranks_{num_ranks}.log"
-        with self._log.open("w") as log:
-            self.followers = [
-                subprocess.Popen(
+        self._logs = [folder / f"rank_{rank}_of_{num_ranks}.log" for rank in range(1, num_ranks)]
+        self.followers: list[subprocess.Popen[bytes]] = []
+        for rank, log in enumerate(self._logs, 1):
+            with log.open("w") as file:
+                follower = subprocess.Popen(
                     [*command, str(rank), str(num_ranks)],
-                    stderr=log,
+                    stderr=file,
                     env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
                 )
-                for rank in range(1, num_ranks)
-            ]
+            self.followers.append(follower)
         try:
             self.ranks = _join(str(meeting), 0, num_ranks, watch=self._require_running)
         except BaseException:
@@ -125,9 +125,15 @@ class LocalRanks:
 
     def _require_running(self) -> None:
         """Raise GroupError where a rank has ended, and not well."""
-        if codes := [code for each in self.followers if (code := each.poll())]:
-            said = self._log.read_text(errors="replace")[-_LAST_CHARS:]
-            raise GroupError(f"a rank ended with {codes[0]}, expected 0; it said: {said}")
+        ended = [
+            (log.read_text(errors="replace")[-_LAST_CHARS:], code)
+            for each, log in zip(self.followers, self._logs, strict=True)
+            if (code := each.poll())
+        ]
+        if ended:
+            # one that ended by itself, before those that it left behind
+            said, code = min(ended, key=lambda one: "GroupError" in one[0])
+            raise GroupError(f"a rank ended with {code}, expected 0; it said: {said}")
 
     def tell_of_ended(self) -> None:
         """Raise GroupError with what a rank said that has ended, and not well."""

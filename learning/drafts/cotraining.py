@@ -31,6 +31,7 @@ from rlhfspec.learning.drafts.draft_learner import DraftLearner, DraftTerms, Ref
 from rlhfspec.learning.drafts.soft_targets import whole_kl
 from rlhfspec.learning.objectives.policy import SeenLogits
 from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.trainer_core import backward
 from rlhfspec.learning.trainer.training_forward import response_logits
 
 
@@ -71,7 +72,7 @@ class DraftCotrainer(DraftLearner):
         student = without(scaled_logits(logits, terms.temperature), foreign)
         divergence = whole_kl(without(seen.scaled, foreign), student)
         total = divergence.sum()
-        total.backward()
+        backward(total)
         self._open.append(total.detach())
         self._open_tokens += len(divergence)
         self._spent_s += time.perf_counter() - began_s

@@ -45,7 +45,7 @@ class Paths:
 
     def along_paths(self, tokens: Tensor) -> Tensor:
         """Take [U, ...] as [K, ...]."""
-        return tokens if self.places is None else tokens.index_select(0, self.places)
+        return tokens if self.places is None else tokens[self.places]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

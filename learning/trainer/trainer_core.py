@@ -109,7 +109,7 @@ class Trainer:
             loss = batch.loss(self.model, pack)
             losses.append(loss.detach())
             self.laps.lap("forward")
-            loss.backward()
+            backward(loss)
             self.laps.lap("backward")
         self.trainers.sum_gradients(self._learned())
         *read, norm = self._clip(losses)
@@ -196,6 +196,26 @@ class Trainer:
 
     def _learned(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+
+def backward(loss: Tensor) -> None:
+    """Add a loss's gradients to the parameters', on CPUs in one order.
+
+    Of rows that an indexing takes more than once (a shared prompt's last state, a token's experts) torch adds the
+    gradients from threads that race, unless it is told otherwise.
+    """
+    if loss.device.type != "cpu":
+        loss.backward()
+        return
+    before = torch.get_deterministic_debug_mode()
+    fills: Any = torch.utils.deterministic
+    filled, fills.fill_uninitialized_memory = fills.fill_uninitialized_memory, False
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        loss.backward()
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        fills.fill_uninitialized_memory = filled
 
 
 @dataclass(slots=True)

@@ -56,7 +56,7 @@ def response_logits(
     kept: list[Tensor] = []
 
     def keep_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        kept.append(_rows(args[0][0], there.before_targets))
+        kept.append(args[0][0, there.before_targets])
         return (kept[0][None] if with_logits else kept[0][None, :0],)
 
     handle = _head_of(model).register_forward_pre_hook(keep_rows)
@@ -101,11 +101,11 @@ def response_statistics(
     has_backward = torch.is_grad_enabled()
 
     def keep_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        kept.append(_rows(args[0][0], there.before_once))
+        kept.append(args[0][0, there.before_once])
         return (kept[0][None, :0],)
 
     def value(module: nn.Module, _: Any, __: Any) -> Tensor:
-        product = kept[0].dtype if compute_dtype == torch.float32 else compute_dtype
+        product = _products_in(kept[0], compute_dtype)
         settings = vocab_size, product, temperature, entropy, has_backward
         # leaves by the model's output, which is where shards of weights are waited for in the backward pass
         logprobs, entropies = _HeadStatistics.apply(
@@ -137,8 +137,8 @@ def response_statistics(
         )
     if logits is not None and chunks:
         logits.append(torch.cat(chunks)[there.which_once])
-    logprobs, entropies = _rows(found[0], there.which_once).unbind(-1)
-    return logprobs, entropies if entropy else None, _rows(kept[0], there.which_once)
+    logprobs, entropies = found[0, there.which_once].unbind(-1)
+    return logprobs, entropies if entropy else None, kept[0][there.which_once]
 
 
 _WHOLE_LOGITS: WeakSet[PreTrainedModel] = WeakSet()
@@ -168,10 +168,8 @@ def _forward(
     return logits
 
 
-def _rows(values: Tensor, places: Int[Tensor, " M"]) -> Tensor:
-    """Return `values[places]`; a row's gradients are added in their order."""
-    # on CPUs torch adds what an indexing gets from threads that race; on GPUs it sorts that, not what a selection gets
-    return values.index_select(0, places) if values.device.type == "cpu" else values[places]
+def _products_in(states: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
+    return states.dtype if compute_dtype == torch.float32 else compute_dtype
 
 
 def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:

@@ -68,7 +68,7 @@ def rollout_func(
         draft: folder or hub name of a draft model, or the folder of a draft head where `speculation.drafter` is head.
         speculation: what drafts and how much; by default the draft model, without one a look-up, and as much as
             pays by a profile of this machine (on a GPU by trying, `policy="bandit"`). The first call measures it
-            (about 20 s) and keeps it in the cache; `profile` names one that `rlhfspec profile` made.
+            and keeps it in the cache; `profile` names one that `rlhfspec profile` made.
         engine: slots, threads, numerics.
         environment: what answers between turns; its tokens are marked in `env_mask`, and the sum of its rewards reaches
             reward functions as `environment_reward`.
@@ -135,8 +135,14 @@ class TrlRollouts:
                 f"rollout_func max_prompt_tokens={longest}"
             )
         with torch.no_grad(), on_threads(self._settings.num_threads):
+            before = self._used
             requests = self._requests(prompts, prompt_ids, sampling, trainer)
-            engine = self._with_weights_of(trainer, requests)
+            try:
+                engine = self._with_weights_of(trainer, requests)
+            except BaseException:
+                # no response has been made: the next call has these keys
+                self._used = before
+                raise
             if self._environment.kind is None:
                 return {"prompt_ids": prompt_ids, **_lists(engine.generate(requests))}
             prompts_read, done, rewards = zip(*self._episodes(trainer).run(engine, requests), strict=True)
@@ -201,10 +207,11 @@ class TrlRollouts:
         if settings.device == "auto":
             settings = settings.model_copy(update={"device": trainer.accelerator.device.type})
         speculation = self._speculation or SpeculationConfig(
-            drafter="suffix" if self._draft is None else "model",
-            # what refines a draft on the host is not measured on GPUs yet
-            policy="goodput" if settings.device == "cpu" else "bandit",
+            drafter="suffix" if self._draft is None else "model"
         )
+        if speculation.goes_by_profile and speculation.profile == "auto" and settings.device != "cpu":
+            # nothing is measured on GPUs yet
+            speculation = speculation.model_copy(update={"policy": "bandit"})
         backend = backend_for(settings)
         target = published_model(
             _manifest(trainer, tensors, step),
@@ -216,19 +223,22 @@ class TrlRollouts:
         )
         draft = self._read_draft(speculation, trainer, dtype)
         longest = self._most_prompt_tokens(trainer) + trainer.args.max_completion_length
-        verdicts = KeptVerdicts(_cache() / "probes")
+        cache = _cache()
+        verdicts = None if cache is None else KeptVerdicts(cache / "probes")
         profile = None
         if speculation.goes_by_profile:
+            # of batches and lengths as they come, not of all that may
+            most = max(len(one.prompt.token_ids) for one in requests)
+            slots = min(settings.max_running_samples, len(requests))
+            measured = settings.model_copy(update={"max_running_samples": slots})
             described = provenance_of(
                 target,
                 draft,
-                engine=settings,
+                engine=measured,
                 dtype=dtype,
                 sampling=requests[0].sampling,
-                max_total_tokens=longest,
+                max_total_tokens=min((1 << most.bit_length()) + trainer.args.max_completion_length, longest),
             )
-            if draft is not None:
-                described = replace(described, target_weights=checksum_of(tensors.values()))
 
             def measure() -> MadeProfile:
                 return measured_profile(
@@ -236,7 +246,7 @@ class TrlRollouts:
                     draft,
                     [replace(one, key=replace(one.key, stream=Stream.BENCH)) for one in requests],
                     described,
-                    engine=settings,
+                    engine=measured,
                     speculation=speculation,
                     vocab_size=None,
                     budget_s=PROFILE_S,
@@ -244,13 +254,19 @@ class TrlRollouts:
                     verdicts=verdicts,
                 )
 
-            try:
-                profile = _profile(speculation, described, measure)
-            except ConfigError as error:
-                if self._speculation is not None:
-                    raise
-                logger.warning("rollout_func: how much to draft is found by trying (bandit): %s", error)
-                speculation = speculation.model_copy(update={"policy": "bandit"})
+            if speculation.profile != "auto":
+                profile = load_profile(Path(speculation.profile).expanduser())
+                try:
+                    profile.provenance.require_match(described, where=speculation.profile, weights=False)
+                except ProfileError as error:
+                    logger.warning("rollout_func: how much is drafted may not be what pays: %s", error)
+            else:
+                weights = "" if draft is None else checksum_of(tensors.values())
+                try:
+                    profile = _kept_profile(weights, described, measure)
+                except ConfigError as error:
+                    logger.warning("rollout_func: how much to draft is found by trying (bandit): %s", error)
+                    speculation = speculation.model_copy(update={"policy": "bandit"})
         return build_engine(
             target,
             draft,
@@ -285,25 +301,25 @@ class TrlRollouts:
         return fit_draft(load_causal_lm(self._draft, dtype), foreign, num_ids=num_token_ids(tokenizer))
 
 
-def _cache() -> Path:
-    return Path(CACHE_DIR).expanduser()
+def _cache() -> Path | None:
+    """Where what is measured is kept; None: this user has no home folder."""
+    with suppress(RuntimeError):
+        return Path(CACHE_DIR).expanduser()
 
 
-def _profile(
-    speculation: SpeculationConfig, described: Provenance, measure: Callable[[], MadeProfile]
-) -> Profile:
-    """The profile that is named, else that in the cache, else one measured now."""
-    if speculation.profile != "auto":
-        return load_profile(Path(speculation.profile).expanduser())
-    folder = _cache() / "profiles" / described.key
-    with suppress(ProfileError):
+def _kept_profile(weights: str, described: Provenance, measure: Callable[[], MadeProfile]) -> Profile:
+    """The profile in the cache, else one measured now; `weights`: checksum of those that a draft is accepted by."""
+    key = replace(described, target_weights=weights or described.target_weights).key
+    folder = (_cache() or Path()) / "profiles" / key
+    with suppress(ProfileError, OSError):
         return load_profile(folder)
-    logger.info("rollout_func: what drafting costs here is measured once, about %.0f s", PROFILE_S)
+    logger.warning("rollout_func: what drafting costs on this machine is measured once: a minute or so")
     made = measure()
     try:
-        save_profile(made.profile, folder, made.costs, made.drafts)
+        if _cache() is not None:
+            save_profile(made.profile, folder, made.costs, made.drafts)
     except OSError as error:
-        logger.warning("rollout_func: the profile is not kept for the next start in %s: %s", folder, error)
+        logger.warning("rollout_func: it is not kept for the next start in %s: %s", folder, error)
     return made.profile
 
 

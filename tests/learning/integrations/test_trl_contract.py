@@ -105,14 +105,42 @@ def test_what_drafting_costs_is_measured_once(model, tokenizer, tmp_path, monkey
     assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
 
 
+def test_what_cannot_be_measured_or_kept_is_said_and_costs_no_key(
+    model, tokenizer, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(trl, "PROFILE_S", 0.1)
+    monkeypatch.setattr(trl, "_cache", lambda: None)
+    ours = TrlRollouts(None, None, ENGINE, EnvironmentConfig(), max_prompt_tokens=4)
+    trainer = trl_like(model, tokenizer, max_completion_length=1)
+    monkeypatch.setattr(trl, "build_engine", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ours(["abcd"], trainer)
+    monkeypatch.undo()
+    monkeypatch.setattr(trl, "_cache", lambda: None)
+    got = ours(["abcd"], trainer)
+    expected = alone(model, got["prompt_ids"])
+    assert got["completion_ids"][0] == expected[0][0][:1]
+    assert "are too short; set speculation.policy to bandit or off" in caplog.text
+
+
+def test_a_profile_of_something_else_is_named(model, tokenizer, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(trl, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(trl, "PROFILE_S", 0.1)
+    rollouts(None, None)(CHATS, trl_like(model, tokenizer))
+    (kept,) = tmp_path.glob("profiles/*/profile.json")
+    kept.write_text(kept.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
+    named = SpeculationConfig(drafter="suffix", profile=str(kept.parent))
+    got = rollouts(None, named)(CHATS, trl_like(model, tokenizer))
+    assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
+    assert "dtype is 'float32', measured with 'float16'" in caplog.text
+
+
 def test_a_draft_that_cannot_be_measured_is_tried(pair, model, tokenizer, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trl, "CACHE_DIR", str(tmp_path))
     trainer = trl_like(model, tokenizer)
     got = rollouts(pair / "draft", None)(CHATS, trainer)
     assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
     assert "by trying (bandit): the profile of this pair needs drafts to measure" in caplog.text
-    with pytest.raises(ConfigError, match="needs drafts to measure"):
-        rollouts(pair / "draft", SpeculationConfig())(CHATS, trainer)
 
 
 def test_log_probabilities_are_those_of_the_trainers_forward(model, tokenizer):
