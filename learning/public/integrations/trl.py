@@ -197,12 +197,6 @@ class TrlRollouts:
     def _build(self, trainer: Any, step: int, requests: Sequence[SampleRequest]) -> Engine:
         tensors = whole_weights(trainer)
         dtype = dtype_of(trainer, tensors)
-        if dtype == "bfloat16":
-            logger.warning(
-                "TRL computes in bfloat16 (%s), which rounds otherwise than any engine, and corrects for it with "
-                "use_vllm only; a model loaded in float32 with bf16=False makes log-probabilities equal",
-                "GRPOConfig.bf16" if trainer.args.bf16 else "the model was loaded in it",
-            )
         settings = self._settings
         if settings.device == "auto":
             settings = settings.model_copy(update={"device": trainer.accelerator.device.type})
@@ -390,7 +384,7 @@ def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
 
 
 def dtype_of(trainer: Any, tensors: dict[str, Tensor]) -> str:
-    """What to decode in: bfloat16 where TRL computes in it, else float32. Raises ConfigError for float16."""
+    """What to decode in: bfloat16 where TRL computes in it, which is warned of. Raises ConfigError for float16."""
     held = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if trainer.args.fp16 or not held <= set(DTYPES.values()):
         names = ", ".join(sorted(str(one).removeprefix("torch.") for one in held))
@@ -398,7 +392,14 @@ def dtype_of(trainer: Any, tensors: dict[str, Tensor]) -> str:
             f"rollout_func: weights are {names} and fp16 is {trainer.args.fp16}; this engine decodes in float32 or "
             "bfloat16: load the model in one of them and set fp16=False"
         )
-    return "bfloat16" if trainer.args.bf16 or torch.bfloat16 in held else "float32"
+    if not trainer.args.bf16 and torch.bfloat16 not in held:
+        return "float32"
+    logger.warning(
+        "TRL computes in bfloat16 (%s), which rounds otherwise than any engine, and corrects for it with "
+        "use_vllm only; a model loaded in float32 with bf16=False makes log-probabilities equal",
+        "GRPOConfig.bf16" if trainer.args.bf16 else "the model was loaded in it",
+    )
+    return "bfloat16"
 
 
 def _manifest(trainer: Any, tensors: dict[str, Tensor], step: int) -> WeightManifest:
