@@ -249,15 +249,13 @@ class TrlRollouts:
                 )
 
             if speculation.profile != "auto":
-                profile = load_profile(Path(speculation.profile).expanduser())
-                try:
-                    profile.provenance.require_match(described, where=speculation.profile, weights=False)
-                except ProfileError as error:
-                    logger.warning("rollout_func: how much is drafted may not be what pays: %s", error)
+                profile = _named_profile(Path(speculation.profile).expanduser(), described)
             else:
-                weights = "" if draft is None else checksum_of(tensors.values())
+                if draft is not None:
+                    # what is accepted depends on the weights
+                    described = replace(described, target_weights=checksum_of(tensors.values()))
                 try:
-                    profile = _kept_profile(weights, described, measure)
+                    profile = _kept_profile(cache, described, measure)
                 except ConfigError as error:
                     logger.warning("rollout_func: how much to draft is found by trying (bandit): %s", error)
                     speculation = speculation.model_copy(update={"policy": "bandit"})
@@ -301,19 +299,29 @@ def _cache() -> Path | None:
         return Path(CACHE_DIR).expanduser()
 
 
-def _kept_profile(weights: str, described: Provenance, measure: Callable[[], MadeProfile]) -> Profile:
-    """The profile in the cache, else one measured now; `weights`: checksum of those that a draft is accepted by."""
-    key = replace(described, target_weights=weights or described.target_weights).key
-    folder = (_cache() or Path()) / "profiles" / key
-    with suppress(ProfileError, OSError):
-        return load_profile(folder)
+def _named_profile(folder: Path, described: Provenance) -> Profile:
+    """The profile in a folder; a warning where it is of something else. Raises ProfileError: there is none."""
+    profile = load_profile(folder)
+    try:
+        profile.provenance.require_match(described, where=str(folder), weights=False)
+    except ProfileError as error:
+        logger.warning("rollout_func: how much is drafted may not be what pays: %s", error)
+    return profile
+
+
+def _kept_profile(cache: Path | None, described: Provenance, measure: Callable[[], MadeProfile]) -> Profile:
+    """The profile in the cache, else one measured now."""
+    folder = None if cache is None else cache / "profiles" / described.key
+    if folder is not None:
+        with suppress(ProfileError, OSError):
+            return load_profile(folder)
     logger.warning("rollout_func: what drafting costs on this machine is measured once: a minute or so")
     made = measure()
-    try:
-        if _cache() is not None:
+    if folder is not None:
+        try:
             save_profile(made.profile, folder, made.costs, made.drafts)
-    except OSError as error:
-        logger.warning("rollout_func: it is not kept for the next start in %s: %s", folder, error)
+        except OSError as error:
+            logger.warning("rollout_func: it is not kept for the next start in %s: %s", folder, error)
     return made.profile
 
 
