@@ -336,7 +336,7 @@ class MemoryNeeds:
         return weights + logits
 
     def _ranks(self) -> int:
-        """What an instance's other ranks hold, and what all see: two places of each for sums, or for rows of logits."""
+        """What an instance's other ranks hold, and what all see: places for sums or logits, a bucket of weights."""
         ranks, engine, sampling = (
             self._config.cluster.generation.tensor_parallel,
             self._config.engine,
@@ -344,13 +344,16 @@ class MemoryNeeds:
         )
         if ranks == 1:
             return 0
+        table = self._target.vocab_size * self._target.hidden_size
         # each is a process, and holds the embeddings too
-        others = (ranks - 1) * (TORCH_PROCESS_BYTES + self._target.vocab_size * self._target.hidden_size * 4)
+        others = (ranks - 1) * (TORCH_PROCESS_BYTES + table * 4)
         tokens = max(engine.max_prefill_tokens, engine.max_running_samples * (self._num_nodes + 1))
         sums = tokens * self._target.hidden_size * ranks
         if sampling.top_k > 0 or sampling.top_p < 1.0:
             sums = max(sums, engine.max_running_samples * (self._num_nodes + 1) * self._target.vocab_size)
-        return others + 2 * 4 * sums
+        bucket = max(table * _DTYPE_BYTES[self._dtype], CHUNK_BYTES)
+        # two places a rank, and the smaller ones before them
+        return others + 2 * 2 * 4 * sums + min(bucket, self._target_bytes)
 
     def _on_device_alone(self) -> int:
         """Of a GPU: one prefill's activations and mask (made in float32), the bucket of weights that comes."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from rlhfspec.engine.cache.shared_memory import SharedFile
-from rlhfspec.engine.group.ranks import GroupError, GroupRanks
+from rlhfspec.engine.group.ranks import EndedEarly, GroupError, GroupRanks
 from rlhfspec.engine.group.split_answers import Wanted, split_answers
 from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.model.runner import ModelRunner
@@ -59,10 +60,12 @@ class Follower:
 
     def _load(self, names: list[str]) -> None:
         assert self._model is not None
-        if self._runner is not None:
-            self._runner.load_parts(names, self._ranks.parts())
-        elif (altered := self._model.load(names, self._ranks.parts())) is not None:
-            raise not_held(f"weights of rank {self._ranks.share.rank}", altered)
+        # a version that the leader cannot load is one that nobody decodes from: the next one may be whole
+        with suppress(EndedEarly):
+            if self._runner is not None:
+                self._runner.load_parts(names, self._ranks.buckets())
+            elif (altered := self._model.load(names, self._ranks.buckets())) is not None:
+                raise not_held(f"weights of rank {self._ranks.share.rank}", altered)
 
     def _forward(self, runner: ModelRunner, kind: str, what: dict[str, Any]) -> None:
         ids, positions = torch.from_numpy(what["ids"]), torch.from_numpy(what["positions"])

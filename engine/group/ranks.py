@@ -8,7 +8,7 @@ see, since they are processes of one machine, and sockets say when they are ther
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhfspec.core.errors import RlhfSpecError
+from rlhfspec.core.errors import RlhfSpecError, WeightsError
 from rlhfspec.engine.cache.shared_memory import SharedFile
-from rlhfspec.engine.group.meeting import Meeting
+from rlhfspec.engine.group.meeting import Buckets, Meeting, buckets_of
 from rlhfspec.engine.group.rank_sockets import Peer, meet_peers
 from rlhfspec.engine.parts import PARTS, Share
 
 _LENGTH_BYTES = 8
+_TAKEN = torch.zeros(0, dtype=torch.uint8)
+"What ranks meet with once all have taken their share of a bucket: nothing."
 
 
 class GroupError(RlhfSpecError):
     """A rank of a group is gone or did not answer: the instance is lost as one."""
+
+
+class EndedEarly(WeightsError):
+    """The leader could not load a weight version: no rank decodes from what there is of it."""
 
 
 class GroupRanks:
@@ -94,35 +100,42 @@ class GroupRanks:
         kind, what = pickle.loads(data)
         return kind, what
 
-    def hand_on(self, parts: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
-        """Pass a weight version's parts to the other ranks as they come; where this is not the leader, only here."""
+    def hand_on(
+        self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]
+    ) -> Generator[Mapping[str, Tensor]]:
+        """Show a version of these weights to the other ranks, bucket by bucket as it comes; not the leader: pass it on.
+
+        Each bucket lies in memory that all ranks see until all have taken their share of it. Raises GroupError.
+        """
         if not self.is_leader:
             yield from parts
             return
-        is_whole = False
+        room, left = Buckets(), set(names)
+        self.order("load", names=list(names))
         try:
-            for part in parts:
-                specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part.items()]
-                self.order("part", specs=specs)
-                for tensor in part.values():
-                    self._send(_bytes_of(tensor.detach().contiguous()))
-                yield part
-            is_whole = True
-        finally:
-            self.order("parts_end", is_whole=is_whole)
+            for bucket in buckets_of(parts):
+                left -= bucket.keys()
+                self.order("bucket", written=room.write(bucket))
+                try:
+                    yield bucket
+                finally:
+                    self._meet(_TAKEN)
+        except BaseException:
+            self.order("buckets_end", is_whole=False)
+            raise
+        self.order("buckets_end", is_whole=not left)
 
-    def parts(self) -> Iterator[Mapping[str, Tensor]]:
-        """What the leader hands on, on the other ranks. Raises GroupError where it ends before its end."""
+    def buckets(self) -> Iterator[Mapping[str, Tensor]]:
+        """What the leader shows, on the other ranks. Raises EndedEarly where that was no whole version."""
+        room = Buckets()
         while True:
             kind, what = self.next_order()
-            if kind == "parts_end" and what["is_whole"]:
+            if kind == "buckets_end" and what["is_whole"]:
                 return
-            if kind != "part":
-                raise GroupError(f"instance {self._instance}: the leader could not load a weight version")
-            part = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in what["specs"]}
-            for tensor in part.values():
-                self._fill(0, _bytes_of(tensor), self._timeout_s)
-            yield part
+            if kind != "bucket":
+                raise EndedEarly(f"instance {self._instance}: the leader could not load a weight version")
+            yield room.read(what["written"])
+            self._meet(_TAKEN)
 
     def _meet(self, mine: Tensor) -> Tensor:
         """Return all ranks' [ranks, ...]; to be read before this rank's next meeting."""
@@ -179,7 +192,3 @@ def joined(
     peers, memory = meet_peers(Path(folder), rank, num_ranks, timeout_s=start_timeout_s, watch=watch)
     share = Share(rank=rank, ranks=num_ranks)
     return GroupRanks(peers, share, memory, instance=instance, timeout_s=step_timeout_s)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

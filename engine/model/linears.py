@@ -10,7 +10,7 @@ The operators behind the first are private to torch: where they are missing, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -104,8 +104,10 @@ class Ranks(Protocol):
         """On the leader: tell the other ranks what to do next; nothing on those."""
         ...
 
-    def hand_on(self, parts: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
-        """On the leader: pass a weight version's parts to the other ranks as they come."""
+    def hand_on(
+        self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]
+    ) -> Generator[Mapping[str, Tensor]]:
+        """On the leader: show a version of these weights to the other ranks, part by part as it comes."""
         ...
 
 

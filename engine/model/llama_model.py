@@ -7,7 +7,8 @@ unpacked, it must be bit for bit what came. In float32 a norm's gain is multipli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,6 +49,9 @@ INNER_STEP = 32
 "The inner size is padded to a multiple of it."
 
 Published = Mapping[str, Tensor]
+Part = tuple[slice, ...]
+"Rows, or rows and columns, of a published tensor that this rank takes; () is all of it."
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class _Vector:
     """A tensor that is held as such, and the published ones that it is made of."""
 
     what: str
-    names: tuple[str, ...]
+    names: Mapping[str, Part]
     into: Tensor
     made: Callable[[Published], Tensor]
 
@@ -71,7 +75,7 @@ class _Product:
     """A product, and the published weights and biases that it is made of."""
 
     what: str
-    names: tuple[str, ...]
+    names: Mapping[str, Part]
     into: Linear
     made: Callable[[Published], tuple[Rows, Tensor | None]]
 
@@ -168,12 +172,6 @@ class LlamaModel:
         return self.head.unpacked()[0]
 
     @property
-    def _attended(self) -> range:
-        """Columns of the product behind attention that are this rank's."""
-        width = self.queries * self.size
-        return range(self._heads.start * width, self._heads.stop * width)
-
-    @property
     def vectors(self) -> dict[str, Tensor]:
         """What is held as it is published, by name."""
         return {EMBEDDING: self.embedding, FINAL_NORM: self.final_norm}
@@ -237,22 +235,31 @@ class LlamaModel:
             WeightsError: names or a part do not fit, or the parts end before all of it has come.
         """
         require_names(self.shapes, names)
-        if self.ranks is not None:
-            self.ranks.order("load", names=list(names))
-            parts = self.ranks.hand_on(parts)
-        waiting: dict[str, Tensor] = {}
-        left, held = self._laid_out, list[tuple[str, Same]]()
+        parts = self._fitting(parts)
+        if self.ranks is None:
+            return self._take(parts)
+        with closing(self.ranks.hand_on(names, parts)) as shown:
+            return self._take(shown)
+
+    def _fitting(self, parts: Iterable[Published]) -> Generator[Published]:
         for part in parts:
             for name, tensor in part.items():
                 require_fit(name, tensor, self.shapes[name], self.dtype)
+            yield part
+
+    def _take(self, parts: Iterable[Published]) -> str | None:
+        """Lay out this rank's share of each part as it comes, and read it back."""
+        waiting: dict[str, Tensor] = {}
+        left, held = self._laid_out, list[tuple[str, Same]]()
+        for part in parts:
             waiting |= part
             ready = [one for one in left if all(name in waiting for name in one.names)]
             for one in ready:
-                got = {name: self._read(waiting[name]) for name in one.names}
+                got = self._got(one, waiting)
                 one.take(got)
                 if any(waiting[name].device != self.embedding.device for name in one.names):
                     # brought here once more: the way to the device may have damaged what was laid out
-                    got = {name: self._read(waiting[name]) for name in one.names}
+                    got = self._got(one, waiting)
                 held.append((one.what, one.holds(got)))
             left = [one for one in left if one not in ready]
             awaited = {name for one in left for name in one.names}
@@ -263,8 +270,7 @@ class LlamaModel:
     @torch.no_grad()
     def altered_copy(self, tensors: Published) -> str | None:
         """Compare all that is laid out with a whole version; the result is that of `load`."""
-        got = {name: self._read(tensor) for name, tensor in tensors.items()}
-        return first_altered((one.what, one.holds(got)) for one in self._laid_out)
+        return first_altered((one.what, one.holds(self._got(one, tensors))) for one in self._laid_out)
 
     def _outliving(self, name: str, part: Published, waiting: Published) -> Tensor:
         """What waits for others of its group, where the part's memory is written over."""
@@ -272,73 +278,79 @@ class LlamaModel:
             return self.embedding
         return waiting[name].clone() if name in part else waiting[name]
 
-    def _read(self, tensor: Tensor) -> Tensor:
-        """A published tensor in the type and on the device that it is held in; first rounded as it is published."""
-        return tensor.to(self.device, self.dtype).to(self._held_dtype)
+    def _got(self, one: _Vector | _Product, tensors: Published) -> dict[str, Tensor]:
+        """This rank's share of what is laid out as one."""
+        return {name: self._read(tensors[name], part) for name, part in one.names.items()}
+
+    def _read(self, tensor: Tensor, part: Part) -> Tensor:
+        """A part of a published tensor, where and in the type it is held in; it is rounded as it is published first."""
+        return tensor[part].to(self.device, self.dtype).to(self._held_dtype)
 
     def _all_laid_out(self) -> Iterator[_Vector | _Product]:
         embedding = HEAD if self.config.tie_word_embeddings else EMBEDDING
         yield self._vector("embed_tokens", embedding, self.embedding)
         yield self._vector("the last norm", FINAL_NORM, self.final_norm)
         yield from self._behind_norm(
-            "lm_head", self.head, ["lm_head"], FINAL_NORM, self.final_gain, rows=self._ids
+            "lm_head", self.head, {"lm_head": _slice(self._ids)}, FINAL_NORM, self.final_gain
         )
         if self._kept_head is not None:
             yield self._vector("the published head", HEAD, self._kept_head)
         for index, layer in enumerate(self.layers):
             at, called = f"model.layers.{index}.", f"layer {index} "
             attention, mlp = f"{at}self_attn.", f"{at}mlp."
-            of = [f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj"]
+            queries, keys = (_slice(self._heads, each) for each in (self.queries * self.size, self.size))
+            of = {f"{attention}q_proj": queries, f"{attention}k_proj": keys, f"{attention}v_proj": keys}
             norm, gain = f"{at}input_layernorm.weight", layer.attention_gain
             yield from self._behind_norm(called + "qkv", layer.qkv, of, norm, gain, self._by_head)
             if layer.head_gain is not None:
-                names = (f"{attention}q_norm.weight", f"{attention}k_norm.weight")
+                names: dict[str, Part] = {f"{attention}q_norm.weight": (), f"{attention}k_norm.weight": ()}
                 yield _Vector(called + "head_gain", names, layer.head_gain, partial(self._head_gains, names))
-            yield self._product(called + "out", layer.out, [f"{attention}o_proj"], columns=self._attended)
-            of, norm = [f"{mlp}gate_proj", f"{mlp}up_proj"], f"{at}post_attention_layernorm.weight"
+            attended = _slice(self._heads, self.queries * self.size)
+            yield self._product(called + "out", layer.out, {f"{attention}o_proj": _ALL}, columns=attended)
+            inner, norm = _slice(self._inner), f"{at}post_attention_layernorm.weight"
+            of = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
             gate_up = layer.gate_up
             yield from self._behind_norm(
                 called + "gate_up", gate_up, of, norm, layer.mlp_gain, self._gates_and_ups
             )
             yield self._product(
-                called + "down", layer.down, [f"{mlp}down_proj"], columns=self._inner, pad=self._pad
+                called + "down", layer.down, {f"{mlp}down_proj": _ALL}, columns=inner, pad=self._pad
             )
 
     def _behind_norm(
         self,
         what: str,
         linear: Linear,
-        of: list[str],
+        of: Mapping[str, slice],
         norm: str,
         gain: Tensor | None,
         order: Tensor | None = None,
-        rows: range | None = None,
     ) -> Iterator[_Vector | _Product]:
         """A product of what a norm gives: the gain is multiplied into its weights, or held apart."""
         if gain is not None:
             yield self._vector(f"{what}'s gain", norm, gain)
-        yield self._product(what, linear, of, order, norm=norm if gain is None else "", rows=rows)
+        yield self._product(what, linear, of, order, norm=norm if gain is None else "")
 
     def _product(
         self,
         what: str,
         linear: Linear,
-        of: list[str],
+        of: Mapping[str, slice],
         order: Tensor | None = None,
         *,
         norm: str = "",
-        rows: range | None = None,
-        columns: range | None = None,
+        columns: slice = _ALL,
         pad: int = 0,
     ) -> _Product:
-        """Weights that are multiplied by at once: rows, or all in another order; columns, and `pad` of zeros."""
-        across, down = _slice(columns), _slice(rows)
-        weights = [f"{name}.weight" for name in of]
-        biases = [name for one in of if (name := f"{one}.bias") in self.shapes]
+        """Weights that are multiplied by at once: these rows of each, in `order`; columns, and `pad` of zeros."""
+        weights: dict[str, Part] = {f"{name}.weight": (rows, columns) for name, rows in of.items()}
+        biases: dict[str, Part] = {
+            name: (rows,) for one, rows in of.items() if (name := f"{one}.bias") in self.shapes
+        }
+        gains: dict[str, Part] = {norm: ()} if norm else {}
 
         def made(got: Published) -> tuple[Rows, Tensor | None]:
-            rows = [got[name][down, across] for name in weights]
-            rows = [F.pad(part, (0, pad)) for part in rows] if pad else rows
+            rows = [F.pad(got[name], (0, pad)) if pad else got[name] for name in weights]
             gain = got[norm].to(self.compute_dtype) if norm else None
             folded = None if gain is None else gain * gain.numel() ** 0.5
             bias = [got[name] for name in biases]
@@ -348,12 +360,12 @@ class LlamaModel:
                 bias = [torch.cat([*bias, bias[0].new_zeros(1)]).index_select(0, order)] if bias else []
             return Rows(tuple(rows), order, folded), bias[0].to(self.compute_dtype) if bias else None
 
-        return _Product(what, (*weights, *biases, *([norm] if norm else ())), linear, made)
+        return _Product(what, weights | biases | gains, linear, made)
 
     def _vector(self, what: str, name: str, into: Tensor) -> _Vector:
-        return _Vector(what, (name,), into, lambda got: got[name].to(into.dtype))
+        return _Vector(what, {name: ()}, into, lambda got: got[name].to(into.dtype))
 
-    def _head_gains(self, names: tuple[str, str], got: Published) -> Tensor:
+    def _head_gains(self, names: Iterable[str], got: Published) -> Tensor:
         """Qwen3's norms of queries and key."""
         query, key = (_pairs_together(got[name].float(), dim=0) for name in names)
         return torch.cat([query.expand(self.queries, -1), key[None]])
@@ -420,26 +432,22 @@ class LlamaModel:
         return torch.zeros(shape, dtype=dtype or self._held_dtype, device=self.device)
 
     def _orders(self) -> tuple[Tensor, Tensor]:
-        """Order of the rows of queries, keys and values, and of gates and ups: each padded with the row behind all."""
-        heads = self.config.num_key_value_heads
-        queries, keys = heads * self.queries * self.size, heads * self.size
+        """Order of this rank's rows of queries, keys and values, and of gates and ups.
+
+        Each is padded with the row behind all.
+        """
+        keys, inner = self.kv_heads * self.size, len(self._inner)
+        queries = keys * self.queries
         numbers = torch.arange(queries + 2 * keys, device=self.device)
-        of_query, of_key = (_slice(self._heads, each) for each in (self.queries * self.size, self.size))
-        parts = (
-            numbers[:queries][of_query],
-            numbers[queries : queries + keys][of_key],
-            numbers[queries + keys :][of_key],
-        )
-        inner = self.config.intermediate_size
-        both = torch.arange(2 * inner, device=self.device).view(2, inner)[:, _slice(self._inner)]
+        both = torch.arange(2 * inner, device=self.device).view(2, inner)
         return (
-            by_head(*parts, self.kv_heads, self.size),
+            by_head(numbers[:queries], numbers[queries:-keys], numbers[-keys:], self.kv_heads, self.size),
             F.pad(both, (0, self._pad), value=2 * inner).reshape(-1),
         )
 
 
-def _slice(of: range | None, times: int = 1) -> slice:
-    return slice(None) if of is None else slice(of.start * times, of.stop * times)
+def _slice(of: range, times: int = 1) -> slice:
+    return slice(of.start * times, of.stop * times)
 
 
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, ModelError, NumericsError
+from rlhfspec.core.errors import ConfigError, ModelError, NumericsError, WeightsError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
@@ -119,6 +119,25 @@ def test_weights_that_are_loaded_reach_every_rank(group: GroupRanks) -> None:
     wanted = requests(6)
     found = bits(groups.generate(wanted))
     assert found == bits(alone.generate(wanted)) == bits(engine_of("plain", seed=2).generate(wanted))
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+def test_a_version_that_ends_early_is_followed_by_a_whole_one(group: GroupRanks) -> None:
+    other = dict(unique_tensors(llama(2)))
+    engine = engine_of("look_up", group)
+
+    def ends_early() -> Iterator[dict[str, torch.Tensor]]:
+        for name, tensor in list(other.items())[:5]:
+            yield {name: tensor}
+        raise WeightsError("chunk 1 of 2 is damaged")
+
+    with pytest.raises(WeightsError, match="is damaged"):
+        engine.runner.load_parts(other, ends_early())
+    with pytest.raises(WeightsError, match="ended early"):
+        engine.runner.load_parts(other, [])
+    engine.runner.load_parts(other, [other])
+    wanted = requests(6)
+    assert bits(engine.generate(wanted)) == bits(engine_of("plain", seed=2).generate(wanted))
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)

@@ -147,8 +147,8 @@ def test_a_tensor_damaged_on_its_way_to_the_device_is_found(monkeypatch) -> None
     arriving = {id(elsewhere[name]): tensor.clone() for name, tensor in tensors.items()}
     damaged = [id(elsewhere["model.layers.1.mlp.up_proj.weight"])]
 
-    def read(self: LlamaModel, tensor: torch.Tensor) -> torch.Tensor:
-        got = arriving[id(tensor)].clone()
+    def read(self: LlamaModel, tensor: torch.Tensor, part: tuple[slice, ...]) -> torch.Tensor:
+        got = arriving[id(tensor)][part].clone()
         if id(tensor) in damaged:
             damaged.clear()
             flip(got, 1001)
