@@ -32,6 +32,7 @@ from rlhfspec.engine.drafters.refinement import Scorer
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.group.dealing import require_dealt
+from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import CudaRecorder
 from rlhfspec.engine.model.invariance_probe import (
@@ -39,7 +40,6 @@ from rlhfspec.engine.model.invariance_probe import (
     Verdict,
     check_invariance,
     facts_of,
-    require_bits_of_one_rank,
 )
 from rlhfspec.engine.model.linears import Ranks
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config

@@ -1,7 +1,7 @@
 """The other ranks of an instance: Ray actors that the leader starts beside itself, and that end with it.
 
 They are of the leader's own bundle, so of its machine: the ranks share one cache's memory. An instance is lost as one:
-where a follower dies the leader's next step raises, where the leader dies Ray ends the actors that it owns.
+where a follower dies the leader ends too, where the leader dies Ray ends the actors that it owns.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -77,6 +78,8 @@ class RankActors:
                 f"{spec.num_ranks}: {str(error).splitlines()[0]}",
             ) from error
         self.ranks.on_lost = _end_process
+        # an idle leader sends nothing, so no socket would tell it
+        Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def close(self) -> None:
         """Let the other ranks end; those of a group that is broken are ended."""
@@ -91,13 +94,20 @@ class RankActors:
         self.ranks.close()
         self._end()
 
+    def _watch(self) -> None:
+        """Wait until a rank has ended: the leader ends too, unless it has let them end."""
+        (ended, *_), _ = ray.wait(self._following, num_returns=1)
+        if self.ranks.on_lost is not None:
+            rank, count = 1 + self._following.index(ended), 1 + len(self._following)
+            _end_process(f"rank {rank} of {count} has ended, see its log; the instance is lost")
+
     def _end(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _end_process(lost: Exception) -> None:
+def _end_process(lost: object) -> None:
     """A leader without its ranks has nothing to go on with: whoever waits for it must see it dead, and replace it."""
     logger.error("%s", lost)
     for handler in logging.getLogger().handlers:

@@ -189,19 +189,22 @@ def tree_logits(
     served: Served, root: Int[Tensor, "B 1"], tree: DraftTree, base: Int[Tensor, " B"], *, view: int
 ) -> Float[Tensor, "B n V"]:
     """Run root and nodes of a tree behind `base` cached tokens of slots 0..B-1, with `view` positions in sight."""
-    batch, n = root.shape[0], tree.num_nodes + 1
-    depth = tree.depth_with_root
-    plan = TreePlan(
+    ids, positions = torch.cat([root, tree.token_ids], dim=1), base[:, None] + tree.depth_with_root
+    plan = tree_plan(served, tree, base, view=view)
+    return served.logits(ids.reshape(-1), positions.reshape(-1), plan).view(*ids.shape, -1)
+
+
+def tree_plan(served: Served, tree: DraftTree, base: Int[Tensor, " B"], *, view: int) -> TreePlan:
+    """The plan of such a forward."""
+    return TreePlan(
         pool=served.pool,
         attention=served.attention,
         base=base,
-        num_tokens=n,
+        num_tokens=tree.num_nodes + 1,
         seen=None if tree.is_chain else ancestors_or_self(tree),
-        depth=None if tree.is_chain else depth,
+        depth=None if tree.is_chain else tree.depth_with_root,
         view_tokens=view,
     )
-    ids = torch.cat([root, tree.token_ids], dim=1)
-    return served.logits(ids.reshape(-1), (base[:, None] + depth).reshape(-1), plan).view(batch, n, -1)
 
 
 def require_finite_logits(served: Served) -> None:

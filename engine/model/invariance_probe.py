@@ -3,9 +3,6 @@
 One sequence is decoded plainly, one token at a time, alone. Then the same tokens are computed in other company:
 in batches, as chains and trees with decoys, the widest that the policy may draft, in prefill, under views as long as
 the cache, across reduction chunks. Every logit must be bitwise equal.
-
-The leader of a group has its share of the weights alone, so it cannot compare the model with what one rank computes: it
-compares a layer of the same heads and widths, of drawn weights and a small vocabulary.
 """
 
 from __future__ import annotations
@@ -27,17 +24,12 @@ from torch import Tensor
 from rlhfspec.core.errors import NotInvariantError, NumericsError, StorageError
 from rlhfspec.core.files import write_whole
 from rlhfspec.engine.attention.backends import CHUNK
-from rlhfspec.engine.cache.shared_memory import SharedFile
 from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes
 from rlhfspec.engine.model.comparison import is_rounding, tree_logits
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.linears import Ranks
 from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import unique_tensors
-from rlhfspec.engine.weights.llama_config import LlamaConfig, weight_shapes
 
 PATH_TOKENS = 4
 PROBE_SEED = 20251
@@ -212,61 +204,6 @@ def _logits_by_prefill(runner: ModelRunner, ids: Tensor, context: int) -> Tensor
     piece = PrefillPiece(slot=0, start=0, length=len(ids))
     plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=[piece])
     return runner.logits(ids, torch.arange(len(ids), device=ids.device), plan)[context:]
-
-
-GROUP_IDS, GROUP_CONTEXT = 512, 5
-"Of what a group is probed with."
-
-
-def require_bits_of_one_rank(
-    hf_config_json: str, dtype: str, *, backend: ComputeBackend, ranks: Ranks
-) -> None:
-    """Compare logits of a layer, decoded by all ranks and by this one alone. Raises NumericsError: a bit differs."""
-    small = json.loads(hf_config_json) | {
-        "num_hidden_layers": 1,
-        "vocab_size": GROUP_IDS,
-        "num_outputs": GROUP_IDS,
-    }
-    text, kind = json.dumps(small), DTYPES[dtype]
-    config, generator = LlamaConfig.of(text), torch.Generator().manual_seed(PROBE_SEED)
-    tensors = {
-        name: (torch.randn(shape, generator=generator) * 0.1).to(kind)
-        for name, shape in weight_shapes(config).items()
-    }
-    ids = torch.randint(GROUP_IDS, (GROUP_CONTEXT + PATH_TOKENS,), generator=generator)
-    alone, together = (
-        plain_logits(_runner(config, text, dtype, tensors, backend, each), ids, GROUP_CONTEXT)
-        for each in (None, ranks)
-    )
-    if not torch.equal(alone, together):
-        raise NumericsError(
-            f"a layer that {ranks.share.ranks} ranks compute differs from one rank's by up to "
-            f"{float((alone - together).abs().max()):.2e}, expected the same bits; set "
-            "cluster.generation.tensor_parallel=1"
-        )
-
-
-def _runner(
-    config: LlamaConfig,
-    text: str,
-    dtype: str,
-    tensors: dict[str, torch.Tensor],
-    backend: ComputeBackend,
-    ranks: Ranks | None,
-) -> ModelRunner:
-    if ranks is not None:
-        ranks.order("model", hf_config_json=text, dtype=dtype, vocab_size=GROUP_IDS)
-    model = LlamaModel(config, DTYPES[dtype], backend, ranks=ranks, vocab_size=GROUP_IDS)
-    model.load(tensors, [tensors])
-    return ModelRunner(
-        model,
-        num_slots=1,
-        capacity=GROUP_CONTEXT + PATH_TOKENS + 1,
-        backend=backend,
-        vocab_size=GROUP_IDS,
-        who="the probe of a group",
-        cells=None if ranks is None else SharedFile.new("rlhfspec-probe"),
-    )
 
 
 Verdict = Literal["holds", "holds_unpacked"]

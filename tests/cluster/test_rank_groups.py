@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from loop_hooks import before_updates
+from ray.exceptions import RayActorError
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
@@ -68,7 +70,13 @@ def test_two_ranks_learn_what_one_learns_though_one_is_killed(
     def kill_a_rank(_: System) -> None:
         if not killed:
             killed.append("gen-0-rank-1")
-            ray.kill(ray.get_actor(killed[0], namespace=namespace_of(2)))
+            leader, rank = (ray.get_actor(name, namespace=namespace_of(2)) for name in ("gen-0", killed[0]))
+            ray.kill(rank)
+            # it has no samples, and ends all the same
+            ends_s = time.monotonic() + 120.0
+            with pytest.raises(RayActorError):
+                while time.monotonic() < ends_s:
+                    ray.get(leader.numerics.remote(), timeout=120.0)
 
     before_updates(monkeypatch, kill_a_rank)
     assert len(alone) == 3

@@ -17,9 +17,9 @@ from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.exchange import TARGET
 from rlhfspec.engine.group.dealing import LocalRanks, dealt, require_dealt
+from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
 from rlhfspec.engine.group.ranks import GroupError, GroupRanks
 from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.invariance_probe import require_bits_of_one_rank
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config
 from rlhfspec.engine.numerics import choose_backend
 from rlhfspec.engine.weights.chunks import unique_tensors
@@ -220,13 +220,22 @@ def test_the_probe_finds_ranks_that_do_not_give_the_bits_of_one(
     text, backend = llama(1).config.to_json_string(use_diff=False), choose_backend(CPU)
     for dtype in ("float32", "bfloat16"):
         require_bits_of_one_rank(text, dtype, backend=backend, ranks=group)
-    usual = group.add_up
+    of_a_layer = f"of a layer that {group.share.ranks} ranks compute differ"
+    exchange, add_up = group.exchange, group.add_up
+
+    def sums_off_by_a_little(mine: torch.Tensor) -> torch.Tensor:
+        return exchange(mine + 1e-5 if mine.dtype == torch.float64 else mine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "exchange", sums_off_by_a_little)
+        with pytest.raises(NumericsError, match=f"log-probabilities at temperature 1 {of_a_layer}"):
+            require_bits_of_one_rank(text, "float32", backend=backend, ranks=group)
 
     def off_by_a_little(x: torch.Tensor, part: torch.Tensor) -> None:
-        usual(x, part + 1e-6 * part)
+        add_up(x, part + 1e-6 * part)
 
     monkeypatch.setattr(group, "add_up", off_by_a_little)
-    with pytest.raises(NumericsError, match=f"a layer that {group.share.ranks} ranks compute differs"):
+    with pytest.raises(NumericsError, match=f"logits {of_a_layer}"):
         require_bits_of_one_rank(text, "float32", backend=backend, ranks=group)
 
 

@@ -1,0 +1,109 @@
+"""The start-up probe of a group: its ranks must give the bits of one, of logits and of what is sampled from them.
+
+The leader has its share of the weights alone, so it cannot compare the model with what one rank computes: it compares a
+layer of the same heads and widths, of drawn weights and a small vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfspec.core.errors import NumericsError
+from rlhfspec.core.records import SamplingParams
+from rlhfspec.engine.cache.shared_memory import SharedFile
+from rlhfspec.engine.decoding.answers import Answers, WholeAnswers
+from rlhfspec.engine.decoding.draft_tree import chain
+from rlhfspec.engine.decoding.noise import row_words
+from rlhfspec.engine.decoding.sampling_rule import RowSampling
+from rlhfspec.engine.decoding.verify import verify
+from rlhfspec.engine.group.split_answers import Wanted, split_answers
+from rlhfspec.engine.model.comparison import tree_plan
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.invariance_probe import PATH_TOKENS, PROBE_SEED, plain_logits
+from rlhfspec.engine.model.linears import Ranks
+from rlhfspec.engine.model.llama_model import LlamaModel
+from rlhfspec.engine.model.runner import ModelRunner
+from rlhfspec.engine.weights.causal_lm import DTYPES
+from rlhfspec.engine.weights.llama_config import LlamaConfig, weight_shapes
+
+IDS, CONTEXT = 512, 5
+TEMPERATURES = (1.0, 0.7, 0.0)
+
+
+def require_bits_of_one_rank(
+    hf_config_json: str, dtype: str, *, backend: ComputeBackend, ranks: Ranks
+) -> None:
+    """Compare a layer decoded by all ranks with what this one computes alone. Raises NumericsError: a bit differs."""
+    small = {"num_hidden_layers": 1, "vocab_size": IDS, "num_outputs": IDS}
+    text = json.dumps(json.loads(hf_config_json) | small)
+    config, generator = LlamaConfig.of(text), torch.Generator().manual_seed(PROBE_SEED)
+    tensors = {
+        name: (torch.randn(shape, generator=generator) * 0.1).to(DTYPES[dtype])
+        for name, shape in weight_shapes(config).items()
+    }
+    ids = torch.randint(IDS, (CONTEXT + PATH_TOKENS,), generator=generator)
+    alone, together = (_said(text, dtype, tensors, ids, backend, each) for each in (None, ranks))
+    for what, expected in alone.items():
+        got = together[what]
+        if not torch.equal(expected, got):
+            raise NumericsError(
+                f"{what} of a layer that {ranks.share.ranks} ranks compute differ from one rank's by up to "
+                f"{float((expected - got).abs().max()):.2e}, expected the same bits; set "
+                "cluster.generation.tensor_parallel=1"
+            )
+
+
+def _said(
+    text: str,
+    dtype: str,
+    tensors: dict[str, Tensor],
+    ids: Tensor,
+    backend: ComputeBackend,
+    ranks: Ranks | None,
+) -> dict[str, Tensor]:
+    """Logits behind a prompt, and what is sampled at each of them, by what it is."""
+    if ranks is not None:
+        ranks.order("model", hf_config_json=text, dtype=dtype, vocab_size=IDS)
+    model = LlamaModel(LlamaConfig.of(text), DTYPES[dtype], backend, ranks=ranks, vocab_size=IDS)
+    model.load(tensors, [tensors])
+    runner = ModelRunner(
+        model,
+        num_slots=1,
+        capacity=CONTEXT + PATH_TOKENS + 1,
+        backend=backend,
+        vocab_size=IDS,
+        who="the probe of a group",
+        cells=None if ranks is None else SharedFile.new("rlhfspec-probe"),
+    )
+    said = {"logits": plain_logits(runner, ids, CONTEXT)}
+    tree = chain(ids[None, CONTEXT + 1 :], torch.ones(1, PATH_TOKENS - 1))
+    for temperature in TEMPERATURES:
+        answers = _answers(runner, ids, temperature)
+        values, _ = answers.logprobs(verify(answers.token_ids, tree, None, PATH_TOKENS - 1), is_chain=True)
+        said[f"tokens at temperature {temperature:g}"] = answers.token_ids
+        said[f"log-probabilities at temperature {temperature:g}"] = values
+    return said
+
+
+def _answers(runner: ModelRunner, ids: Tensor, temperature: float) -> Answers:
+    """What is sampled at the nodes of a chain behind the prompt, as a decode step does it."""
+    levels, base = torch.arange(PATH_TOKENS)[None], torch.tensor([CONTEXT])
+    rows = RowSampling.of([SamplingParams(max_new_tokens=1, temperature=temperature)], runner.device)
+    words = row_words(np.array([[PROBE_SEED, 1]], dtype=np.int32), 1 + CONTEXT + levels.numpy())
+    tree = chain(ids[None, CONTEXT + 1 :], torch.ones(1, PATH_TOKENS - 1))
+    plan = tree_plan(runner, tree, base, view=CONTEXT + PATH_TOKENS)
+    path, positions = ids[CONTEXT:], CONTEXT + levels[0]
+    if runner.ranks is None:
+        noise = runner.backend.noise.of_words(torch.from_numpy(words), IDS)
+        return WholeAnswers(runner.logits(path, positions, plan)[None], noise, levels, rows)
+    wanted = Wanted(
+        words=words,
+        levels=levels.numpy(),
+        divisors=rows.divisor.numpy(),
+        factors=rows.noise_factor.numpy(),
+    )
+    return split_answers(runner, path, positions, plan, wanted)
