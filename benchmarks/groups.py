@@ -1,7 +1,7 @@
 """Instances of several ranks: what a group costs and what its ranks say to each other, beside one rank.
 
-Two ranks, a core each, are timed in turn with one, and with what the cluster simulator's formula makes of one rank's
-seconds and of a sum's. `rlhfspec bench exactness` compares their bits.
+Two ranks, a core each, are timed in turn with one, decoding and loading a weight version, and with what the cluster
+simulator's formula makes of one rank's seconds and of a sum's. `rlhfspec bench exactness` compares their bits.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from benchmarks.moving.between_groups import groups
 from benchmarks.support.harness import Bench
-from benchmarks.support.timing import engine_rate, interleaved, ratios
+from benchmarks.support.timing import Rate, engine_rate, interleaved, ratios
 from benchmarks.support.workload import PLAIN, Workload, model_p, real_workload
+from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.group.ranks import GroupRanks
+from rlhfspec.engine.weights.chunks import unique_tensors
 from rlhfspec.policies.simulate.model_dimensions import dimensions_of
 from rlhfspec.policies.simulate.roofline import DeviceSheet, Reached, Roofline
 
@@ -37,14 +41,17 @@ def run(bench: Bench) -> int:
         return 0
     with groups((1, 2)) as ranks:
         sum_s = _count(bench, workload, ranks[2])
-        requests = workload.requests()
-        rates = {
-            f"{size} rank(s)": engine_rate(
-                workload.engine(PLAIN, ranks=of, max_running_samples=SLOTS), requests
-            )
+        requests, tensors = workload.requests(), dict(unique_tensors(workload.target("float32")))
+        engines = {
+            f"{size} rank(s)": workload.engine(PLAIN, ranks=of, max_running_samples=SLOTS)
             for size, of in ranks.items()
         }
+        rates = {name: engine_rate(engine, requests) for name, engine in engines.items()}
         taken = interleaved(rates, ROUNDS[bench.mode])
+        loads = {name: _load_rate(engine, tensors) for name, engine in engines.items()}
+        loaded = interleaved(loads, ROUNDS[bench.mode])
+    bench.figures.keep(f"{workload.name}_loads_two_over_one", ratios(loaded, "2 rank(s)", "1 rank(s)"))
+    bench.figures.keep(f"{workload.name}_load_s_of_two", [1.0 / rate for rate in loaded["2 rank(s)"]])
     name = f"{workload.name}_two_over_one"
     ratio = bench.figures.keep(name, ratios(taken, "2 rank(s)", "1 rank(s)"))
     low, high = bench.figures.intervals[name]
@@ -55,6 +62,17 @@ def run(bench: Bench) -> int:
     bench.figures.values[f"{name}_simulated"] = step_s / simulated_step_s(workload, step_s, sum_s, ranks=2)
     bench.write(rounds=ROUNDS[bench.mode])
     return 0
+
+
+def _load_rate(engine: Engine, tensors: Mapping[str, Tensor]) -> Rate:
+    """Load a weight version, laid out and read back on every rank; versions per second."""
+
+    def rate() -> float:
+        began_s = time.perf_counter()
+        engine.runner.load_parts(tensors, [tensors])
+        return 1.0 / (time.perf_counter() - began_s)
+
+    return rate
 
 
 def _count(bench: Bench, workload: Workload, ranks: GroupRanks | None) -> float:
