@@ -124,8 +124,12 @@ class TrlRollouts:
 
         Raises:
             ConfigError: sampling, or a trainer, that this engine does not serve.
-            DataError: a prompt that is too long, or holds images.
+            DataError: no prompt, one that is too long, or holds images.
         """
+        if not prompts:
+            raise DataError(
+                "rollout_func: expected at least one prompt, got none; look at the trainer's data set"
+            )
         sampling = sampling_of(trainer)
         prompt_ids = tokenized(prompts, trainer)
         longest, most = max(map(len, prompt_ids)), self._most_prompt_tokens(trainer)
@@ -302,8 +306,11 @@ def _cache() -> Path | None:
 def _named_profile(folder: Path, described: Provenance) -> Profile:
     """The profile in a folder; a warning where it is of something else. Raises ProfileError: there is none."""
     profile = load_profile(folder)
+    made = profile.provenance
+    # any batch and length that it was measured for may serve
+    described = replace(described, num_slots=made.num_slots, max_total_tokens=made.max_total_tokens)
     try:
-        profile.provenance.require_match(described, where=str(folder), weights=False)
+        made.require_match(described, where=str(folder), weights=False)
     except ProfileError as error:
         logger.warning("rollout_func: how much is drafted may not be what pays: %s", error)
     return profile

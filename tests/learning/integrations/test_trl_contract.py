@@ -128,8 +128,11 @@ def test_a_profile_of_something_else_is_named(model, tokenizer, tmp_path, monkey
     monkeypatch.setattr(trl, "PROFILE_S", 0.1)
     rollouts(None, None)(CHATS, trl_like(model, tokenizer))
     (kept,) = tmp_path.glob("profiles/*/profile.json")
-    kept.write_text(kept.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
     named = SpeculationConfig(drafter="suffix", profile=str(kept.parent))
+    caplog.clear()
+    rollouts(None, named)(CHATS[:1], trl_like(model, tokenizer))
+    assert not caplog.text, "a smaller batch is what it was measured for, too"
+    kept.write_text(kept.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
     got = rollouts(None, named)(CHATS, trl_like(model, tokenizer))
     assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
     assert "dtype is 'float32', measured with 'float16'" in caplog.text
@@ -319,11 +322,13 @@ def test_what_is_not_served_is_refused_by_name(model, tokenizer, changes, messag
         rollouts()(CHATS, trl_like(model, tokenizer, **changes))
 
 
-def test_a_prompt_that_is_too_long_is_refused(model, tokenizer):
+def test_prompts_that_are_too_long_or_none_are_refused(model, tokenizer):
     with pytest.raises(
         DataError, match=r"a prompt has 100 tokens, expected at most 64.*max_prompt_tokens=100"
     ):
         rollouts()(["x" * 100], trl_like(model, tokenizer))
+    with pytest.raises(DataError, match="expected at least one prompt, got none"):
+        rollouts()([], trl_like(model, tokenizer))
 
 
 @pytest.mark.parametrize("release", ["0.29.1", "1.0.0"])
