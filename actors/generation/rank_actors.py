@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import closing
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,20 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhfspec.actors.actor_messages import GenerationSpec
 from rlhfspec.actors.waiting.actor_start import begin_actor
+from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
 from rlhfspec.actors.waiting.remote import Handle, remote
-from rlhfspec.core.errors import WaitTimeout
+from rlhfspec.core.errors import InstanceLost, WaitTimeout
 
 if TYPE_CHECKING:
     from rlhfspec.engine.group.ranks import GroupRanks
 
 logger = logging.getLogger(__name__)
-START_TIMEOUT_S = 300.0
-"Until all ranks of an instance have met; Ray may wait for room first."
+START_TIMEOUT_S = 240.0
+"Until all ranks of an instance have met; less than whoever waits for the leader gives it."
 STEP_TIMEOUT_S = 120.0
 "For a rank's answer within a step."
+_LAST_WORDS_S = 5.0
+"For Ray to say why a rank has ended."
 
 
 @remote(max_restarts=0)
@@ -44,29 +47,35 @@ class RankActor:
         """Compute this rank's share until the leader says stop. Raises GroupError: the leader is gone."""
         from rlhfspec.engine.group.follower import Follower
 
-        ranks = _join(folder, rank, num_ranks, instance=self._instance)
         try:
-            Follower(ranks).follow()
-        finally:
-            # whatever ended it: the others see closed sockets, and wait no longer
-            ranks.close()
+            with closing(_join(folder, rank, num_ranks, instance=self._instance)) as ranks:
+                # whatever ends it: the others see closed sockets, and wait no longer
+                Follower(ranks).follow()
+        except Exception:
+            logger.exception("rank %d of %s has ended", rank, self._instance)
+            raise
 
 
 class RankActors:
     """The leader's side: the actors, and its own end of the group. Used by one thread."""
 
     def __init__(self, spec: GenerationSpec) -> None:
-        """Start the actors and wait until all have met. Raises WaitTimeout, naming who did not come."""
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{spec.instance}-ranks-"))
-        folder = str(self._folder)
+        """Start the actors and wait until all have met.
+
+        Raises WaitTimeout, naming who did not come; InstanceLost: a rank has ended.
+        """
         numbers = range(1, spec.num_ranks)
         self._actors: list[Handle] = [_started(spec, rank) for rank in numbers]
-        self._following = [
-            actor.follow.remote(folder, rank, spec.num_ranks)
-            for actor, rank in zip(self._actors, numbers, strict=True)
-        ]
+        self._following: list[Any] = []
         try:
-            self.ranks: GroupRanks = _join(folder, 0, spec.num_ranks, instance=spec.instance)
+            with tempfile.TemporaryDirectory(prefix=f"{spec.instance}-ranks-") as folder:
+                self._following += [
+                    actor.follow.remote(folder, rank, spec.num_ranks)
+                    for actor, rank in zip(self._actors, numbers, strict=True)
+                ]
+                self.ranks: GroupRanks = _join(
+                    folder, 0, spec.num_ranks, instance=spec.instance, watch=self._require_following
+                )
         except OSError as error:
             self._end()
             raise WaitTimeout(
@@ -77,7 +86,10 @@ class RankActors:
                 advice="look at their logs, and whether its node has room for cluster.generation.num_cpus times "
                 f"{spec.num_ranks}: {str(error).splitlines()[0]}",
             ) from error
-        self.ranks.on_lost = _end_process
+        except BaseException:
+            self._end()
+            raise
+        self.ranks.on_lost = self._end_process
         # an idle leader sends nothing, so no socket would tell it
         Thread(target=self._watch, name="ranks", daemon=True).start()
 
@@ -96,23 +108,37 @@ class RankActors:
 
     def _watch(self) -> None:
         """Wait until a rank has ended: the leader ends too, unless it has let them end."""
-        (ended, *_), _ = ray.wait(self._following, num_returns=1)
+        ray.wait(self._following, num_returns=1)
         if self.ranks.on_lost is not None:
+            self._end_process("the instance is lost")
+
+    def _require_following(self) -> None:
+        """Raise InstanceLost where a rank has ended."""
+        if why := self._why_ended(0.0):
+            raise InstanceLost(f"{why}; the instance cannot start")
+
+    def _why_ended(self, timeout_s: float) -> str:
+        """What the first rank said that has ended; empty: none has."""
+        for ended in ray.wait(self._following, num_returns=1, timeout=timeout_s)[0]:
             rank, count = 1 + self._following.index(ended), 1 + len(self._following)
-            _end_process(f"rank {rank} of {count} has ended, see its log; the instance is lost")
+            try:
+                ray.get(ended, timeout=timeout_s)
+            except DEATHS as error:
+                return f"rank {rank} of {count} has ended: {cause_of(error)}"
+            except Exception as error:
+                return f"rank {rank} of {count} has ended: {str(error).strip().splitlines()[-1]}"
+        return ""
+
+    def _end_process(self, lost: object) -> None:
+        """A leader without its ranks has nothing to go on with: whoever waits must see it dead, and replace it."""
+        logger.error("%s; %s", self._why_ended(_LAST_WORDS_S), lost)
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        os._exit(1)
 
     def _end(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _end_process(lost: object) -> None:
-    """A leader without its ranks has nothing to go on with: whoever waits for it must see it dead, and replace it."""
-    logger.error("%s", lost)
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    os._exit(1)
 
 
 def _started(spec: GenerationSpec, rank: int) -> Handle:
@@ -128,8 +154,10 @@ def _started(spec: GenerationSpec, rank: int) -> Handle:
     return actor.options(**options).remote(spec.instance, rank)
 
 
-def _join(folder: str, rank: int, num_ranks: int, *, instance: str) -> GroupRanks:
-    """Meet the others. Raises TimeoutError."""
+def _join(
+    folder: str, rank: int, num_ranks: int, *, instance: str, watch: Callable[[], None] = lambda: None
+) -> GroupRanks:
+    """Meet the others. Raises TimeoutError, and what `watch` raises, which is called meanwhile."""
     # the driver and the scheduler import this module, and have no use for torch
     from rlhfspec.engine.group.ranks import joined
 
@@ -140,4 +168,5 @@ def _join(folder: str, rank: int, num_ranks: int, *, instance: str) -> GroupRank
         instance=instance,
         start_timeout_s=START_TIMEOUT_S,
         step_timeout_s=STEP_TIMEOUT_S,
+        watch=watch,
     )

@@ -33,6 +33,7 @@ from rlhfspec.engine.cache.kv_pool import KVShape
 from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from rlhfspec.engine.draft_policies import most_nodes
 from rlhfspec.engine.model.prefill_plan import MAX_BIAS_TOGETHER
+from rlhfspec.engine.model.runner import LOGITS_TOGETHER
 from rlhfspec.engine.weights.chunks import CHUNK_BYTES
 from rlhfspec.learning.trainer.batching import PATHS_PER_TOKEN
 from rlhfspec.learning.trainer.engine_scoring import MOST_SLOTS
@@ -336,21 +337,15 @@ class MemoryNeeds:
         return weights + logits
 
     def _ranks(self) -> int:
-        """What an instance's other ranks hold, and what all see: places for sums or logits, a bucket of weights."""
-        ranks, engine, sampling = (
-            self._config.cluster.generation.tensor_parallel,
-            self._config.engine,
-            self._config.sampling,
-        )
+        """What an instance's other ranks hold, and what all see: places for sums and logits, a bucket of weights."""
+        ranks, engine = self._config.cluster.generation.tensor_parallel, self._config.engine
         if ranks == 1:
             return 0
         table = self._target.vocab_size * self._target.hidden_size
         # each is a process, and holds the embeddings too
         others = (ranks - 1) * (TORCH_PROCESS_BYTES + table * 4)
         tokens = max(engine.max_prefill_tokens, engine.max_running_samples * (self._num_nodes + 1))
-        sums = tokens * self._target.hidden_size * ranks
-        if sampling.top_k > 0 or sampling.top_p < 1.0:
-            sums = max(sums, engine.max_running_samples * (self._num_nodes + 1) * self._target.vocab_size)
+        sums = max(tokens * self._target.hidden_size, LOGITS_TOGETHER) * ranks
         bucket = max(table * _DTYPE_BYTES[self._dtype], CHUNK_BYTES)
         # two places a rank, and the smaller ones before them
         return others + 2 * 2 * 4 * sums + min(bucket, self._target_bytes)
@@ -383,7 +378,7 @@ class MemoryNeeds:
             "reference": reference,
         }
         if config.trainer.strategy == "fsdp2":
-            # shards; each trainer still reads and publishes whole models
+            # shards; each trainer still reads whole models, and publishes them block by block
             held = {name: -(-part // num_trainers) for name, part in held.items()}
         # the critic learns from the states of every response token; each trainer keeps those of its share
         states = self._num_samples * config.sampling.max_new_tokens * target.hidden_size * 4

@@ -307,6 +307,7 @@ def _check_ranks(
         f"engine.device={engine.device}, expected auto or cpu": engine.device == "cuda",
         f"engine.num_threads={engine.num_threads}, expected 1": engine.num_threads > 1,
         "engine.forward=stock, expected auto": engine.forward == "stock",
+        f"engine.attention={engine.attention}, expected auto": engine.attention not in ("auto", "ordered"),
         "speculation.drafter=mtp, whose layer needs the whole output matrix": speculation.drafter == "mtp",
         "drafter_training.spot, which learns from the whole output matrix": trains_head,
     }

@@ -190,7 +190,7 @@ class EngineServer:
 
     @http.get("/get_world_size")
     async def world_size(self, request: Request) -> Response:
-        """The number of instances, each of one process."""
+        """The number of instances."""
         self._require_token(request)
         return JSONResponse({"world_size": self._pool.num_instances})
 

@@ -13,7 +13,7 @@ from rlhfspec.core.errors import ConfigError
 
 
 class SharedFile:
-    """A descriptor of such a file; closed when nobody holds this object."""
+    """A descriptor of such a file, which goes to other ranks by `GroupRanks.give`; closed when nobody holds this."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -27,19 +27,3 @@ class SharedFile:
                 "cluster.generation.tensor_parallel needs Linux: its ranks share one cache's memory"
             )
         return SharedFile(os.memfd_create(name))
-
-    @property
-    def place(self) -> str:
-        """Where another process of this user and machine finds it, as long as this one has it open."""
-        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
-
-    @staticmethod
-    def at(place: str) -> SharedFile:
-        """Open another process's. Raises ConfigError where it cannot be reached."""
-        try:
-            return SharedFile(os.open(place, os.O_RDWR))
-        except OSError as error:
-            raise ConfigError(
-                f"the cache of a group lies at {place} and cannot be opened: {error}; the ranks of an instance must "
-                "run on one machine, in one container, as one user"
-            ) from error

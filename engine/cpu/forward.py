@@ -264,7 +264,8 @@ class NativeForward:
         if over is None:
             self._product(program, linear, inputs, self._x, added=True)
         else:
-            self._product(program, linear, inputs, self._part)
+            if over.counts:
+                self._product(program, linear, inputs, self._part)
             reduced[len(program)] = over
 
     @property

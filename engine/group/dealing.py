@@ -22,11 +22,12 @@ from rlhfspec.engine.cache.kv_pool import CELL_STEP
 from rlhfspec.engine.group.follower import Follower
 from rlhfspec.engine.group.ranks import GroupError, GroupRanks, joined
 from rlhfspec.engine.model.llama_model import INNER_STEP, LlamaModel, known_config
+from rlhfspec.engine.model.support import not_held
 from rlhfspec.engine.numerics import choose_backend
 from rlhfspec.engine.parts import PARTS, Share
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import unique_tensors
-from rlhfspec.engine.weights.llama_config import LlamaConfig
+from rlhfspec.engine.weights.llama_config import LlamaConfig, weight_shapes
 
 if TYPE_CHECKING:
     # takes as long as all the rest of a start
@@ -59,6 +60,12 @@ def require_dealt(
         )
     if ranks not in (2, PARTS):
         raise ModelError(f"cluster.generation.tensor_parallel must be 1, 2 or {PARTS}, got {ranks}")
+    biased = [name for name in weight_shapes(config) if name.endswith(("o_proj.bias", "down_proj.bias"))]
+    if biased:
+        raise ModelError(
+            f"cluster.generation.tensor_parallel {ranks} needs products that are added up to have no bias, got "
+            f"'{biased[0]}'; set it to 1"
+        )
     for rank in range(ranks):
         share = Share(rank=rank, ranks=ranks)
         columns = len(share.of(config.intermediate_size, INNER_STEP))
@@ -73,7 +80,7 @@ def require_dealt(
 def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | None = None) -> LlamaModel:
     """Return a model's weights as an instance has them, dealt where there are ranks, of which this process leads.
 
-    Raises ModelError as `require_dealt`.
+    Raises ModelError as `require_dealt`, WeightsError for a copy that is not what was dealt.
     """
     tensors = dict(unique_tensors(model))
     text = model.config.to_json_string(use_diff=False)
@@ -86,7 +93,9 @@ def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | No
     backend = choose_backend(torch.device("cpu"), num_threads=1)
     own = LlamaModel(config, model.dtype, backend, ranks=ranks, vocab_size=vocab_size)
     # part by part, as weights are published
-    assert own.load(tensors, [{name: tensor} for name, tensor in tensors.items()]) is None
+    altered = own.load(tensors, [{name: tensor} for name, tensor in tensors.items()])
+    if altered is not None:
+        raise not_held("the leader of a group", altered)
     return own
 
 

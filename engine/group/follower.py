@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rlhfspec.engine.cache.shared_memory import SharedFile
 from rlhfspec.engine.group.ranks import EndedEarly, GroupError, GroupRanks
 from rlhfspec.engine.group.split_answers import Wanted, split_answers
 from rlhfspec.engine.model.llama_model import LlamaModel
@@ -51,7 +50,7 @@ class Follower:
             self._load(what["names"])
         elif kind == "runner" and self._model is not None:
             self._runner = ModelRunner(
-                self._model, backend=self._model.backend, cells=SharedFile.at(what["cells"]), **what["sizes"]
+                self._model, backend=self._model.backend, cells=self._ranks.given(), **what["sizes"]
             )
         elif self._runner is not None:
             self._forward(self._runner, kind, what)

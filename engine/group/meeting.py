@@ -57,7 +57,6 @@ class Meeting:
 class Written:
     """Where a bucket of weights lies."""
 
-    place: str
     num_bytes: int
     "of all the memory there"
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
@@ -67,8 +66,8 @@ class Written:
 class Buckets:
     """Memory for one bucket of weights at a time, which the leader writes and each rank reads its share of."""
 
-    def __init__(self) -> None:
-        self._memory: SharedFile | None = None
+    def __init__(self, memory: SharedFile) -> None:
+        self._memory = memory
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def write(self, bucket: Mapping[str, Tensor]) -> Written:
@@ -77,12 +76,10 @@ class Buckets:
         for name, tensor in bucket.items():
             tensors.append((name, tensor.dtype, tuple(tensor.shape), used))
             used += _padded(tensor)
-        if self._memory is None:
-            self._memory = SharedFile.new("rlhfspec-weights")
         if used > len(self._room):
             os.ftruncate(self._memory.descriptor, used)
             self._room = _mapped(self._memory, used)
-        written = Written(self._memory.place, len(self._room), tuple(tensors))
+        written = Written(len(self._room), tuple(tensors))
         for name, place in self._views(written).items():
             place.copy_(bucket[name])
         return written
@@ -90,7 +87,7 @@ class Buckets:
     def read(self, written: Written) -> dict[str, Tensor]:
         """Return the tensors as they lie there."""
         if len(self._room) != written.num_bytes:
-            self._room = _mapped(SharedFile.at(written.place), written.num_bytes)
+            self._room = _mapped(self._memory, written.num_bytes)
         return self._views(written)
 
     def _views(self, written: Written) -> dict[str, Tensor]:

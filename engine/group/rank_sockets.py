@@ -39,6 +39,21 @@ class Peer:
             except BlockingIOError:
                 self._sleep(select.POLLOUT, timeout_s)
 
+    def give(self, file: SharedFile, timeout_s: float) -> None:
+        """Send a file's descriptor."""
+        self._way.setblocking(True)
+        self._way.settimeout(timeout_s)
+        socket.send_fds(self._way, [b"."], [file.descriptor])
+        self._way.setblocking(False)
+
+    def taken(self, timeout_s: float) -> SharedFile:
+        """Receive a file's descriptor."""
+        self._sleep(select.POLLIN, timeout_s)
+        _, descriptors, _, _ = socket.recv_fds(self._way, 1, 1)
+        if not descriptors:
+            raise ConnectionError("it has ended")
+        return SharedFile(descriptors[0])
+
     def fill(self, into: bytearray | memoryview, timeout_s: float | None) -> None:
         """Fill it with what the other rank sends; None: for as long as it takes."""
         left, tries = memoryview(into), _TRIES
@@ -65,8 +80,8 @@ class Peer:
 
 def meet_peers(
     folder: Path, rank: int, num_ranks: int, *, timeout_s: float, watch: Callable[[], None]
-) -> tuple[dict[int, Peer], SharedFile]:
-    """Return the ways to all other ranks, and memory that they all see, which rank 0 makes.
+) -> dict[int, Peer]:
+    """Return the ways to all other ranks.
 
     `watch` is called about every second until all have come. Raises TimeoutError: not all came in time; what it raises.
     """
@@ -95,14 +110,8 @@ def meet_peers(
                 raise ConnectionError("a rank ended before all had met")
             higher[said[0]] = way
     ways += [higher[other] for other in sorted(higher)]
-    if rank == 0:
-        memory = SharedFile.new("rlhfspec-sums")
-        for way in ways:
-            socket.send_fds(way, [b"."], [memory.descriptor])
-    else:
-        memory = SharedFile(socket.recv_fds(ways[0], 1, 1)[1][0])
     others = [other for other in range(num_ranks) if other != rank]
-    return {other: Peer(way) for other, way in zip(others, ways, strict=True)}, memory
+    return {other: Peer(way) for other, way in zip(others, ways, strict=True)}
 
 
 def _reached(place: str, rank: int, ends_s: float) -> socket.socket:

@@ -8,7 +8,7 @@ see, since they are processes of one machine, and sockets say when they are ther
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +38,27 @@ class EndedEarly(WeightsError):
 class GroupRanks:
     """One rank's end of a group. See `engine.model.linears.Ranks`. Used by one thread."""
 
-    def __init__(
-        self, peers: Mapping[int, Peer], share: Share, memory: SharedFile, *, instance: str, timeout_s: float
-    ) -> None:
+    def __init__(self, peers: Mapping[int, Peer], share: Share, *, instance: str, timeout_s: float) -> None:
         """Take over the ways to the other ranks.
 
         Args:
             peers: by rank.
             share: of this rank.
-            memory: that all ranks see, for sums.
             instance: in errors.
             timeout_s: for an answer to what this rank has sent; the leader's next order is awaited without.
+
+        Raises GroupError: a rank has ended.
         """
         self.share = share
         self._peers = peers
-        self._meeting = Meeting(memory, share)
         self._instance = instance
         self._timeout_s = timeout_s
         self.on_lost: Callable[[GroupError], None] | None = None
         "called before a GroupError is raised"
         self.num_orders = self.num_sums = self.num_exchanges = self._num_met = 0
+        sums = SharedFile.new("rlhfspec-sums") if self.is_leader else self.given()
+        self.give(sums)
+        self._meeting = Meeting(sums, share)
 
     @property
     def is_leader(self) -> bool:
@@ -91,6 +92,18 @@ class GroupRanks:
         data = pickle.dumps((kind, what), protocol=5)
         self._send(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
+    def give(self, file: SharedFile) -> None:
+        """Let the other ranks open a file behind the last order; nothing where this is not the leader."""
+        if self.is_leader:
+            self._to_all(lambda peer: peer.give(file, self._timeout_s))
+
+    def given(self) -> SharedFile:
+        """On the other ranks: take the file behind the last order. Raises GroupError: the leader is gone."""
+        try:
+            return self._peers[0].taken(self._timeout_s)
+        except OSError as error:
+            raise self._lost(0, error) from error
+
     def next_order(self) -> tuple[str, dict[str, Any]]:
         """Wait for the leader's next order. Raises GroupError: the leader is gone."""
         length = bytearray(_LENGTH_BYTES)
@@ -101,7 +114,7 @@ class GroupRanks:
         return kind, what
 
     def hand_on(
-        self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]
+        self, names: Collection[str], parts: Iterable[Mapping[str, Tensor]]
     ) -> Generator[Mapping[str, Tensor]]:
         """Show a version of these weights to the other ranks, bucket by bucket as it comes; not the leader: pass it on.
 
@@ -110,8 +123,10 @@ class GroupRanks:
         if not self.is_leader:
             yield from parts
             return
-        room, left = Buckets(), set(names)
+        memory, left = SharedFile.new("rlhfspec-weights"), set(names)
         self.order("load", names=list(names))
+        self.give(memory)
+        room = Buckets(memory)
         try:
             for bucket in buckets_of(parts):
                 left -= bucket.keys()
@@ -127,7 +142,7 @@ class GroupRanks:
 
     def buckets(self) -> Iterator[Mapping[str, Tensor]]:
         """What the leader shows, on the other ranks. Raises EndedEarly where that was no whole version."""
-        room = Buckets()
+        room = Buckets(self.given())
         while True:
             kind, what = self.next_order()
             if kind == "buckets_end" and what["is_whole"]:
@@ -153,9 +168,12 @@ class GroupRanks:
         return everyone
 
     def _send(self, data: bytes | memoryview) -> None:
+        self._to_all(lambda peer: peer.send(data, self._timeout_s))
+
+    def _to_all(self, tell: Callable[[Peer], None]) -> None:
         for rank, peer in self._peers.items():
             try:
-                peer.send(data, self._timeout_s)
+                tell(peer)
             except OSError as error:
                 raise self._lost(rank, error) from error
 
@@ -189,6 +207,6 @@ def joined(
 
     Raises TimeoutError: not all came in time; what `watch` raises, which is called meanwhile.
     """
-    peers, memory = meet_peers(Path(folder), rank, num_ranks, timeout_s=start_timeout_s, watch=watch)
+    peers = meet_peers(Path(folder), rank, num_ranks, timeout_s=start_timeout_s, watch=watch)
     share = Share(rank=rank, ranks=num_ranks)
-    return GroupRanks(peers, share, memory, instance=instance, timeout_s=step_timeout_s)
+    return GroupRanks(peers, share, instance=instance, timeout_s=step_timeout_s)

@@ -10,7 +10,7 @@ The operators behind the first are private to torch: where they are missing, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from rlhfspec.engine.cache.shared_memory import SharedFile
 from rlhfspec.engine.parts import Share
 
 Same = bool | Tensor
@@ -104,8 +105,12 @@ class Ranks(Protocol):
         """On the leader: tell the other ranks what to do next; nothing on those."""
         ...
 
+    def give(self, file: SharedFile) -> None:
+        """On the leader: let the other ranks open a file; nothing on those."""
+        ...
+
     def hand_on(
-        self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]
+        self, names: Collection[str], parts: Iterable[Mapping[str, Tensor]]
     ) -> Generator[Mapping[str, Tensor]]:
         """On the leader: show a version of these weights to the other ranks, part by part as it comes."""
         ...

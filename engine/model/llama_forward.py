@@ -15,7 +15,7 @@ Hugging Face's module stays the oracle: tests compare the two, and whoever has s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -61,7 +61,7 @@ class LlamaForward:
         self.fused: FusedForward | None = model.backend.fuse(model.decoder)
         "the whole forward in one call, where the back end has it and attention works inside the pool"
 
-    def load(self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]) -> str | None:
+    def load(self, names: Collection[str], parts: Iterable[Mapping[str, Tensor]]) -> str | None:
         """See `engine.model.runner.Forward`."""
         altered = self.model.load(names, parts)
         self.fused = self.model.backend.fuse(self.model.decoder)

@@ -7,7 +7,7 @@ unpacked, it must be bit for bit what came. In float32 a norm's gain is multipli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +122,7 @@ class LlamaModel:
         self.ranks, self._share = ranks, Share() if ranks is None else ranks.share
         heads = self._share.of(config.num_key_value_heads)
         self.attends = len(heads) > 0
-        "whether this rank has KV heads; one without computes the first, and adds nothing"
+        "whether this rank has KV heads; one without holds the first's weights, and adds nothing"
         self._heads = heads if self.attends else range(1)
         self._inner = self._share.of(config.intermediate_size, INNER_STEP)
         self._ids = range(self.shapes[HEAD][0])
@@ -225,7 +225,7 @@ class LlamaModel:
         return other
 
     @torch.no_grad()
-    def load(self, names: Iterable[str], parts: Iterable[Published]) -> str | None:
+    def load(self, names: Collection[str], parts: Iterable[Published]) -> str | None:
         """Take the next version, part by part as it comes; what raises on the way leaves weights of two versions.
 
         Returns:

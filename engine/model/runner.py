@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +28,9 @@ from rlhfspec.engine.model.sent_plans import as_sent
 from rlhfspec.engine.model.support import not_held, refuse_unsupported
 from rlhfspec.engine.parts import PARTS, part_width
 from rlhfspec.engine.weights.causal_lm import CausalLM
+
+LOGITS_TOGETHER = 1 << 20
+"Numbers that a rank says at once where ranks gather logits."
 
 
 @runtime_checkable
@@ -65,7 +68,7 @@ class Forward(Protocol):
         """The table of embeddings: one memory, whatever is loaded."""
         ...
 
-    def load(self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]) -> str | None:
+    def load(self, names: Collection[str], parts: Iterable[Mapping[str, Tensor]]) -> str | None:
         """Take other weights and read back what decodes: see `ModelRunner.load_parts`.
 
         Returns the name of a copy that is not bit for bit what came; None: all are.
@@ -205,8 +208,12 @@ class ModelRunner:
             whole_prefills: as of `HiddenTaps`.
 
         Raises:
-            ModelError: there is no such layer.
+            ModelError: there is no such layer, or a group's prefills are to be whole.
         """
+        if whole_prefills and self.ranks is not None:
+            raise ModelError(
+                "an MTP layer reads the last layer's output of prefills, which no group of ranks computes"
+            )
         num_layers = self.pool.shape.num_layers
         if any(not 0 <= layer <= num_layers for layer in layers):
             raise ModelError(
@@ -259,8 +266,12 @@ class ModelRunner:
         self._order("logits", input_ids, position_ids, plan)
         mine = self._logits(input_ids, position_ids, plan)
         width = part_width(self.vocab_size) * (PARTS // self.ranks.share.ranks)
-        everyone = self.ranks.exchange(F.pad(mine, (0, width - mine.shape[1])))
-        return torch.cat(list(everyone), dim=1)[:, : self.vocab_size]
+        # a few rows at once: where ranks meet there stays room for the most that they ever said
+        blocks = [
+            torch.cat(list(self.ranks.exchange(F.pad(rows, (0, width - rows.shape[1])))), dim=1)
+            for rows in mine.split(max(1, LOGITS_TOGETHER // width))
+        ]
+        return torch.cat(blocks)[:, : self.vocab_size]
 
     @torch.inference_mode()
     def own_logits(
@@ -310,7 +321,7 @@ class ModelRunner:
         """Load named weights. Raises WeightsError as `load_parts`."""
         self.load_parts(tensors, [tensors])
 
-    def load_parts(self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]) -> None:
+    def load_parts(self, names: Collection[str], parts: Iterable[Mapping[str, Tensor]]) -> None:
         """Load named weights part by part, as they come, and read back every copy that decodes.
 
         All is written in place: recorded graphs stay right. What raises on the way leaves weights of two versions,
@@ -336,12 +347,13 @@ class ModelRunner:
             return
         if self._fused_forward is None or self._cells is None:
             raise ConfigError(
-                "cluster.generation.tensor_parallel needs forwards of our own on CPUs, one thread each "
-                "(engine.forward, engine.attention and engine.kernels auto, engine.num_threads 1); "
+                "cluster.generation.tensor_parallel needs forwards of our own on CPUs, one thread each: engine.forward "
+                "and engine.attention auto, engine.num_threads 1, llvmlite installed (pip install 'rlhfspec[cpu]'); "
                 f"{self.who} run otherwise"
             )
         sizes = {"num_slots": num_slots, "capacity": capacity, "reach": reach, "vocab_size": self.vocab_size}
-        self.ranks.order("runner", cells=self._cells.place, sizes=sizes)
+        self.ranks.order("runner", sizes=sizes)
+        self.ranks.give(self._cells)
 
     def _order(
         self, kind: str, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan, **what: Any

@@ -8,7 +8,7 @@ tokens only. The linears are the compute back end's products, where it has any.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class StockForward:
         inputs: Any = self._of.get_input_embeddings()
         return inputs.weight
 
-    def load(self, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]) -> str | None:
+    def load(self, names: Collection[str], parts: Iterable[Mapping[str, Tensor]]) -> str | None:
         """See `engine.model.runner.Forward`. The module takes them first; its linears are laid out behind the last."""
         altered = load_module(self._of, names, parts)
         for module in self._model.modules():

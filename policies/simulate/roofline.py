@@ -106,8 +106,10 @@ class Roofline:
 
     @property
     def cache_share(self) -> float:
-        """Part of all samples' caches on one GPU: heads are split, and copied beyond their number; or samples are."""
-        return 1.0 / (self.gpus if self.split == "expert" else min(self.gpus, self.model.kv_heads))
+        """Part of all samples' caches on the GPU with most: of heads, copied beyond their number, or of samples."""
+        if self.split == "expert":
+            return 1.0 / self.gpus
+        return math.ceil(self.model.kv_heads / self.gpus) / self.model.kv_heads
 
     def forward_s(self, samples: float, tokens_per_sample: float, context_tokens: float) -> float:
         """Seconds of a forward on the GPU that has most to do.

@@ -95,6 +95,7 @@ def test_a_group_has_one_bundle_with_room_for_all_its_ranks() -> None:
     ("sections", "said"),
     [
         ({"engine": {"num_threads": 2}}, "engine.num_threads=2, expected 1"),
+        ({"engine": {"attention": "sdpa", "numerics": "fast"}}, "engine.attention=sdpa, expected auto"),
         ({"engine": {"forward": "stock"}}, "engine.forward=stock, expected auto"),
         ({"speculation": {"drafter": "mtp"}}, "speculation.drafter=mtp"),
         ({"cluster": {"generation": {"tensor_parallel": 2, "num_gpus": 2}}}, "num_gpus=2, expected 0"),

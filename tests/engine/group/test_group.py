@@ -250,6 +250,13 @@ def test_models_that_cannot_be_dealt_are_refused_by_name() -> None:
         require_dealt(text, config, 3, None)
     with pytest.raises(ModelError, match="rank 3 would have 8 inner columns and 7 token ids"):
         require_dealt(text, config, 4, 34)
+    biased = llama(1, attention_bias=True)
+    text, shapes = (
+        biased.config.to_json_string(use_diff=False),
+        {n: tuple(t.shape) for n, t in unique_tensors(biased)},
+    )
+    with pytest.raises(ModelError, match=r"have no bias, got 'model.layers.0.self_attn.o_proj.bias'"):
+        require_dealt(text, known_config(text, shapes), 2, None)
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
@@ -279,4 +286,4 @@ class _Silent:
     def order(self, kind: str, **what: object) -> None:
         raise AssertionError(kind)
 
-    add_up = exchange = hand_on = order  # type: ignore[assignment]
+    add_up = exchange = hand_on = give = order  # type: ignore[assignment]
