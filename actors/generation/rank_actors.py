@@ -21,7 +21,7 @@ from rlhfspec.actors.actor_messages import GenerationSpec
 from rlhfspec.actors.waiting.actor_start import begin_actor
 from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
 from rlhfspec.actors.waiting.remote import Handle, remote
-from rlhfspec.core.errors import InstanceLost, WaitTimeout
+from rlhfspec.core.errors import InstanceLost, PlacementError, WaitTimeout
 
 if TYPE_CHECKING:
     from rlhfspec.engine.group.ranks import GroupRanks
@@ -62,7 +62,8 @@ class RankActors:
     def __init__(self, spec: GenerationSpec) -> None:
         """Start the actors and wait until all have met.
 
-        Raises WaitTimeout, naming who did not come; InstanceLost: a rank has ended.
+        Raises WaitTimeout, naming who did not come; InstanceLost: a rank has ended; PlacementError: no
+        folder to meet in.
         """
         numbers = range(1, spec.num_ranks)
         self._actors: list[Handle] = [_started(spec, rank) for rank in numbers]
@@ -76,7 +77,7 @@ class RankActors:
                 self.ranks: GroupRanks = _join(
                     folder, 0, spec.num_ranks, instance=spec.instance, watch=self._require_following
                 )
-        except OSError as error:
+        except TimeoutError as error:
             self._end()
             raise WaitTimeout(
                 waiter=spec.instance,
@@ -85,6 +86,12 @@ class RankActors:
                 waited_s=START_TIMEOUT_S,
                 advice="look at their logs, and whether its node has room for cluster.generation.num_cpus times "
                 f"{spec.num_ranks}: {str(error).splitlines()[0]}",
+            ) from error
+        except OSError as error:
+            self._end()
+            raise PlacementError(
+                f"the ranks of {spec.instance} cannot meet in {tempfile.gettempdir()}: {error}; make room there, or "
+                "let TMPDIR name another folder"
             ) from error
         except BaseException:
             self._end()

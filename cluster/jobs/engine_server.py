@@ -55,7 +55,9 @@ def plan_server(
     )
     if has is not None and most > has:
         raise ConfigError(f"--context {most} is more than the models' context of {has} tokens; lower it")
-    models.require_served(config.speculation, max_total_tokens=most)
+    models.require_served(
+        config.speculation, max_total_tokens=most, ranks=config.cluster.generation.tensor_parallel
+    )
     # as where environments give rewards: no actor scores
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"kind": "environment"})})
     inputs = Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(prompts=()), max_total_tokens=most)

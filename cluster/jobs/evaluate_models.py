@@ -137,7 +137,9 @@ def plan_evaluation(config: Config) -> RunPlan:
     )
     longest = longest_sample(dataset, evaluation, max_new_tokens=evaluation.sampling.max_new_tokens)
     models.require_served(
-        config.speculation, max_total_tokens=evaluation.max_total_tokens + config.max_first_words_tokens
+        config.speculation,
+        max_total_tokens=evaluation.max_total_tokens + config.max_first_words_tokens,
+        ranks=config.cluster.generation.tensor_parallel,
     )
     check_reward(config.reward, reward_columns(config.data, config.evaluation))
     inputs = Inputs(

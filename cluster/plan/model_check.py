@@ -24,6 +24,7 @@ from rlhfspec.core.settings.generation import SpeculationConfig
 from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from rlhfspec.engine.draft_policies import most_nodes
+from rlhfspec.engine.group.dealing import require_module_dealt
 from rlhfspec.engine.model.support import refuse_unsupported
 from rlhfspec.engine.weights.causal_lm import max_context_tokens
 from rlhfspec.engine.weights.loading import load_hf_config, meta_model, num_token_ids
@@ -40,7 +41,7 @@ class CheckedModels:
 
     tokenizer: PreTrainedTokenizerBase
     configs: dict[str, PretrainedConfig]
-    "of the models whose positions a sample takes, by path or hub name"
+    "of the models whose positions a sample takes, by path or hub name; the target's first"
     target: ModelShape
     drafts: Drafts | None
     draft: ModelShape | None
@@ -56,14 +57,24 @@ class CheckedModels:
         limits = [limit for one in self.configs.values() if (limit := max_context_tokens(one))]
         return min(limits, default=None)
 
-    def require_served(self, speculation: SpeculationConfig, *, max_total_tokens: int) -> None:
-        """Raise ModelError for a model that the engine refuses when it is built for samples of so many tokens."""
+    def require_served(self, speculation: SpeculationConfig, *, max_total_tokens: int, ranks: int) -> None:
+        """Raise ModelError for a model that the engine of an instance refuses when it is built.
+
+        Args:
+            speculation: what drafts, and how much.
+            max_total_tokens: of a sample.
+            ranks: of an instance.
+        """
         nodes = most_nodes(speculation)
         if speculation.policy == "goodput" and nodes:
             # the profile's engine drafts more
             nodes = max(nodes, MAX_PROFILED_NODES)
-        for name, described in self.configs.items():
-            refuse_unsupported(meta_model(name, described), max_total_tokens + nodes + 1)
+        modules = {name: meta_model(name, described) for name, described in self.configs.items()}
+        for module in modules.values():
+            refuse_unsupported(module, max_total_tokens + nodes + 1)
+        if ranks > 1:
+            target, *_ = modules.values()
+            require_module_dealt(target, ranks, num_token_ids(self.tokenizer))
 
 
 def check_models(config: Config) -> CheckedModels:

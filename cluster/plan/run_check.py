@@ -88,7 +88,8 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     _require_context(
         inputs, models.context_tokens, config.sampling.max_new_tokens, config.max_first_words_tokens
     )
-    models.require_served(config.speculation, max_total_tokens=inputs.max_total_tokens)
+    total, ranks = inputs.max_total_tokens, config.cluster.generation.tensor_parallel
+    models.require_served(config.speculation, max_total_tokens=total, ranks=ranks)
     reward = check_reward(config.reward, reward_columns(config.data, config.evaluation))
     environment = _made_environment(config.environment)
     evaluated = inputs.evaluation.prompts if inputs.evaluation is not None else ()

@@ -37,6 +37,8 @@ TIMEOUT_S = 600.0
 _LAST_CHARS = 2000
 _END_S = 5.0
 "From a closed socket to the end of its process."
+PANEL = 16
+"Rows of our own products: `engine.cpu.products.PANEL`, whose module needs llvmlite."
 LEAST_IDS = CELL_STEP
 "Token ids of a rank: a vector of them is chosen from at once."
 
@@ -52,11 +54,12 @@ def require_dealt(
         ranks: 2 or 4.
         vocab_size: token ids that are dealt; all by default.
     """
-    if config is None:
+    if config is None or config.hidden_size % PANEL:
         family = json.loads(hf_config_json).get("model_type", "unknown")
         raise ModelError(
-            f"cluster.generation.tensor_parallel {ranks} needs a model that our own forward serves (Llama, Mistral, "
-            f"Qwen2, Qwen3), got one of type '{family}'; set it to 1, or take such a model"
+            f"cluster.generation.tensor_parallel {ranks} needs a model that our own forward serves: a Llama, Mistral, "
+            f"Qwen2 or Qwen3 whose heads and hidden size are multiples of {PANEL}, got one of type '{family}'; set it "
+            "to 1, or take such a model"
         )
     if ranks not in (2, PARTS):
         raise ModelError(f"cluster.generation.tensor_parallel must be 1, 2 or {PARTS}, got {ranks}")
@@ -75,6 +78,15 @@ def require_dealt(
                 f"the model is too small for {ranks} ranks: rank {rank} would have {columns} inner columns and {ids} "
                 f"token ids, expected at least 1 and {LEAST_IDS}; lower cluster.generation.tensor_parallel"
             )
+
+
+def require_module_dealt(model: PreTrainedModel, ranks: int, vocab_size: int | None) -> None:
+    """Do as `require_dealt` for a module, which may have no numbers."""
+    text, shapes = (
+        model.config.to_json_string(use_diff=False),
+        {n: tuple(t.shape) for n, t in unique_tensors(model)},
+    )
+    require_dealt(text, known_config(text, shapes), ranks, vocab_size)
 
 
 def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | None = None) -> LlamaModel:

@@ -243,6 +243,7 @@ class LlamaModel:
 
     def _fitting(self, parts: Iterable[Published]) -> Generator[Published]:
         for part in parts:
+            require_names(self.shapes, self.shapes.keys() | part.keys())
             for name, tensor in part.items():
                 require_fit(name, tensor, self.shapes[name], self.dtype)
             yield part

@@ -14,9 +14,10 @@ from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import ConfigError, ModelError, NumericsError, WeightsError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.cpu import products
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.exchange import TARGET
-from rlhfspec.engine.group.dealing import LocalRanks, dealt, require_dealt
+from rlhfspec.engine.group.dealing import PANEL, LocalRanks, dealt, require_dealt, require_module_dealt
 from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
 from rlhfspec.engine.group.ranks import GroupError, GroupRanks
 from rlhfspec.engine.model.compute_backend import ComputeBackend
@@ -135,6 +136,8 @@ def test_a_version_that_ends_early_is_followed_by_a_whole_one(group: GroupRanks)
         engine.runner.load_parts(other, ends_early())
     with pytest.raises(WeightsError, match="ended early"):
         engine.runner.load_parts(other, [])
+    with pytest.raises(WeightsError, match="1 names differ, first 'nope'"):
+        engine.runner.load_parts(other, [{"nope": torch.zeros(1)}])
     engine.runner.load_parts(other, [other])
     wanted = requests(6)
     assert bits(engine.generate(wanted)) == bits(engine_of("plain", seed=2).generate(wanted))
@@ -244,19 +247,17 @@ def test_models_that_cannot_be_dealt_are_refused_by_name() -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in unique_tensors(llama(1))}
     config = known_config(text, shapes)
     require_dealt(text, config, 4, None)
-    with pytest.raises(ModelError, match="type 'llama'"):
+    with pytest.raises(ModelError, match="multiples of 16, got one of type 'llama'"):
         require_dealt(text, None, 2, None)
+    with pytest.raises(ModelError, match="multiples of 16, got one of type 'llama'"):
+        require_module_dealt(llama(1, hidden_size=72), 2, None)
+    assert products.PANEL == PANEL
     with pytest.raises(ModelError, match="must be 1, 2 or 4, got 3"):
         require_dealt(text, config, 3, None)
     with pytest.raises(ModelError, match="rank 3 would have 8 inner columns and 7 token ids"):
         require_dealt(text, config, 4, 34)
-    biased = llama(1, attention_bias=True)
-    text, shapes = (
-        biased.config.to_json_string(use_diff=False),
-        {n: tuple(t.shape) for n, t in unique_tensors(biased)},
-    )
     with pytest.raises(ModelError, match=r"have no bias, got 'model.layers.0.self_attn.o_proj.bias'"):
-        require_dealt(text, known_config(text, shapes), 2, None)
+        require_module_dealt(llama(1, attention_bias=True), 2, None)
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
