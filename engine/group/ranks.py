@@ -56,9 +56,8 @@ class GroupRanks:
         self.on_lost: Callable[[GroupError], None] | None = None
         "called before a GroupError is raised"
         self.num_orders = self.num_sums = self.num_exchanges = self._num_met = 0
-        sums = SharedFile.new("rlhfspec-sums") if self.is_leader else self.given()
-        self.give(sums)
-        self._meeting = Meeting(sums, share)
+        self._meeting = Meeting(self._shared("rlhfspec-sums"), share)
+        self._weights = Buckets(self._shared("rlhfspec-weights"))
 
     @property
     def is_leader(self) -> bool:
@@ -97,6 +96,11 @@ class GroupRanks:
         if self.is_leader:
             self._to_all(lambda peer: peer.give(file, self._timeout_s))
 
+    def _shared(self, name: str) -> SharedFile:
+        file = SharedFile.new(name) if self.is_leader else self.given()
+        self.give(file)
+        return file
+
     def given(self) -> SharedFile:
         """On the other ranks: take the file behind the last order. Raises GroupError: the leader is gone."""
         try:
@@ -123,14 +127,12 @@ class GroupRanks:
         if not self.is_leader:
             yield from parts
             return
-        memory, left = SharedFile.new("rlhfspec-weights"), set(names)
+        left = set(names)
         self.order("load", names=list(names))
-        self.give(memory)
-        room = Buckets(memory)
         try:
             for bucket in buckets_of(parts):
                 left -= bucket.keys()
-                self.order("bucket", written=room.write(bucket))
+                self.order("bucket", written=self._weights.write(bucket))
                 try:
                     yield bucket
                 finally:
@@ -142,14 +144,13 @@ class GroupRanks:
 
     def buckets(self) -> Iterator[Mapping[str, Tensor]]:
         """What the leader shows, on the other ranks. Raises EndedEarly where that was no whole version."""
-        room = Buckets(self.given())
         while True:
             kind, what = self.next_order()
             if kind == "buckets_end" and what["is_whole"]:
                 return
             if kind != "bucket":
                 raise EndedEarly(f"instance {self._instance}: the leader could not load a weight version")
-            yield room.read(what["written"])
+            yield self._weights.read(what["written"])
             self._meet(_TAKEN)
 
     def _meet(self, mine: Tensor) -> Tensor:
