@@ -138,7 +138,7 @@ class RankActors:
 
     def _end_process(self, lost: object) -> None:
         """A leader without its ranks has nothing to go on with: whoever waits must see it dead, and replace it."""
-        logger.error("%s; %s", self._why_ended(_LAST_WORDS_S), lost)
+        logger.error("%s (%s)", lost, self._why_ended(_LAST_WORDS_S) or "no rank said why")
         for handler in logging.getLogger().handlers:
             handler.flush()
         os._exit(1)
