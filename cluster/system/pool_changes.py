@@ -27,6 +27,7 @@ from rlhfspec.core.errors import InstanceLost, WaitTimeout
 from rlhfspec.policies.scaling.scaling_records import Resize, Starts
 from rlhfspec.policies.scheduling.members import InstanceState
 
+_OF_RANKS = "; an instance ends with any of its ranks, and its log says with which"
 INCIDENT_S = 60.0
 "Instances of one node that are lost within so long of the first are one incident, each place counted once."
 NODES_EVERY_S = 1.0
@@ -189,19 +190,20 @@ class PoolChanges:
         if row.place is None:
             # told before
             return None
+        reason = lost.reason + (_OF_RANKS if self._settings.tensor_parallel > 1 else "")
         place, has_own, row.state = row.place, row.group is not None, InstanceState.GONE
         ray.kill(row.handle)
         run_metrics.add("lost_actors", pool="generation")
         self._give_back(row)()
         again = f"; {lost.num_requeued} samples were queued again" if lost.num_requeued else ""
         if row.leaves_because:
-            self._note(f"instance {lost.instance} was lost while it was emptied ({lost.reason}){again}")
+            self._note(f"instance {lost.instance} was lost while it was emptied ({reason}){again}")
             return None
         self._num_owed += 1
         if has_own:
-            self._fail(f"instance {lost.instance} was lost ({lost.reason}){again}")
+            self._fail(f"instance {lost.instance} was lost ({reason}){again}")
             return None
-        what = f"instance {lost.instance} was lost ({lost.reason})"
+        what = f"instance {lost.instance} was lost ({reason})"
         self._budget.spend(place=place.name, node=row.node, what=what)
         self._num_replacements += 1
         name = f"{place.name}-r{self._num_replacements}"
