@@ -58,6 +58,8 @@ class GroupRanks:
         self.num_orders = self.num_sums = self.num_exchanges = self._num_met = 0
         self._meeting = Meeting(self._shared("rlhfspec-sums"), share)
         self._weights = Buckets(self._shared("rlhfspec-weights"))
+        # the others have reached each other too: the folder where they met may go
+        self._meet(_TAKEN)
 
     @property
     def is_leader(self) -> bool:

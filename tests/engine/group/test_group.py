@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +22,10 @@ from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.cpu import products
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.exchange import TARGET
+from rlhfspec.engine.group import rank_sockets
 from rlhfspec.engine.group.dealing import PANEL, LocalRanks, dealt, require_dealt, require_module_dealt
 from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
-from rlhfspec.engine.group.ranks import GroupError, GroupRanks
+from rlhfspec.engine.group.ranks import GroupError, GroupRanks, joined
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.llama_model import LlamaModel, known_config
 from rlhfspec.engine.numerics import choose_backend
@@ -50,6 +56,10 @@ PLANS = {
 def llama(seed: int, **changes: object) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**(SIZES | changes))).eval()  # type: ignore[arg-type]
+
+
+def joined_in_test(folder: Path, rank: int) -> GroupRanks:
+    return joined(str(folder), rank, 4, instance="gen-0", start_timeout_s=60.0, step_timeout_s=60.0)
 
 
 def engine_of(plan: str, ranks: GroupRanks | None = None, seed: int = 1, **changes: object) -> Engine:
@@ -214,6 +224,34 @@ def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, number: i
                 engine.step()
     finally:
         processes.kill()
+
+
+def test_the_folder_where_ranks_met_may_go_once_the_leader_has_met_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = rank_sockets._reached
+
+    def slowly(place: str, rank: int, ends_s: float) -> socket.socket:
+        # the leader first: it has met everybody long before they have met each other
+        if not place.endswith("/0"):
+            time.sleep(0.5)
+        return reached(place, rank, ends_s)
+
+    monkeypatch.setattr(rank_sockets, "_reached", slowly)
+    (tmp_path / "meeting").mkdir()
+
+    def follow(rank: int) -> None:
+        with closing(joined_in_test(tmp_path / "meeting", rank)) as ranks:
+            assert ranks.next_order() == ("stop", {})
+
+    with ThreadPoolExecutor(3) as threads:
+        followers = [threads.submit(follow, rank) for rank in (1, 2, 3)]
+        leader = joined_in_test(tmp_path / "meeting", 0)
+        shutil.rmtree(tmp_path / "meeting")
+        leader.order("stop")
+        for follower in followers:
+            follower.result(timeout=60.0)
+        leader.close()
 
 
 @pytest.mark.parametrize("group", [2, 4], indirect=True)
