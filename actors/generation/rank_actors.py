@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 240.0
-"Until all ranks of an instance have met; less than whoever waits for the leader gives it."
+"Until all ranks of an instance have met; less than the default of `cluster.order_timeout_s`."
 STEP_TIMEOUT_S = 120.0
 "For a rank's answer within a step."
 _LAST_WORDS_S = 5.0

@@ -21,7 +21,7 @@ from rlhfspec.core.errors import ModelError
 from rlhfspec.engine.cache.kv_pool import CELL_STEP
 from rlhfspec.engine.group.follower import Follower
 from rlhfspec.engine.group.ranks import GroupError, GroupRanks, joined
-from rlhfspec.engine.model.llama_model import INNER_STEP, LlamaModel, known_config
+from rlhfspec.engine.model.llama_model import INNER_STEP, LlamaModel, config_of
 from rlhfspec.engine.model.support import not_held
 from rlhfspec.engine.numerics import choose_backend
 from rlhfspec.engine.parts import PARTS, Share
@@ -82,11 +82,7 @@ def require_dealt(
 
 def require_module_dealt(model: PreTrainedModel, ranks: int, vocab_size: int | None) -> None:
     """Do as `require_dealt` for a module, which may have no numbers."""
-    text, shapes = (
-        model.config.to_json_string(use_diff=False),
-        {n: tuple(t.shape) for n, t in unique_tensors(model)},
-    )
-    require_dealt(text, known_config(text, shapes), ranks, vocab_size)
+    require_dealt(model.config.to_json_string(use_diff=False), config_of(model), ranks, vocab_size)
 
 
 def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | None = None) -> LlamaModel:
@@ -96,7 +92,7 @@ def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | No
     """
     tensors = dict(unique_tensors(model))
     text = model.config.to_json_string(use_diff=False)
-    config = known_config(text, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    config = config_of(model)
     dtype = next(name for name, kind in DTYPES.items() if kind == model.dtype)
     if ranks is not None:
         require_dealt(text, config, ranks.share.ranks, vocab_size)

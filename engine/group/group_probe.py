@@ -16,7 +16,7 @@ from rlhfspec.core.errors import NumericsError
 from rlhfspec.core.records import SamplingParams
 from rlhfspec.engine.cache.shared_memory import SharedFile
 from rlhfspec.engine.decoding.answers import Answers, WholeAnswers
-from rlhfspec.engine.decoding.draft_tree import chain
+from rlhfspec.engine.decoding.draft_tree import DraftTree, chain
 from rlhfspec.engine.decoding.noise import row_words
 from rlhfspec.engine.decoding.sampling_rule import RowSampling
 from rlhfspec.engine.decoding.verify import verify
@@ -82,19 +82,18 @@ def _said(
     said = {"logits": plain_logits(runner, ids, CONTEXT)}
     tree = chain(ids[None, CONTEXT + 1 :], torch.ones(1, PATH_TOKENS - 1))
     for temperature in TEMPERATURES:
-        answers = _answers(runner, ids, temperature)
+        answers = _answers(runner, ids, tree, temperature)
         values, _ = answers.logprobs(verify(answers.token_ids, tree, None, PATH_TOKENS - 1), is_chain=True)
         said[f"tokens at temperature {temperature:g}"] = answers.token_ids
         said[f"log-probabilities at temperature {temperature:g}"] = values
     return said
 
 
-def _answers(runner: ModelRunner, ids: Tensor, temperature: float) -> Answers:
+def _answers(runner: ModelRunner, ids: Tensor, tree: DraftTree, temperature: float) -> Answers:
     """What is sampled at the nodes of a chain behind the prompt, as a decode step does it."""
     levels, base = torch.arange(PATH_TOKENS)[None], torch.tensor([CONTEXT])
     rows = RowSampling.of([SamplingParams(max_new_tokens=1, temperature=temperature)], runner.device)
     words = row_words(np.array([[PROBE_SEED, 1]], dtype=np.int32), 1 + CONTEXT + levels.numpy())
-    tree = chain(ids[None, CONTEXT + 1 :], torch.ones(1, PATH_TOKENS - 1))
     plan = tree_plan(runner, tree, base, view=CONTEXT + PATH_TOKENS)
     path, positions = ids[CONTEXT:], CONTEXT + levels[0]
     if runner.ranks is None:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from rlhfspec.engine.cache.shared_memory import SharedFile
 from rlhfspec.engine.parts import Share
+from rlhfspec.engine.weights.chunks import CHUNK_BYTES
 
 _LEAST_BYTES = 1 << 20
-_BUCKET_BYTES = 32 << 20
-"Of weights; a tensor that is larger is a bucket of its own."
 _ALIGNED = 64
 
 
@@ -98,11 +97,11 @@ class Buckets:
 
 
 def buckets_of(parts: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Cut parts of a weight version into buckets of whole tensors."""
+    """Cut parts of a weight version into buckets of whole tensors; one that is larger is a bucket of its own."""
     for part in parts:
         bucket, used = dict[str, Tensor](), 0
         for name, tensor in part.items():
-            if used and used + _padded(tensor) > _BUCKET_BYTES:
+            if used and used + _padded(tensor) > CHUNK_BYTES:
                 yield bucket
                 bucket, used = {}, 0
             bucket[name] = tensor

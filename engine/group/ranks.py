@@ -98,11 +98,6 @@ class GroupRanks:
         if self.is_leader:
             self._to_all(lambda peer: peer.give(file, self._timeout_s))
 
-    def _shared(self, name: str) -> SharedFile:
-        file = SharedFile.new(name) if self.is_leader else self.given()
-        self.give(file)
-        return file
-
     def given(self) -> SharedFile:
         """On the other ranks: take the file behind the last order. Raises GroupError: the leader is gone."""
         try:
@@ -154,6 +149,11 @@ class GroupRanks:
                 raise EndedEarly(f"instance {self._instance}: the leader could not load a weight version")
             yield self._weights.read(what["written"])
             self._meet(_TAKEN)
+
+    def _shared(self, name: str) -> SharedFile:
+        file = SharedFile.new(name) if self.is_leader else self.given()
+        self.give(file)
+        return file
 
     def _meet(self, mine: Tensor) -> Tensor:
         """Return all ranks' [ranks, ...]; to be read before this rank's next meeting."""

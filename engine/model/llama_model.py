@@ -456,10 +456,14 @@ _PROJECTIONS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.do
 
 def can_serve(model: Any, **changes: Any) -> bool:
     """Whether a Hugging Face module is one that `LlamaModel` holds; what that is wrong about, the comparison finds."""
-    weights = dict(unique_tensors(model))
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    known = known_config(model.config.to_json_string(use_diff=False), shapes, **changes)
-    return known is not None and {tensor.dtype for tensor in weights.values()} == {model.dtype}
+    is_known = config_of(model, **changes) is not None
+    return is_known and {tensor.dtype for _, tensor in unique_tensors(model)} == {model.dtype}
+
+
+def config_of(model: Any, **changes: Any) -> LlamaConfig | None:
+    """Return the `known_config` of a Hugging Face module, which may have no numbers."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in unique_tensors(model)}
+    return known_config(model.config.to_json_string(use_diff=False), shapes, **changes)
 
 
 def known_config(
