@@ -38,7 +38,7 @@ _INTERRUPTED = 130
 
 def commands() -> dict[str, Command | Group]:
     """Every command, by what the user types."""
-    from rlhfspec.cluster.commands import convert, data, kube, models, serve
+    from rlhfspec.cluster.commands import data, kube, models, serve
     from rlhfspec.cluster.commands.bench import bench, gpu_selftest
     from rlhfspec.cluster.commands.declare import Group
     from rlhfspec.cluster.commands.evaluate import evaluate, profile
@@ -68,14 +68,6 @@ def commands() -> dict[str, Command | Group]:
         ),
         "drafter": Group(models.DRAFTER, {"make": models.make_head, "eval": models.evaluate_head}),
         "serve": Group(serve.ABOUT, {"reward": serve.serve, "engine": serve.serve_engine}),
-        "convert": Group(
-            convert.ABOUT,
-            {
-                "trl": convert.convert_trl,
-                "verl": convert.convert_verl,
-                "openrlhf": convert.convert_openrlhf,
-            },
-        ),
         "kube": Group(kube.ABOUT, {"render": kube.render}),
         "show": show,
         "report": report,

@@ -47,28 +47,7 @@ RUN = (
         "trace",
         "diagnose",
     ),
-    *("convert trl", "convert verl", "convert openrlhf"),
 )
-CONFIGS = ROOT / "tests" / "cluster" / "convert" / "configs"
-THEIRS = {
-    "run_qwen3_8b_fsdp.sh": CONFIGS / "verl" / "grpo.sh",
-    "grpo.yaml": CONFIGS / "trl" / "grpo_config.yaml",
-    "deepspeed_zero3.yaml": CONFIGS / "trl" / "deepspeed_zero3.yaml",
-    "train_ppo_ray_hybrid_engine.sh": CONFIGS / "openrlhf" / "train_ppo_ray_hybrid_engine.sh",
-}
-"What a reader of the page on `convert` has from other trainers."
-CONVERTED = [
-    *("--set=models.target=pair/target", "--set=data.path=train.jsonl", "--set=data.sources=[]"),
-    *(
-        "--set=data.prompt_field=question",
-        "--set=data.prompt_template='{prompt}'",
-        "--set=data.reward_fields=[]",
-    ),
-    *("--set=data.reference_field=answer", "--set=reward.kind=gsm8k", "--set=reward.model=null"),
-    *("--set=evaluation.every=0", "--set=evaluation.data=null", "--set=tracking={}", "--set=cluster={}"),
-    *("--set=sampling.max_new_tokens=32",),
-]
-"Of a config of theirs, what this machine has instead: their models, data, GPUs and services."
 LESS = {
     "drafter make": ["--tokens=100", "--draft-vocab=16", "--max-new-tokens=8"],
     "drafter eval": ["--max-new-tokens=8", "--limit=4"],
@@ -200,8 +179,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "test.jsonl").write_text("\n".join(rows[:8]))
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     (folder / "talks.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for _ in range(8)))
-    for name, example in THEIRS.items():
-        shutil.copyfile(example, folder / name)
     pairs = [{"prompt": f"say {i}", "chosen": f"{i}", "rejected": "no"} for i in range(8)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     return folder
@@ -235,7 +212,6 @@ def run_page(page: Path, folder: Path, *, with_ray: bool, run: Path | None = Non
             if (named == "eval" and not with_ray) or (needs_run and not (with_ray or run)):
                 continue
             argv = shorter(named, [replaced(word, folder, run) for word in argv], with_ray=with_ray)
-            argv += CONVERTED if page.stem == "convert" and named == "check" else []
             assert main(argv) == 0, argv
             done.append(named)
     return done

@@ -26,6 +26,7 @@ from rlhfspec.core.metrics import LIVE, METRICS, exported_name
 from rlhfspec.core.settings.section import Section
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.core.settings.supervised import SftConfig, TrainRewardConfig
+from rlhfspec.core.surfaces.surface import Surface, surfaces
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 COMMAND = "python -m benchmarks.pages.reference"
@@ -51,6 +52,7 @@ def pages() -> dict[str, str]:
             {"Sections": SimulatedClusterConfig},
         ),
         "metrics.md": metrics_page(),
+        "inputs.md": inputs_page(),
         "errors.md": errors_page(),
         "run-folder.md": run_folder_page(),
     }
@@ -109,6 +111,35 @@ def _argument(action: argparse.Action) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+# Inputs ------------------------------------------------------------------------------------------------------------
+
+
+def inputs_page() -> str:
+    """What becomes of every name in others' inputs."""
+    about = (
+        "Every name in an input is used, harmless, or refused; `*` stands for any further characters. "
+        "A key that is null is as one that is not there."
+    )
+    return "\n".join([_head("Inputs", about), *(_surface(one) for one in surfaces().values())])
+
+
+def _surface(one: Surface) -> str:
+    becomes = {"refuse": "refused", "note": "noted once, and passed over"}[one.unknown]
+    rows = [
+        *(f"| `{name}` | used | {_cell(text)} |" for name, text in one.used.items()),
+        *(f"| `{name}` | harmless | {_cell(text)} |" for name, text in one.harmless.items()),
+        *(
+            f"| `{name}` | only {_cell(' or '.join(f'`{json.dumps(value)}`' for value in row['values']) or 'null')} "
+            f"| {_cell(row['otherwise'])} |"
+            for name, row in one.only.items()
+        ),
+        *(f"| `{name}` | refused | {_cell(text)} |" for name, text in one.refused.items()),
+    ]
+    return (
+        f"## {one.title}\n\nAny other name is {becomes}: {one.advice}.\n\n{_table('name | is | why', rows)}"
+    )
 
 
 # Config ------------------------------------------------------------------------------------------------------------

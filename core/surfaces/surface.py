@@ -1,0 +1,151 @@
+"""Surfaces: every name in an input of somebody else's is used, known to be harmless, or refused.
+
+A reader of such an input (a message, a request body, a config.json, an adapter's tensors) has a table in one of the
+`*.toml` files here and hands over the names it found before it reads any of them. A name that is in no table is
+refused, or noted once where refusing would be foolish; none is passed over in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhfspec.core.outside import cut, quote
+
+logger = logging.getLogger(__name__)
+_SHOWN = 12
+"Names of a table that an error lists."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surface:
+    """One kind of input. Names may be patterns (`*`); a name that stands in a table itself goes before all patterns."""
+
+    name: str
+    title: str
+    "whose keys they are, as the reference says it"
+    unknown: Literal["refuse", "note"]
+    "what becomes of a name that is in none of the tables below"
+    advice: str
+    "what to do about such a name"
+    used: Mapping[str, str] = field(default_factory=dict)
+    "what each is read for"
+    harmless: Mapping[str, str] = field(default_factory=dict)
+    "why nothing is lost without each"
+    only: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    "`values` that ask for nothing, and what to do about others (`otherwise`)"
+    refused: Mapping[str, str] = field(default_factory=dict)
+    "what to do instead"
+
+    def require(
+        self,
+        given: Mapping[str, Any],
+        what: str,
+        *,
+        error: Callable[[str], Exception],
+        also: Iterable[str] = (),
+    ) -> None:
+        """Raise `error` for the first name in `given` that would be ignored; note once what is but noted.
+
+        Args:
+            given: names and what stands under them. None is as a name that is not there.
+            what: names the input in messages, such as "rows.jsonl, line 3: message 2".
+            error: makes the exception of a message.
+            also: further names that are used, which only the reader knows (columns that a template names).
+        """
+        more = set(also)
+        for name, value in given.items():
+            if value is None or name in more:
+                continue
+            fault = self.fault(name, value, also=more)
+            if fault is None:
+                continue
+            if fault.is_note:
+                note_once(f"{what} has {fault.text}")
+            else:
+                raise error(f"{what} has {fault.text}")
+
+    def fault(self, name: str, value: Any, *, also: Iterable[str] = ()) -> Fault | None:
+        """What is wrong with a name and its value; None: it is used or harmless."""
+        kind, row = self._row(name)
+        shown = f"'{cut(str(name))}'"
+        if kind in ("used", "harmless") or (
+            kind == "only" and any(_same(value, one) for one in row["values"])
+        ):
+            return None
+        if kind == "only":
+            expected = " or ".join(["none", *(quote(one) for one in row["values"])])
+            return Fault(f"{shown}: expected {expected}, got {quote(value)}; {row['otherwise']}")
+        if kind == "refused":
+            return Fault(f"{shown}, which cannot be taken into account; {row}")
+        known = [*dict.fromkeys([*self.used, *also])]
+        near = difflib.get_close_matches(str(name), known, 1, 0.75)
+        listed = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
+        hint = f"did you mean '{near[0]}'?" if near else f"used are {listed}"
+        return Fault(f"{shown}, which nothing here reads ({hint}); {self.advice}", self.unknown == "note")
+
+    def _row(self, name: str) -> tuple[str, Any]:
+        """The table that a name stands in, and what it says there."""
+        tables = {
+            "used": self.used,
+            "harmless": self.harmless,
+            "only": self.only,
+            "refused": self.refused,
+        }
+        for kind, table in tables.items():
+            if name in table:
+                return kind, table[name]
+        for kind, table in tables.items():
+            for pattern, row in table.items():
+                if "*" in pattern and fnmatchcase(str(name), pattern):
+                    return kind, row
+        return "unknown", None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a name cannot be passed over."""
+
+    text: str
+    is_note: bool = False
+
+
+@cache
+def surfaces() -> Mapping[str, Surface]:
+    """All tables, by name. Raises ValueError: two of one name, or a name that stands in two tables of one surface."""
+    found: dict[str, Surface] = {}
+    for file in sorted(Path(__file__).parent.glob("*.toml")):
+        for name, row in tomllib.loads(file.read_text(encoding="utf-8")).items():
+            if name in found:
+                raise ValueError(f"{file.name}: there is a surface '{name}' already")
+            found[name] = Surface(name=name, **row)
+            rows = [key for kind in _KINDS for key in getattr(found[name], kind)]
+            if len(set(rows)) < len(rows):
+                raise ValueError(f"{file.name}: '{name}' has a key twice")
+    return found
+
+
+_KINDS = ("used", "harmless", "only", "refused")
+
+
+def surface(name: str) -> Surface:
+    """The surface of a name."""
+    return surfaces()[name]
+
+
+@cache
+def note_once(text: str) -> None:
+    """Warn, once in this process."""
+    logger.warning("%s", text)
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Equality that does not take true for 1."""
+    return value == expected and isinstance(value, bool) == isinstance(expected, bool)
