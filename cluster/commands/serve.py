@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rlhfspec.cluster.commands.arguments import COUNT, SECONDS, set_flag
 from rlhfspec.cluster.commands.declare import Arg
@@ -84,6 +84,13 @@ def serve_engine(
         Arg("N", "responses at once, beyond which a request is answered with 429 (%(default)s)", parse=COUNT),
     ] = 256,
     max_body_mb: Annotated[int, Arg("N", "of a request (%(default)s)", parse=COUNT)] = 8,
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        Arg(
+            help="where sampling that a body leaves out comes from: auto, the model's generation_config.json; vllm, "
+            "neutral values, as vLLM's flag (%(default)s)"
+        ),
+    ] = "auto",
     token_file: Annotated[Path, Arg("FILE", "holds the token that clients must send (none: anybody)")]
     | None = None,
     drain: Annotated[
@@ -111,10 +118,16 @@ def serve_engine(
         from rlhfspec.cluster.jobs.engine_server import plan_server, serve_engine
         from rlhfspec.cluster.jobs.ray_serve import ServerAddress
         from rlhfspec.cluster.serving.engine_deployment import ServerLimits
+        from rlhfspec.cluster.serving.engine_requests import usual_sampling
 
         tree = read_tree(config) if config is not None else {}
         plan = plan_server(tree, report, model=model, overrides=overrides, context_tokens=context)
-        limits = ServerLimits(max_open=max_open, max_body_bytes=max_body_mb << 20, token=_token(token_file))
+        limits = ServerLimits(
+            max_open=max_open,
+            max_body_bytes=max_body_mb << 20,
+            token=_token(token_file),
+            usual=usual_sampling(plan.config.models.target, generation_config),
+        )
         report.stop()
         serve_engine(
             plan,

@@ -82,7 +82,9 @@ class AnswerWriter:
             said = {"text": new}
         choice = self._choice(place, completion, said, first=sent.tokens, is_last=is_last)
         sent.tokens, sent.text = completion.num_tokens, sent.text + new
-        yield event(self._envelope([choice], self._part_kind))
+        options = self.asked.body.stream_options
+        usage = {"usage": self._usage()} if options.continuous_usage_stats else {}
+        yield event(self._envelope([choice], self._part_kind) | usage)
 
     def end(self) -> Iterator[str]:
         """The last events."""
@@ -162,8 +164,13 @@ class AnswerWriter:
         )
 
     def _logprobs(self, place: int, completion: Completion, first: int) -> dict[str, Any]:
-        """Of the distribution that was sampled from: behind temperature, top-k and top-p."""
-        ids, values = completion.token_ids[first:].tolist(), completion.sampling_logprobs[first:].tolist()
+        """Of the distribution that was sampled from: behind temperature, top-k and top-p; at temperature 0 the model's.
+
+        The last as vLLM: the one that greedy decoding samples from would be 0 everywhere.
+        """
+        is_greedy = self.asked.requests[place].sampling.temperature == 0.0
+        values = (completion.policy_logprobs if is_greedy else completion.sampling_logprobs)[first:].tolist()
+        ids = completion.token_ids[first:].tolist()
         texts = [str(self.tokenizer.decode([one], clean_up_tokenization_spaces=False)) for one in ids]
         names = [f"token_id:{one}" for one in ids] if self.asked.body.return_tokens_as_token_ids else texts
         if self.is_chat:

@@ -8,9 +8,9 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -24,7 +24,13 @@ from rlhfspec.cluster.serving.api_error import ApiError, refuse
 from rlhfspec.cluster.serving.engine_answers import AnswerWriter, event
 from rlhfspec.cluster.serving.engine_pool import EnginePool, PauseMode
 from rlhfspec.cluster.serving.engine_requests import Asked, RequestReader
-from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body, read_object
+from rlhfspec.cluster.serving.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    read_body,
+    read_object,
+    require_known,
+)
 from rlhfspec.cluster.serving.served_weights import LastPublished, forget_published, read_version
 from rlhfspec.cluster.serving.server_metrics import ServerMetrics
 from rlhfspec.core.errors import InputError, WeightsError, describe_error
@@ -42,6 +48,8 @@ class ServerLimits:
     max_body_bytes: int = 8 << 20
     token: str | None = None
     "that clients send as `Authorization: Bearer`; None: anybody may ask"
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    "of sampling, where a body says nothing: `engine_requests.usual_sampling`"
 
 
 @http.exception_handler(ApiError)
@@ -96,6 +104,7 @@ class EngineServer:
             model=plan.config.models.target,
             served_name=served_name,
             max_total_tokens=plan.inputs.max_total_tokens,
+            usual=limits.usual,
         )
         self._metrics = ServerMetrics()
         self._began = int(time.time())
@@ -203,7 +212,7 @@ class EngineServer:
     @http.post("/pause")
     async def pause(self, request: Request) -> Response:
         """Let requests wait; `mode` says what becomes of those that run: abort, wait or keep."""
-        self._require_token(request)
+        self._require_token(request, "request.query.pause")
         mode: Any = request.query_params.get("mode", "abort")
         if mode not in get_args(PauseMode):
             raise refuse(f"mode must be one of {', '.join(get_args(PauseMode))}, got '{mode[:100]}'", "mode")
@@ -226,36 +235,30 @@ class EngineServer:
     @http.post("/init_weight_transfer_engine")
     async def init_weight_transfer(self, request: Request) -> Response:
         """Refused for NCCL; weights come by a path."""
-        given = await self._object(request)
-        if given.get("init_info"):
-            raise refuse(
-                "weights over NCCL are not taken here: expected no init_info, got one; write them to a folder or a "
-                'safetensors file and send {"update_info": {"path": ...}} to /update_weights',
-                "init_info",
-            )
+        await self._object(request, "request.init_weights")
         return JSONResponse({"status": "ok"})
 
     @http.post("/start_weight_update")
     async def start_weight_update(self, request: Request) -> Response:
         """Nothing to do: a version is published whole by /update_weights."""
-        await self._object(request)
+        await self._object(request, "request.weight_update")
         return JSONResponse({"status": "ok"})
 
     @http.post("/finish_weight_update")
     async def finish_weight_update(self, request: Request) -> Response:
         """As `start_weight_update`."""
-        await self._object(request)
+        await self._object(request, "request.weight_update")
         return JSONResponse({"status": "ok", "weight_version": self._pool.weight_version})
 
     @http.post("/update_weights")
     async def update_weights(self, request: Request) -> Response:
         """Publish the weights at a path of this machine; answered when every instance decodes from them."""
-        info = (await self._object(request)).get("update_info")
+        info = (await self._object(request, "request.update_weights")).get("update_info")
+        require_known(info, "request.update_info", "update_info")
         path = info.get("path") if isinstance(info, dict) else None
         if not isinstance(path, str) or not path or "\0" in path:
             raise refuse(
-                'update_info must be {"path": a folder or a safetensors file that the server can read}; names and '
-                "shapes alone announce an NCCL broadcast, which is not taken here",
+                'update_info must be {"path": a folder or a safetensors file that the server can read}',
                 "update_info",
             )
         # a client that leaves ends its request, and the next update would take the same number of version
@@ -278,7 +281,8 @@ class EngineServer:
             self._lost_weights = None
         return version
 
-    def _require_token(self, request: Request) -> None:
+    def _require_token(self, request: Request, query: str = "request.query") -> None:
+        """Look at the token first, then at the names of the query. Raises ApiError: 401, 400."""
         expected, given = self._limits.token, request.headers.get("authorization", "")
         if expected is not None and not hmac.compare_digest(given.encode(), f"Bearer {expected}".encode()):
             raise ApiError(
@@ -286,6 +290,7 @@ class EngineServer:
                 "expected the header Authorization: Bearer TOKEN with this server's token",
                 code="invalid_api_key",
             )
+        require_known(dict(request.query_params), query, "the query")
 
     def _require_up(self) -> None:
         if self._is_draining or self._pool.failure is not None:
@@ -309,8 +314,8 @@ class EngineServer:
                 raise ApiError(413, f"the body may have {most} bytes, got more; send less in one request")
         return bytes(read)
 
-    async def _object(self, request: Request) -> dict[str, Any]:
-        return read_object(await self._body(request) or b"{}")
+    async def _object(self, request: Request, name: str) -> dict[str, Any]:
+        return read_object(await self._body(request) or b"{}", name)
 
     async def _answer(self, request: Request, form: type[CompletionBody] | type[ChatBody]) -> Response:
         raw = await self._body(request)

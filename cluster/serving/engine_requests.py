@@ -9,27 +9,35 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.serving.api_error import ApiError, refuse
-from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, GenerationBody
-from rlhfspec.core.errors import InputError
+from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, GenerationBody, require_known
+from rlhfspec.core.errors import InputError, ModelError
 from rlhfspec.core.outside import cut
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.core.settings.data import DataConfig
+from rlhfspec.core.surfaces.surface import note_once, surface
 from rlhfspec.engine.requests import require_can_be_sampled
 from rlhfspec.engine.weights.generation_settings import load_generation_settings
 from rlhfspec.engine.weights.loading import num_token_ids
-from rlhfspec.learning.data.chat_format import no_template, own_template, render_chat
+from rlhfspec.learning.data.chat_format import (
+    no_template,
+    own_template,
+    render_chat,
+    require_written,
+    template_variables,
+)
 from rlhfspec.learning.data.encoding import encode_texts, prompt_ids
 from rlhfspec.learning.data.end_tokens import model_end_tokens, turn_end
-from rlhfspec.learning.data.messages import parse_turns, require_whole_text
+from rlhfspec.learning.data.messages import Tools, Turn, parse_turns, require_whole_text
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 "Stop strings of a request, and characters of one: each is looked for in every step."
@@ -60,20 +68,37 @@ def sample_key(seed: int, prompt: Sequence[int], number: int) -> SampleKey:
     return SampleKey(run_seed=0, stream=Stream.EVAL, sample_index=int.from_bytes(digest, "little"))
 
 
+def usual_sampling(model: str, source: Literal["auto", "vllm"] = "auto") -> dict[str, Any]:
+    """What bodies leave out, as a model's generation_config.json has it, also where do_sample is off, as in vLLM.
+
+    `source` vllm: none of it. Raises ModelError for what the engine cannot do and vLLM would.
+    """
+    settings = load_generation_settings(model) if source == "auto" else None
+    usual = {} if settings is None else settings.to_diff_dict()
+    surface("request.generation_config").require(
+        usual, f"the generation_config.json of '{model}'", error=ModelError
+    )
+    return {key: value for key, value in usual.items() if value is not None}
+
+
 class RequestReader:
     """Of one model and its tokenizer; may be used by several threads."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, model: str, served_name: str, max_total_tokens: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model: str,
+        served_name: str,
+        max_total_tokens: int,
+        usual: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`model`: path or name, for its end tokens; `served_name`: what clients call it."""
+        """`model`: path or name, for its end tokens; `served_name`: what clients call it; `usual`: `usual_sampling`."""
         self._tokenizer, self._model = tokenizer, model
         self._served_name, self._max_total_tokens = served_name, max_total_tokens
         self._vocab_size = num_token_ids(tokenizer)
         self._ends = model_end_tokens(tokenizer, model)
-        settings = load_generation_settings(model)
-        # as vLLM: also where do_sample is off
-        self._usual = {} if settings is None else settings.to_diff_dict()
+        self._usual = usual
 
     def read(self, body: CompletionBody | ChatBody) -> Asked:
         """The samples that a body asks for. Raises ApiError naming the key at fault."""
@@ -132,23 +157,34 @@ class RequestReader:
         turns = _as_api_error(lambda: parse_turns(body.messages, "messages"), "messages")
         if not turns:
             raise refuse("messages must hold one message at least, got an empty list", "messages")
-        if own_template(self._tokenizer, tools=body.tools) is None:
+        template = own_template(self._tokenizer, tools=body.tools)
+        if template is None:
             raise refuse(
                 f"{no_template(self._tokenizer)}; ask /v1/completions with a whole prompt", "messages"
             )
+        variables = body.chat_template_kwargs
+        read = template_variables(template) - set(surface("request.chat_template_kwargs").refused)
+        require_known(variables, "request.chat_template_kwargs", "chat_template_kwargs", also=read)
+
+        def render(turns: Sequence[Turn], tools: Tools) -> str:
+            ask = body.add_generation_prompt
+            return render_chat(self._tokenizer, turns, ask=ask, tools=tools, variables=variables)
+
         try:
-            text = render_chat(
-                self._tokenizer,
-                turns,
-                ask=body.add_generation_prompt,
-                tools=body.tools,
-                variables=body.chat_template_kwargs,
-            )
+            text = render(turns, body.tools)
         except Exception as error:  # a template is a program, and not ours
             said = " ".join(str(error).split())[:200]
             raise refuse(
                 f"the chat template refuses it: {type(error).__name__}: {said}", "messages"
             ) from None
+        key = "chat_template.jinja of the model's folder"
+        _as_api_error(
+            partial(require_written, render, turns, body.tools, text=text, origin="messages", key=key),
+            "messages",
+        )
+        names = [{key: held for key, held in turn.items() if key != "name"} for turn in turns]
+        if names != turns and render(names, body.tools) == text:
+            note_once("messages: the chat template does not write their `name`; say in `content` who speaks")
         return encode_texts(self._tokenizer, [text], special=False)
 
     def _sampling(self, body: GenerationBody, num_prompt_tokens: int) -> SamplingParams:
@@ -174,7 +210,7 @@ class RequestReader:
                 else body.temperature,
                 top_k=max(self._usual.get("top_k", 0) if body.top_k is None else body.top_k, 0),
                 top_p=self._usual.get("top_p", 1.0) if body.top_p is None else body.top_p,
-                max_new_tokens=room if body.most_tokens is None else body.most_tokens,
+                max_new_tokens=body.most_tokens or min(self._usual.get("max_new_tokens", room), room),
                 stop_token_ids=tuple(dict.fromkeys((*ends, *body.stop_token_ids))),
                 stop=body.stops,
             )

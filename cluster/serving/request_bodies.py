@@ -2,77 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from rlhfspec.cluster.serving.api_error import refuse
-from rlhfspec.core.outside import cut
+from rlhfspec.core.outside import cut, quote
+from rlhfspec.core.surfaces.surface import note_once, surface
 
 MAX_CHOICES = 1024
 "Responses to one prompt (`n`)."
-
-_ONLY_OFF: dict[str, tuple[Any, ...]] = {
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "structured_outputs": (),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": (),
-    "truncate_prompt_tokens": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "functions": (),
-    "function_call": ("none",),
-    "tool_choice": ("none",),
-    "reasoning_effort": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-}
-"What the engine does not do: values, beside null, that ask for nothing of it."
-_IGNORED = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "priority",
-    "parallel_tool_calls",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "request_id",
-    "cache_salt",
-)
-"What changes no response."
 
 
 class StreamOptions(BaseModel):
     """What a stream says beside the tokens."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
-    include_usage: bool = False
-    continuous_usage_stats: Literal[False] | None = None
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class GenerationBody(BaseModel):
-    """What both kinds of bodies have. A key that is null is as one that is not there."""
+    """What both kinds of bodies have, of the right types; which keys there may be, the tables of `request.toml` say.
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    A key that is null is as one that is not there.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     model: str = ""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -107,14 +65,16 @@ class GenerationBody(BaseModel):
         """Of a response; None: as many as there is room for."""
         raise NotImplementedError
 
+    def require_known(self) -> None:
+        """Raise ApiError for what an object within the body has that nothing here reads."""
+
 
 class CompletionBody(GenerationBody):
     """A body of `/v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int = Field(default=16, ge=1)
-    logprobs: Literal[0] | None = None
-    "0, the sampled token's own, is what the engine knows"
+    logprobs: int | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -135,6 +95,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     tools: list[dict[str, JsonValue]] = []
+    tool_choice: JsonValue = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, JsonValue] = {}
 
@@ -143,6 +104,29 @@ class ChatBody(GenerationBody):
         """Whether the answer has the tokens' log-probabilities."""
         return self.logprobs
 
+    def require_known(self) -> None:
+        """Raise ApiError for what a message, a tool or a call has that nothing here reads."""
+        for place, tool in enumerate(self.tools):
+            _require_nested(tool, "request.tools", f"tools.{place}")
+        for place, message in enumerate(self.messages):
+            path = f"messages.{place}"
+            require_known(message, "request.message", path)
+            for key, kind in (("content", "request.content_part"), ("tool_calls", "request.tool_call")):
+                listed = message.get(key)
+                for number, one in enumerate(listed if isinstance(listed, list) else ()):
+                    _require_nested(one, kind, f"{path}.{key}.{number}")
+        if self.tools and self.tool_choice != "none":
+            raise refuse(
+                "tools: calls in a response are not parsed yet and would stay text: expected tool_choice 'none' "
+                f"beside them, got {quote(self.tool_choice)}; set it, and parse the calls of `content` yourself",
+                "tool_choice",
+            )
+        if self.tool_choice not in (None, "none", "auto"):
+            raise refuse(
+                f"tool_choice: expected 'none', got {quote(self.tool_choice)}; calls are not parsed yet",
+                "tool_choice",
+            )
+
     @property
     def most_tokens(self) -> int | None:
         """Of a response; None: as many as there is room for."""
@@ -150,42 +134,53 @@ class ChatBody(GenerationBody):
 
 
 _OBJECT = TypeAdapter(dict[str, Any])
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 
 
 def read_body(raw: bytes, form: type[AnyBody]) -> AnyBody:
     """The body that JSON text holds. Raises ApiError naming the key at fault."""
-    given = read_object(raw)
-    for key in [key for key, value in given.items() if value is None or key in _IGNORED]:
-        del given[key]
-    for key, harmless in _ONLY_OFF.items():
-        if key in given and key not in form.model_fields:
-            value = given.pop(key)
-            if value not in harmless:
-                expected = " or ".join(["none", *(repr(one) for one in harmless)])
-                raise refuse(
-                    f"this engine does not do {key}: expected {expected}, got {cut(repr(value))}; take it out",
-                    key,
-                )
+    given = read_object(raw, "request.chat" if issubclass(form, ChatBody) else "request.completion")
+    for key in ("stream_options", "response_format"):
+        require_known(given.get(key), f"request.{key}", key)
     try:
-        return form.model_validate(given)
+        body = form.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False)[0]
         # a union's faults name its branches, too
         where = ".".join(
             str(part) for part in fault["loc"] if not str(part).startswith(("list[", "str", "int"))
         )
-        if fault["type"] == "extra_forbidden":
-            known = ", ".join(form.model_fields)
-            raise refuse(f"unknown key '{cut(where)}'; known are {known}", cut(where)) from None
         got = "" if fault["type"] == "missing" else f", got {cut(repr(fault['input']))}"
         raise refuse(f"{cut(where)}: {fault['msg']}{got}", cut(where)) from None
+    body.require_known()
+    return body
 
 
-def read_object(raw: bytes) -> dict[str, Any]:
-    """What JSON text holds. Raises ApiError: it is none, or no object."""
+def require_known(given: Any, name: str, path: str, *, also: Iterable[str] = ()) -> None:
+    """Raise ApiError for a key of the object at `path` of a request that the surface `name` does not know."""
+    if not isinstance(given, dict):
+        return  # its type is looked at elsewhere
+    for key, fault in surface(name).faults(given, also=also):
+        if fault.is_note:
+            note_once(f"{path or 'a body'} has {fault.text}")
+        else:
+            where = f"{path}.{key}" if path else key
+            raise refuse(f"{path or 'the body'} has {fault.text}", cut(where))
+
+
+def _require_nested(given: Any, name: str, path: str) -> None:
+    """As `require_known`, and of what stands under `function`."""
+    require_known(given, name, path)
+    if isinstance(given, dict):
+        require_known(given.get("function"), f"{name}.function", f"{path}.function")
+
+
+def read_object(raw: bytes, name: str) -> dict[str, Any]:
+    """What JSON text holds, of the surface `name`. Raises ApiError: it is no object, or has a key that is not known."""
     try:
-        return _OBJECT.validate_json(raw)
+        found = _OBJECT.validate_json(raw)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]["msg"]
         raise refuse(f"the body must be a JSON object: {fault}") from None
+    require_known(found, name, "")
+    return found

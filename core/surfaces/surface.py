@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -60,17 +60,20 @@ class Surface:
             error: makes the exception of a message.
             also: further names that are used, which only the reader knows (columns that a template names).
         """
-        more = set(also)
-        for name, value in given.items():
-            if value is None or name in more:
-                continue
-            fault = self.fault(name, value, also=more)
-            if fault is None:
-                continue
+        for _, fault in self.faults(given, also=also):
             if fault.is_note:
                 note_once(f"{what} has {fault.text}")
             else:
                 raise error(f"{what} has {fault.text}")
+
+    def faults(self, given: Mapping[str, Any], *, also: Iterable[str] = ()) -> Iterator[tuple[str, Fault]]:
+        """Names in `given` that would be ignored, and why; arguments as above."""
+        more = set(also)
+        for name, value in given.items():
+            if value is None or name in more:
+                continue
+            if (fault := self.fault(name, value, also=more)) is not None:
+                yield name, fault
 
     def fault(self, name: str, value: Any, *, also: Iterable[str] = ()) -> Fault | None:
         """What is wrong with a name and its value; None: it is used or harmless."""
@@ -122,9 +125,13 @@ def surfaces() -> Mapping[str, Surface]:
     """All tables, by name. Raises ValueError: two of one name, or a name that stands in two tables of one surface."""
     found: dict[str, Surface] = {}
     for file in sorted(Path(__file__).parent.glob("*.toml")):
-        for name, row in tomllib.loads(file.read_text(encoding="utf-8")).items():
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        for name, row in tables.items():
             if name in found:
                 raise ValueError(f"{file.name}: there is a surface '{name}' already")
+            # tables of a surface before it in the file, which this one has too
+            for kind, table in tables.get(row.pop("extends", ""), {}).items():
+                row[kind] = table | row.get(kind, {}) if kind in _KINDS else row.get(kind, table)
             found[name] = Surface(name=name, **row)
             rows = [key for kind in _KINDS for key in getattr(found[name], kind)]
             if len(set(rows)) < len(rows):

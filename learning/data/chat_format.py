@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from typing import Any
 
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.outside import cut
@@ -116,6 +118,13 @@ def own_template(tokenizer: PreTrainedTokenizerBase, *, tools: Tools = ()) -> st
     if not isinstance(named, dict):
         return named
     return (named.get("tool_use") if tools else None) or named.get("default")
+
+
+@cache
+def template_variables(template: str) -> frozenset[str]:
+    """Variables that a template reads and does not set."""
+    environment: Any = _compile_jinja_template(template).environment
+    return frozenset(find_undeclared_variables(environment.parse(template)))
 
 
 def named_template(tokenizer: PreTrainedTokenizerBase | None, name: str) -> str | None:

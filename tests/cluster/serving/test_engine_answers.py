@@ -104,3 +104,29 @@ def test_a_whole_answer_joins_its_choices_whatever_a_name_looks_like(model: Path
     assert [one["token_ids"] for one in answer["choices"]] == [one.token_ids.tolist() for one in made]
     assert answer["model"] == '"choices": []'
     assert answer["usage"]["completion_tokens"] == sum(one.num_tokens for one in made)
+
+
+def test_each_part_counts_tokens_where_it_is_asked_to(model: Path):
+    writer, _ = writer_of(model, stream=True, stream_options={"continuous_usage_stats": True})
+    whole = completion_of(writer, [40, 41, 42, 43], FinishReason.LENGTH)
+    counted = []
+    for count, is_last in ((2, False), (4, True)):
+        so_far = completion_of(writer, whole.token_ids[:count].tolist(), FinishReason.LENGTH)
+        counted += [
+            json.loads(one.removeprefix("data: ")) for one in writer.parts(0, so_far, is_last=is_last)
+        ]
+    prompt = writer.asked.num_prompt_tokens
+    assert [one["usage"]["completion_tokens"] for one in counted] == [2, 4]
+    assert all(one["usage"]["prompt_tokens"] == prompt for one in counted)
+    assert list(writer.end()) == ["data: [DONE]\n\n"]
+
+
+def test_greedy_log_probabilities_are_the_models_own(model: Path):
+    for temperature, expected in ((0.0, -1.5), (0.7, -0.25)):
+        writer, _ = writer_of(model, temperature=temperature, logprobs=0)
+        said = replace(
+            completion_of(writer, [40], FinishReason.LENGTH),
+            policy_logprobs=np.array([-1.5], dtype=np.float32),
+            sampling_logprobs=np.array([-0.25], dtype=np.float32),
+        )
+        assert json.loads(writer.choice(0, said))["logprobs"]["token_logprobs"] == [expected]

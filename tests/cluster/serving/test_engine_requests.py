@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from word_chat import PLAIN, word_chat
 
 from benchmarks.support.malformed import malformed
 from rlhfspec.cluster.serving.api_error import ApiError
-from rlhfspec.cluster.serving.engine_requests import Asked, RequestReader
+from rlhfspec.cluster.serving.engine_requests import Asked, RequestReader, usual_sampling
 from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body
+from rlhfspec.core.errors import ModelError
+from rlhfspec.core.surfaces.surface import surface
 from rlhfspec.engine.weights.loading import load_tokenizer
 from tests.conftest import TinyPair
 
@@ -56,11 +61,18 @@ def test_what_vllm_sends_as_its_defaults_is_taken(reader: RequestReader):
 @pytest.mark.parametrize(
     ("body", "status", "param", "words"),
     [
-        ({"prompt": "1", "min_p": 0.1}, 400, "min_p", "this engine does not do min_p: expected none or 0"),
-        ({"prompt": "1", "logprobs": 3}, 400, "logprobs", "should be 0"),
+        (
+            {"prompt": "1", "min_p": 0.1},
+            400,
+            "min_p",
+            "has 'min_p': expected none or 0, got 0.1; this engine",
+        ),
+        ({"prompt": "1", "logprobs": 3}, 400, "logprobs", "expected none or 0, got 3; the engine knows"),
         ({"prompt": "1", "max_tokens": 64}, 400, "prompt", "do not fit 64 tokens"),
         ({"prompt": "1", "model": "gpt"}, 404, "model", "served is 'tiny'"),
-        ({"prompt": "1", "temperatur": 1}, 400, "temperatur", "unknown key 'temperatur'"),
+        ({"prompt": "1", "temperatur": 1}, 400, "temperatur", "did you mean 'temperature'?"),
+        ({"prompt": "1", "stream_options": {"usage": True}}, 400, "stream_options.usage", "include_usage"),
+        ({"prompt": "1", "response_format": {"type": "json_object"}}, 400, "response_format.type", "guided"),
         ({"prompt": [10_000]}, 400, "prompt", "got 10000"),
     ],
 )
@@ -77,6 +89,98 @@ def test_a_tokenizer_without_a_chat_template_is_told(reader: RequestReader):
     body = read_body(b'{"messages": [{"role": "user", "content": "1"}]}', ChatBody)
     with pytest.raises(ApiError, match="no chat template; ask /v1/completions"):
         reader.read(body)
+
+
+CHAT = PLAIN.replace("{% for", "{{ tone }}{{ tools or '' }}{% for", 1)
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "id": "c", "function": {"name": "weather", "arguments": "{}"}}
+
+
+def chatting(tmp_path: Path, template: str = CHAT, **settings: Any) -> Callable[..., Asked]:
+    """What reads bodies of a conversation by a template, `hi` unless they say otherwise."""
+    (tmp_path / "config.json").write_text("{}")
+    reader = RequestReader(
+        word_chat(template), model=str(tmp_path), served_name="m", max_total_tokens=64, **settings
+    )
+    plain = {"messages": [{"role": "user", "content": "hi"}]}
+    return lambda **body: reader.read(read_body(json.dumps(plain | body).encode(), ChatBody))
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": [TOOL]}, "tool_choice", "expected tool_choice 'none' beside them, got None"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice", "not parsed yet"),
+        ({"tool_choice": "required"}, "tool_choice", "not parsed yet"),
+        ({"chat_template_kwargs": {"tonne": "kind"}}, "chat_template_kwargs.tonne", "did you mean 'tone'?"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "the body's own key"),
+        (
+            {"messages": [{"role": "user", "content": "hi", "weight": 0}]},
+            "messages.0.weight",
+            "nothing here reads",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0.type",
+            "messages are text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "hi", "tool_calls": [CALL]}]},
+            "messages",
+            "does not write the tool_calls of message 0",
+        ),
+        ({"max_tokens": 4, "reasoning_effort": "low"}, "reasoning_effort", "chat_template_kwargs"),
+    ],
+)
+def test_what_a_chat_would_lose_is_refused_by_its_path(
+    tmp_path: Path, body: dict[str, Any], param: str, words: str
+):
+    with pytest.raises(ApiError) as refused:
+        chatting(tmp_path)(**body)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert words in str(refused.value)
+
+
+def test_what_the_template_leaves_out_is_refused(tmp_path: Path):
+    deaf = chatting(tmp_path, PLAIN.replace("{% for m in messages %}", "{% for m in messages[-1:] %}"))
+    with pytest.raises(ApiError, match=r"does not write what the system says \(message 0\)"):
+        deaf(messages=[{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}])
+    with pytest.raises(ApiError, match="does not write the tools"):
+        deaf(tools=[TOOL], tool_choice="none")
+
+
+def test_what_the_template_reads_reaches_it(tmp_path: Path):
+    read = chatting(tmp_path)
+
+    def length(**body: Any) -> int:
+        return len(read(**body).requests[0].prompt.token_ids)
+
+    assert length(tools=[TOOL], tool_choice="none") > length()
+    assert length(chat_template_kwargs={"tone": "be kind "}) > length() == length(tool_choice="auto")
+
+
+def test_a_generation_config_gives_what_bodies_leave_out(tmp_path: Path):
+    said = {"temperature": 0.5, "top_k": 7, "max_new_tokens": 9, "repetition_penalty": 1.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    read = chatting(tmp_path, usual=usual_sampling(str(tmp_path)))
+    sampling = read().requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_new_tokens) == (0.5, 7, 9)
+    assert read(max_tokens=12, temperature=0).requests[0].sampling.max_new_tokens == 12
+    assert usual_sampling(str(tmp_path), "vllm") == {}
+
+
+@pytest.mark.parametrize("key", ["repetition_penalty", "min_p"])
+def test_a_generation_config_that_vllm_would_follow_and_we_cannot_is_refused(tmp_path: Path, key: str):
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: 1.1}))
+    with pytest.raises(ModelError, match=f"has '{key}': .* --generation-config vllm"):
+        usual_sampling(str(tmp_path))
+
+
+def test_every_field_of_a_body_is_in_its_table():
+    for form, name in ((CompletionBody, "request.completion"), (ChatBody, "request.chat")):
+        known = surface(name)
+        assert set(form.model_fields) <= {*known.used, *known.only}
+        assert {*known.used} - set(form.model_fields) == {"response_format"}
 
 
 def test_malformed_bodies_raise_nothing_else(reader: RequestReader):

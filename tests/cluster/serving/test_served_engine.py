@@ -196,7 +196,7 @@ def test_openais_client_reads_every_answer(server: ServedEngine):
         "key": ["BadRequestError", 400],
         "room": ["RateLimitError", 429],
     }
-    assert "this engine does not do presence_penalty" in got["refused"]["key"][2]
+    assert "the body has 'presence_penalty'" in got["refused"]["key"][2]
     server.wait_until_none_is_open()
 
 
