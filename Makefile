@@ -1,5 +1,5 @@
-# make setup | demo | demo-real | quick | test | durations | test-long | fmt | check | docs | bench-peers |
-# bench-readme | check-cuda-fake. The first makes .venv; the others but the last, which has an environment of its own, call it.
+# make setup | demo | demo-real | quick | test | test-avx2 | durations | test-long | fmt | check | docs |
+# bench-peers | bench-readme | check-cuda-fake. The first makes .venv; the others but the last, which has an environment of its own, call it.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -7,7 +7,7 @@ SHELL := /bin/bash
 # Most of a test's time is waiting for Ray: two processes share two cores well.
 TEST_PROCESSES ?= 2
 
-.PHONY: setup demo demo-real quick test durations test-long fmt check docs bench-peers bench-readme check-cuda-fake
+.PHONY: setup demo demo-real quick test test-avx2 durations test-long fmt check docs bench-peers bench-readme check-cuda-fake
 .DEFAULT_GOAL := demo
 
 setup: $(STAMP) build/source/rlhfspec/__init__.py
@@ -52,6 +52,12 @@ quick: setup
 
 test: setup
 	$(PYTEST) $(SHARED)
+
+# What computes, as on a processor without AVX-512, which rounds otherwise and refuses some layouts; no bfloat16 there.
+COMPUTES := $(addprefix tests/engine/,attention cpu decoding drafters model weights test_exchange.py test_losslessness.py) \
+  $(addprefix tests/learning/,drafts objectives rewards trainer) tests/cluster/verify
+test-avx2: setup
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(SHARED) -m "not ray and not slow" $(COMPUTES)
 
 # All tests, and tests/durations.json anew, which orders them.
 durations: setup

@@ -9,6 +9,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from rlhfspec.engine.model.linears import has_avx512
+
 SHARED = "rlhfspec_"
 "Before the names that the process knows functions by."
 logger = logging.getLogger(__name__)
@@ -23,7 +25,9 @@ def compile_modules(*texts: str) -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        cpu=llvm.get_host_cpu_name(),
+        features=",".join(f"{'-+'[on]}{name}" for name, on in features().items()),
+        opt=3,
     )
     module = llvm.parse_assembly(texts[0])
     for text in texts[1:]:
@@ -41,9 +45,16 @@ def share_functions(engine: Any, names: Iterable[str]) -> None:
 
 
 @lru_cache(maxsize=1)
+def features() -> dict[str, bool]:
+    """LLVM's names of what this processor has, within what ATEN_CPU_CAPABILITY allows torch too."""
+    wide = ("avx512", "avx10", "amx")
+    found: dict[str, bool] = dict(llvm.get_host_cpu_features())
+    return {name: on and (has_avx512() or not name.startswith(wide)) for name, on in found.items()}
+
+
 def widest_vector() -> int:
     """Floats in the widest vector of this processor."""
-    return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+    return 16 if features().get("avx512f") else 8
 
 
 @lru_cache(maxsize=1)

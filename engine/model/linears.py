@@ -318,6 +318,11 @@ def can_prepack() -> bool:
     return torch.backends.mkldnn.is_available() and all(operators)
 
 
+def has_avx512() -> bool:
+    """Whether this processor has AVX-512 and ATEN_CPU_CAPABILITY, torch's own variable, does not forbid it."""
+    return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
+
+
 def has_bfloat16() -> bool:
     """Whether this processor has instructions for bfloat16 products."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return has_avx512() and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -21,14 +21,15 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.verify.verify_run import verify_run
 
 STORED = Path(__file__).resolve().parents[1] / "stored_run"
-MADE_ON = ("znver4", "2.13.0")
-"Processor and torch: another of either may round otherwise."
+MADE_ON = ("znver4", "AVX512", "2.13.0")
+"Processor, what of it may be used, and torch: another of them may round otherwise."
 NUM_SAMPLES = 36
 
 
 def made_here() -> bool:
     llvm = pytest.importorskip("llvmlite.binding", reason="the stored run decoded by our own kernels")
-    return (llvm.get_host_cpu_name(), torch.__version__.split("+")[0]) == MADE_ON
+    uses = torch.backends.cpu.get_cpu_capability()
+    return (llvm.get_host_cpu_name(), uses, torch.__version__.split("+")[0]) == MADE_ON
 
 
 @pytest.fixture

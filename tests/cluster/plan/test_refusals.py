@@ -270,6 +270,7 @@ def test_bfloat16_of_a_processor_without_it_is_refused_alike(
     files: Files, would_start: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = config_of(files, {"trainer.compute_dtype": "bfloat16"}, "")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for has_it in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has_it=has_it: has_it)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhfspec.engine.cpu import jit
 from rlhfspec.engine.cpu.products import PANEL, TILINGS, product_name
 from rlhfspec.engine.cpu.program import common_code
 
@@ -144,3 +145,15 @@ def test_the_processor_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("rlhfspec.engine.cpu.jit.llvm.get_host_cpu_features", asked)
     assert common_code() is expected
+
+
+def test_code_keeps_to_what_torch_is_allowed_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATEN_CPU_CAPABILITY=avx2 makes of any processor one that has no more."""
+    has = {"avx2": True, "avx512f": True, "avx512bf16": True, "amx-tile": True, "sse4a": False}
+    monkeypatch.setattr("rlhfspec.engine.cpu.jit.llvm.get_host_cpu_features", lambda: has)
+    for capability, width in (("AVX512", 16), ("AVX2", 8)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda said=capability: said)
+        jit.features.cache_clear()
+        used = {name for name, on in jit.features().items() if on}
+        assert used == (set(has) - {"sse4a"} if width == 16 else {"avx2"}) and jit.widest_vector() == width
+    jit.features.cache_clear()

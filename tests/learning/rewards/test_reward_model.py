@@ -20,6 +20,8 @@ from rlhfspec.learning.rewards.reward_model import _batches
 from rlhfspec.learning.rewards.score_request import score_requests
 
 TEXTS = ["h;", "h;02:h+5=m;", "#b", "h;02:h+5=m;01:m+5=b;#b" * 3, "", "a", "b"]
+ROUNDING = 128 * 2.0**-24
+"Of float32 sums in another order: the longest, over a text's positions, has up to 73 terms of about 1."
 CHAT = (("user", "03:c+5="), ("assistant", "h;"), ("user", "02:h+5="))
 
 
@@ -45,7 +47,7 @@ def test_scores_are_those_of_each_text_alone_in_order_whatever_the_batch(tmp_pat
         stage = build_reward(RewardConfig(kind="model", model=path))
         stage._parts[0][1].batch_size = batch_size  # type: ignore[attr-defined]  # as on a GPU
         together = [reward.value for reward in stage.score(prompts(len(TEXTS)), TEXTS)]
-        assert together == approx(alone, abs=1e-6)
+        assert together == approx(alone, abs=ROUNDING)
     assert len({round(value, 4) for value in alone}) == len(TEXTS)
 
 
@@ -55,7 +57,7 @@ def test_a_chat_is_written_by_the_template_with_its_roles(tmp_path):
     [score] = build_reward(RewardConfig(kind="model", model=path)).score(prompts(1, CHAT), ["m;"])
     text = "u:03:c+5=;a:h;;u:02:h+5=;a:m;;"
     assert score.value == approx(
-        plain_score(path, tokenizer(text, add_special_tokens=False)["input_ids"]), abs=1e-6
+        plain_score(path, tokenizer(text, add_special_tokens=False)["input_ids"]), abs=ROUNDING
     )
     [plain] = build_reward(RewardConfig(kind="model", model=path)).score(prompts(1), ["m;"])
     assert plain.value != approx(score.value, abs=1e-3)

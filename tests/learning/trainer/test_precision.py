@@ -40,10 +40,13 @@ def test_bfloat16_is_taken_where_it_is_wanted_and_there_and_refused_elsewhere_by
 ) -> None:
     cpu = torch.device("cpu")
     assert compute_dtype_on(cpu, torch.bfloat16, "float32") == torch.float32
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: True)
         assert compute_dtype_on(cpu, torch.float32, "bfloat16") == torch.bfloat16
         monkeypatch.setattr(torch.cpu, name, lambda: False)
+    # what ATEN_CPU_CAPABILITY=avx2 makes of a processor that has them
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with pytest.raises(ConfigError, match=r"compute_dtype is bfloat16.* found .*, AVX2; set it to auto"):
         compute_dtype_on(cpu, torch.float32, "bfloat16")
