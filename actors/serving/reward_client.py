@@ -13,7 +13,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from rlhfspec.actors.serving.score_schema import ScoreAnswer, from_answer, to_body
+from rlhfspec.actors.serving.score_schema import read_answer, to_body
 from rlhfspec.core.errors import RewardError, RewardServerLost, one_line
 from rlhfspec.core.records import Reward, Unscored
 from rlhfspec.core.settings.reward import RewardServerConfig, Scorer
@@ -106,7 +106,7 @@ def _by_url(url: str) -> _Ask:
                 f"{_through_proxy(url)}; expected the answer of POST /score; mend reward.url"
             )
         try:
-            found = from_answer(ScoreAnswer.model_validate_json(answer.content))
+            found = read_answer(answer.content, f"the reward server {url}")
         except ValidationError as error:
             raise RewardError(
                 f"the reward server {url} answered '{answer.text[:200]}'; expected an object with rewards "

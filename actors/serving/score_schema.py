@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from rlhfspec.core.errors import RewardError
 from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
+from rlhfspec.core.surfaces.surface import surface
 from rlhfspec.learning.rewards.score_request import ScoreRequest
 
 
@@ -48,6 +51,16 @@ class Sample(BaseModel):
     turns: list[Message] = []
     "of an episode since the prompt, the assistant's last"
     num_given_tokens: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _require_whole_facts(self) -> Self:
+        """What is known of a response is known together: a part of it would be dropped."""
+        facts = (self.sample_index, self.num_tokens, self.finish_reason)
+        if None in facts and (any(one is not None for one in facts) or self.turns or self.num_given_tokens):
+            raise ValueError(
+                "sample_index, num_tokens and finish_reason come together, and turns and num_given_tokens with them"
+            )
+        return self
 
 
 class ScoreBody(BaseModel):
@@ -167,6 +180,16 @@ def to_answer(outcomes: Sequence[Reward | Unscored]) -> ScoreAnswer:
             for outcome in outcomes
         ]
     )
+
+
+def read_answer(content: bytes, whose: str) -> list[Reward | Unscored]:
+    """The same, of bytes. Raises ValidationError for no answer, RewardError for one with what nothing here reads."""
+    given = ScoreAnswer.model_validate_json(content)
+    raw = json.loads(content)
+    surface("reward.answer").require(raw, f"the answer of {whose}", error=RewardError)
+    for number, entry in enumerate(raw["rewards"]):
+        surface("reward.answer.rewards").require(entry, f"reward {number} of {whose}", error=RewardError)
+    return from_answer(given)
 
 
 def from_answer(answer: ScoreAnswer) -> list[Reward | Unscored]:

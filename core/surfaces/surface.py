@@ -26,7 +26,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surface:
-    """One kind of input. Names may be patterns (`*`); a name that stands in a table itself goes before all patterns."""
+    """One kind of input. Names may be patterns (`*`): a name itself goes before all, a longer pattern before others."""
 
     name: str
     title: str
@@ -105,11 +105,13 @@ class Surface:
         for kind, table in tables.items():
             if name in table:
                 return kind, table[name]
-        for kind, table in tables.items():
-            for pattern, row in table.items():
-                if "*" in pattern and fnmatchcase(str(name), pattern):
-                    return kind, row
-        return "unknown", None
+        fitting = [
+            (len(pattern), kind, row)
+            for kind, table in tables.items()
+            for pattern, row in table.items()
+            if "*" in pattern and fnmatchcase(str(name), pattern)
+        ]
+        return max(fitting, key=lambda one: one[0])[1:] if fitting else ("unknown", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from rlhfspec.core.config import EnvironmentConfig
 from rlhfspec.core.errors import ConfigError, EpisodeError
 from rlhfspec.core.named_code import describe, named_code
 from rlhfspec.core.records import Prompt
+from rlhfspec.core.surfaces.surface import surface
 
 Message = Mapping[str, str]
 Observation = str | Sequence[Message] | Sequence[int] | np.ndarray
@@ -115,6 +116,10 @@ def checked_step(step: Any) -> Step:
     names = ("observation", "reward", "done")
     if not all(hasattr(step, name) for name in names):
         raise EpisodeError(f"expected a Step with {', '.join(names)}, got {type(step).__name__}")
+    if type(step) is not Step:
+        held = {*getattr(step, "__dict__", ()), *getattr(step, "__slots__", ())}
+        said = {name: getattr(step, name, None) for name in held}
+        surface("environment.step").require(said, f"a {type(step).__name__}", error=EpisodeError)
     try:
         reward = float(step.reward if step.reward is not None else 0.0)
     except (TypeError, ValueError):
@@ -145,6 +150,8 @@ def _checked_observation(observation: Any) -> Observation:
             isinstance(one, Mapping) and {"role", "content"} <= set(one) and isinstance(one["content"], str)
             for one in observation
         ):
+            for one in observation:
+                surface("environment.message").require(one, "a message", error=EpisodeError)
             return [dict(one) for one in observation]
         raise EpisodeError("expected messages as mappings with role and content, the content a string")
     try:

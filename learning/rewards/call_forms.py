@@ -2,7 +2,7 @@
 
 Ours: prompt, response, reference and whatever else has a name of ours, by name; other words by their place. The
 functions of TRL, verl and OpenRLHF are known by their parameters and called as their trainers call them, with lists
-of one response. Imports the standard library only.
+of one response. Imports the standard library and `core` only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
+
+from rlhfspec.core.surfaces.surface import surface
 
 PARTS, BAD, NONE = "parts", "bad", "none"
 Answer = tuple[str, Any]
@@ -58,8 +60,6 @@ class Foreign:
     values: Mapping[str, str]
     "its parameters by the names that we have for what they are given"
     in_lists: bool
-    withheld: tuple[str, ...] = ()
-    "what only that trainer has"
     empty: tuple[str, ...] = ()
     "columns that are an empty dict where the data has none"
     gives_columns: bool = False
@@ -72,7 +72,6 @@ FOREIGN = (
         marks=("completions",),
         values={"prompts": "prompt", "completions": "response"},
         in_lists=True,
-        withheld=("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments"),
         gives_columns=True,
     ),
     Foreign(
@@ -142,17 +141,21 @@ class Call:
 
     def describe(self, names: Collection[str] | None) -> str:
         """Such as `with prompt, response, answer=reference`."""
-        said = []
-        for parameter, value in self.plan(names).items():
-            said.append(parameter if parameter == value else f"{parameter}={value}")
+        plan = self.plan(names)
+        said = [
+            parameter if parameter == value else f"{parameter}={value}" for parameter, value in plan.items()
+        ]
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters):
             said.append("all other columns" if self.foreign is None or self.foreign.gives_columns else "")
-        whose = ""
+        whose, alone = "", ""
         if self.foreign is not None:
             whose = f"as {self.foreign.owner} calls it, "
             if self.foreign.in_lists:
                 whose += f"in lists of one{' (messages)' if self.reads_messages else ''}, "
-        return f"{whose}with {', '.join(filter(None, said)) or 'nothing'}"
+                alone = "; it sees one response at a time, and cannot compare those of a prompt"
+        kept = [p.name for p in self.parameters if p.name not in plan and p.default is not p.empty]
+        defaults = f"; left at their defaults: {', '.join(kept)}" if kept else ""
+        return f"{whose}with {', '.join(filter(None, said)) or 'nothing'}{defaults}{alone}"
 
     def answer(self, result: Any) -> Answer:
         """What the result says, as `plain`."""
@@ -305,10 +308,8 @@ def _foreign_plan(call: Call, form: Foreign, names: Collection[str] | None) -> d
         name = form.values.get(parameter.name, parameter.name)
         if name in (*PLACES, *EXTRAS, "query") or name in (names or ()):
             plan[parameter.name] = name
-        elif is_needed and name in form.withheld:
-            raise CannotBeCalled(
-                f"asks for '{name}', which only {form.owner}'s trainer has", "give the parameter a default"
-            )
+        elif is_needed and (why := surface("reward.arguments").refused.get(name)):
+            raise CannotBeCalled(f"asks for '{name}', and {why.partition('; ')[0]}", "give it a default")
         elif is_needed and (names is None or name in form.empty):
             plan[parameter.name] = name  # a column, it may be
         elif is_needed:
@@ -359,8 +360,8 @@ def plain(result: Any) -> Answer:
     if not isinstance(result, Mapping):
         number, fault = _finite(result)
         return (BAD, f"returned {fault}") if fault else (PARTS, {"value": number})
-    if "value" not in result:
-        return BAD, f"returned a dict without 'value', with the keys {sorted(map(str, result))}"
+    if fault := _lack(result, "value"):
+        return BAD, fault
     parts = {}
     for name, value in result.items():
         number, fault = _finite(value)
@@ -371,22 +372,39 @@ def plain(result: Any) -> Answer:
 
 
 def _with_parts(result: Mapping[Any, Any], key: str, alone: Callable[[Any], tuple[Any, str]]) -> Answer:
-    """A dict of another trainer's: the reward under `key`; what else is a number is a part, texts are left out."""
-    if key not in result:
-        return BAD, f"returned a dict without '{key}', with the keys {sorted(map(str, result))}"
+    """A dict of another trainer's: the reward under `key`; other numbers are parts, texts and dicts are left out."""
+    logs = result.get("extra_logs") or {}
+    if not isinstance(logs, Mapping):
+        return BAD, f"returned for 'extra_logs' {_shown(logs)}, expected a dict of numbers"
+    rest = {**{name: part for name, part in result.items() if name not in (key, "extra_logs")}, **logs}
+    if "value" in rest:
+        return BAD, f"returned 'value' beside '{key}', and one of them is the reward"
+    if fault := _lack({**rest, **result}, key):
+        return BAD, fault
     value, fault = alone(result[key])
     if fault:
         return BAD, fault
     kind, content = plain(value)
     if kind != PARTS:
         return kind, f"{content} under '{key}'"
-    logs = result.get("extra_logs")
-    for name, part in {**result, **(logs if isinstance(logs, Mapping) else {})}.items():
+    for name, part in rest.items():
         item, is_no_list = alone(part)
-        number, fault = _finite(part if is_no_list else item)
-        if name not in (key, "value") and not fault:
-            content[str(name)] = number
+        item = part if is_no_list else item
+        if item is None or isinstance(item, str | bytes | Mapping):
+            continue
+        number, fault = _finite(item)
+        if fault:
+            return BAD, f"returned for '{name}' {fault}"
+        content[str(name)] = number
     return PARTS, content
+
+
+def _lack(result: Mapping[Any, Any], key: str) -> str:
+    """What is wrong with a dict's keys; empty: nothing."""
+    if key not in result:
+        return f"returned a dict without '{key}', with the keys {sorted(map(str, result))}"
+    found = (surface("reward.result").fault(str(name), value) for name, value in result.items())
+    return next((f"returned a dict with {fault.text}" for fault in found if fault), "")
 
 
 def _finite(value: Any) -> tuple[float, str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from rlhfspec.actors.serving.reward_client import ServedReward
 from rlhfspec.actors.serving.reward_deployment import http
@@ -88,6 +89,18 @@ def test_what_travels_comes_out_as_it_went_in_but_for_the_token_ids():
     )
 
 
+def test_facts_of_a_response_that_are_half_given_are_refused_and_not_dropped():
+    whole = {"response": "a", "sample_index": 1, "num_tokens": 2, "finish_reason": "stop"}
+    body = {"samples": [{**whole, "turns": [{"role": "assistant", "content": "a"}]}, {"response": "b"}]}
+    assert [one.facts is None for one in from_body(ScoreBody.model_validate(body))] == [False, True]
+    for lacks in ("sample_index", "num_tokens", "finish_reason"):
+        half = {key: value for key, value in whole.items() if key != lacks}
+        with pytest.raises(ValidationError, match="come together"):
+            ScoreBody.model_validate({"samples": [half]})
+    with pytest.raises(ValidationError, match="turns and num_given_tokens with them"):
+        ScoreBody.model_validate({"samples": [{"response": "b", "num_given_tokens": 2}]})
+
+
 def test_a_server_that_is_down_is_an_error_after_its_retries_with_growing_waits():
     waits: list[float] = []
     url = f"http://127.0.0.1:{free_port()}"
@@ -114,6 +127,8 @@ def test_a_server_that_comes_back_is_asked_again_with_the_same_samples():
         ((403, b"not you"), "refused with HTTP 403: not you"),
         ((422, b"what?"), "refused with HTTP 422"),
         ((200, b"hello"), "answered 'hello'; expected an object with rewards"),
+        ((200, b'{"rewards": [], "masks": []}'), "has 'masks', which nothing here reads"),
+        ((200, b'{"rewards": [{"value": 1, "advantage": 2}]}'), "reward 0 of .* has 'advantage'"),
         ((200, rewards_of(1.0)), "was given 2 samples and returned 1 rewards"),
     ],
 )

@@ -6,7 +6,17 @@ import numpy as np
 import torch
 from pytest import mark, raises
 
-from rlhfspec.learning.rewards.call_forms import BAD, EXTRAS, NONE, PARTS, PLACES, CannotBeCalled, call_of
+from rlhfspec.core.surfaces.surface import surface
+from rlhfspec.learning.rewards.call_forms import (
+    BAD,
+    EXTRAS,
+    FOREIGN,
+    NONE,
+    PARTS,
+    PLACES,
+    CannotBeCalled,
+    call_of,
+)
 
 SAMPLE = {
     "prompt": "2+2?",
@@ -155,6 +165,8 @@ def test_a_function_of_verl_gets_its_columns_and_its_score_is_the_reward():
     assert call.answer(result) == (PARTS, {"value": 0.5, "acc": 1.0})
     assert call.answer(0.25) == (PARTS, {"value": 0.25})
     assert call.answer({"acc": 1.0})[0] == BAD
+    assert call.answer({"score": 0.5, "value": 1.0})[1].startswith("returned 'value' beside 'score'")
+    assert call.answer({"score": 0.5, "acc": [1.0, 0.0]}) == (BAD, "returned for 'acc' [1.0, 0.0]")
     assert call.answer({"score": None}) == (NONE, "returned None under 'score'")
     assert seen_by(lambda solution_str, extra_info: extra_info) == {}
 
@@ -179,6 +191,30 @@ def test_a_function_of_openrlhf_gets_prompts_with_responses_and_gives_tensors():
     assert call.answer(call(SAMPLE)) == (PARTS, {"value": 0.5, "scores": 0.5, "length": 7.0})
     assert call.answer(torch.tensor([1.5])) == (PARTS, {"value": 1.5})
     assert call.answer(torch.tensor(1.5))[0] == BAD
+    assert "'extra_logs' [1.0], expected a dict" in call.answer({"rewards": [1.0], "extra_logs": [1.0]})[1]
+    assert "'loss_mask'" in call.answer({"rewards": [1.0], "extra_logs": {"loss_mask": 1.0}})[1]
+
+
+def test_what_a_function_is_told_with_and_without_is_said():
+    """A list form is given one response, so a function that compares a group has nothing to compare."""
+    alone = "; it sees one response at a time, and cannot compare those of a prompt"
+    for function in (
+        lambda completions: [1.0],
+        lambda queries, prompts: [1.0],
+        lambda solution_strs, ground_truths: [1.0],
+    ):
+        assert call_of(function).describe(()).endswith(alone)
+    for function in (lambda solution_str, ground_truth: 1.0, lambda prompt, response: 1.0):
+        assert "one response" not in call_of(function).describe(())
+    assert call_of(lambda response, temperature=1.0: 1.0).describe(()) == (
+        "with response; left at their defaults: temperature"
+    )
+
+
+def test_arguments_that_a_function_may_have_are_those_of_the_table():
+    table = surface("reward.arguments")
+    theirs = {name for form in FOREIGN for name in (*form.values, *form.empty)}
+    assert {*PLACES, *EXTRAS, "data_source"} | theirs == set(table.used)
 
 
 def test_a_list_must_hold_one_number():
