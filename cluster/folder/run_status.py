@@ -139,6 +139,9 @@ def read_status(path: Path) -> Status:
         try:
             tree = json.loads(path.read_bytes())
             if isinstance(tree, dict) and isinstance(tree.get("state"), str):
+                if (version := tree.get("schema_version", SCHEMA_VERSION)) != SCHEMA_VERSION:
+                    reason = f"status.json has schema version {version}, this version reads {SCHEMA_VERSION}"
+                    return {"state": "unknown", "reason": reason}
                 return cast(Status, {"reason": ""} | tree)
         except (OSError, ValueError, RecursionError):
             pass

@@ -9,21 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.surfaces.surface import surface
 
 MOST = 10**8
 "Of any count in a config."
-
-_REFUSED = {
-    "kv_lora_rank": "latent attention",
-    "ssm_cfg": "state spaces",
-    "mamba_d_state": "state spaces",
-    "linear_num_key_heads": "linear attention",
-    "ssm_state_size": "state spaces",
-    "hybrid_override_pattern": "layers of several kinds",
-    "interleave_moe_layer_step": "experts in some layers only (interleave_moe_layer_step)",
-    "type_vocab_size": "an encoder's form",
-    "is_encoder_decoder": "an encoder",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +85,7 @@ def dimensions_of(config: Mapping[str, Any], *, origin: str) -> ModelDimensions:
     """
     inner = config.get("text_config")
     keys = inner if isinstance(inner, Mapping) else config
-    for key, what in _REFUSED.items():
-        # 1: in every layer, as elsewhere
-        if keys.get(key) and not (key.endswith("_step") and keys[key] == 1):
-            raise ConfigError(
-                f"{origin} has {key}: models with {what} are not simulated; expected a decoder with dense, grouped "
-                "or multi-query attention, and dense layers or experts"
-            )
+    surface("simulated.config").require(keys, origin, error=ConfigError)
     hidden, layers = _count(keys, "hidden_size", origin), _count(keys, "num_hidden_layers", origin)
     heads = _count(keys, "num_attention_heads", origin)
     kv_heads = _count(keys, "num_key_value_heads", origin, heads)

@@ -223,11 +223,17 @@ def save_head(folder: Path, head: HeadWeights, origin: HeadOrigin | None = None)
 
 
 def read_origin(folder: Path) -> HeadOrigin | None:
-    """Read what a head was made for; None where its folder does not say."""
-    try:
-        return HeadOrigin(**json.loads((folder / ORIGIN_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+    """Read what a head was made for; None where its folder does not say. Raises ModelError: not as we write it."""
+    file = folder / ORIGIN_FILE
+    if not file.is_file():
         return None
+    try:
+        return HeadOrigin(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"{file} does not say what the draft head was made for: expected {', '.join(HeadOrigin.__annotations__)}, "
+            f"got {type(error).__name__}: {error}; copy it again, or remove it"
+        ) from error
 
 
 def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:

@@ -56,6 +56,14 @@ def test_the_status_has_state_pid_host_iteration_phase_and_heartbeat(path: Path)
     assert (status["state"], status["reason"], status["iteration"]) == ("failed", "because", 3)
 
 
+def test_a_status_of_another_version_is_not_read_as_one_of_ours(path: Path):
+    path.write_text('{"state": "finished", "schema_version": 2}')
+    assert read_status(path) == {
+        "state": "unknown",
+        "reason": "status.json has schema version 2, this version reads 1",
+    }
+
+
 @pytest.mark.parametrize(
     "reason", ["", "x" * 9000, "\N{OWL}" * 9000, '"\\\n' * 3000], ids=["none", "x", "owl", "odd"]
 )

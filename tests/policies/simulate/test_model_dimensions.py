@@ -108,7 +108,7 @@ def test_a_head_reads_twice_the_width_and_has_a_vocabulary_of_its_own() -> None:
         ({"num_key_value_heads": 3}, "must be a multiple"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"hybrid_override_pattern": "M-M*-"}, "layers of several kinds"),
-        ({"interleave_moe_layer_step": 2}, "experts in some layers only"),
+        ({"interleave_moe_layer_step": 2}, "expected none or 0 or 1, got 2; experts in some layers only"),
         ({"type_vocab_size": 2}, "an encoder's form"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "a count from 1 to 4, got 5"),
     ],

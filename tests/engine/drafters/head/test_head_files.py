@@ -8,7 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, require_fit, save_head
+from rlhfspec.engine.drafters.head.head_weights import (
+    ORIGIN_FILE,
+    HeadOrigin,
+    HeadWeights,
+    load_head,
+    read_origin,
+    require_fit,
+    save_head,
+)
 from rlhfspec.learning.drafts.head import fresh_head
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
@@ -84,3 +92,17 @@ def test_types_that_are_not_computed_with_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         load_head(changed(tmp_path, **{name: head.tensors[name].to(dtype)}), num_target_layers=2)
+
+
+def test_what_a_head_was_made_for_is_read_whole_or_refused_by_the_key(
+    tmp_path: Path, head: HeadWeights
+) -> None:
+    origin = HeadOrigin(target="a model", target_weights=None, chat=True)
+    save_head(tmp_path, head, origin)
+    assert read_origin(tmp_path) == origin
+    file = tmp_path / ORIGIN_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), "zzz_new": 1}))
+    with pytest.raises(ModelError, match="zzz_new"):
+        read_origin(tmp_path)
+    file.unlink()
+    assert read_origin(tmp_path) is None

@@ -1,0 +1,129 @@
+"""Whoever reads JSON, YAML, TOML or GGUF says here how unknown keys of it are accounted for: a new reader fails."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhfspec.core.surfaces.surface import surfaces
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
+PARSERS = {
+    ("json", "load"),
+    ("json", "loads"),
+    ("tomllib", "load"),
+    ("tomllib", "loads"),
+    ("yaml", "load"),
+    ("yaml", "safe_load"),
+    ("yaml", "safe_load_all"),
+}
+METHODS = {"model_validate", "model_validate_json", "validate_json", "validate_python", "GGUFReader"}
+
+SURFACE = "surface"
+"Somebody else's keys: the names behind it are tables of `core/surfaces`."
+STRICT = "strict"
+"Every key is known, or it is an error or a whole other file."
+VERSIONED = "versioned"
+"Our own file with a number of its form."
+OURS = "ours"
+"Our own file, whose keys one function here writes and another reads; what is no such file is said or made anew."
+PACKAGE = "package"
+"A table that is part of the package, or text that this process has just made."
+SYSTEM = "system"
+"Of the machine or of a program that we start."
+
+READERS: dict[str, tuple[str, ...]] = {
+    "core/checkpoint_manifest.py": (VERSIONED,),
+    "core/config_io.py": (STRICT, "pydantic, extra=forbid"),
+    "core/metrics.py": (PACKAGE, OURS, "metrics.jsonl: any name, a finite number"),
+    "core/surfaces/surface.py": (PACKAGE,),
+    "core/yaml_text.py": (STRICT, "the text of core/config_io.py"),
+    "profiles/profile.py": (VERSIONED,),
+    "profiles/step_log.py": (VERSIONED,),
+    "policies/simulate/described_cluster.py": (PACKAGE,),
+    "policies/simulate/model_dimensions.py": (SURFACE, "simulated.config"),
+    "policies/simulate/roofline.py": (PACKAGE,),
+    "policies/simulate/sweep.py": (STRICT, "pydantic, extra=forbid"),
+    "engine/drafters/head/head_weights.py": (STRICT, "origin: a dataclass"),
+    "engine/drafters/head/published_head.py": (PACKAGE, "a config that we wrote"),
+    "engine/group/dealing.py": (PACKAGE, "the model's config"),
+    "engine/group/group_probe.py": (PACKAGE, "the model's config"),
+    "engine/model/invariance_probe.py": (STRICT, "facts are compared whole, by digest"),
+    "engine/weights/llama_config.py": (PACKAGE, "the model's config"),
+    "engine/weights/loading.py": (PACKAGE, "the model's config"),
+    "engine/weights/weight_files.py": (STRICT, "index: every name is a tensor"),
+    "learning/data/encoding.py": (SURFACE,),
+    "learning/data/messages.py": (PACKAGE, "a call's arguments, which the template gets whole"),
+    "learning/data/packed_prompts.py": (PACKAGE, "columns that it made"),
+    "learning/data/record.py": (PACKAGE, "a copy of plain values"),
+    "learning/data/text_records.py": (SURFACE,),
+    "learning/drafts/draft_learner.py": (VERSIONED, "by the state's manifest"),
+    "learning/models/gguf_folder.py": (SURFACE,),
+    "learning/models/get.py": (OURS, "where a model came from"),
+    "learning/trainer/finished_model.py": (PACKAGE, "the model's config"),
+    "learning/trainer/supervised_job.py": (STRICT, "every key is compared"),
+    "actors/serving/reward_deployment.py": (STRICT, "pydantic, extra=forbid"),
+    "actors/serving/score_schema.py": (SURFACE, "reward.answer", "reward.answer.rewards"),
+    "cluster/folder/iteration_logs.py": (OURS, "lines of checksums, moves, histograms"),
+    "cluster/folder/leftovers.py": (OURS, "who owns a temporary folder"),
+    "cluster/folder/owner.py": (OURS, "who owns a run"),
+    "cluster/folder/plain_comparison.py": (OURS, "`compare`"),
+    "cluster/folder/remote_copy.py": (OURS, "what was sent"),
+    "cluster/folder/rollouts.py": (OURS, "of lengths one named column is read"),
+    "cluster/folder/run_status.py": (VERSIONED,),
+    "cluster/jobs/reward_server.py": (STRICT, "pydantic, extra=forbid"),
+    "cluster/kuberay/manifest_check.py": (OURS, "a manifest, whose keys Kubernetes checks"),
+    "cluster/kuberay/ray_manifests.py": (PACKAGE,),
+    "cluster/observe/live_page.py": (STRICT, "dataclasses"),
+    "cluster/observe/monitoring.py": (PACKAGE,),
+    "cluster/observe/processes.py": (SYSTEM, "py-spy"),
+    "cluster/observe/timeline.py": (OURS, "timelines"),
+    "cluster/placement/origin.py": (PACKAGE, "pyproject.toml"),
+    "cluster/plan/model_files.py": (OURS, "whether a second template is there"),
+    "cluster/resume/rewind.py": (OURS, "lines that are kept whole"),
+    "cluster/resume/run_state.py": (VERSIONED,),
+    "cluster/run/in_flight_files.py": (STRICT, "pairs of numbers"),
+    "cluster/serving/request_bodies.py": (SURFACE, "request.completion", "request.chat"),
+    "cluster/serving/served_weights.py": (STRICT, "a dataclass"),
+    "cluster/verify/kept_weights.py": (VERSIONED, "core/checkpoint_manifest.py reads it whole"),
+}
+
+
+def readers() -> Iterator[str]:
+    for folder in FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+            if any(_reads(call.func) for call in calls):
+                yield file.relative_to(ROOT).as_posix()
+
+
+def _reads(called: ast.expr) -> bool:
+    if isinstance(called, ast.Name):
+        return called.id in METHODS
+    if not isinstance(called, ast.Attribute):
+        return False
+    of = called.value.id if isinstance(called.value, ast.Name) else ""
+    return called.attr in METHODS or (of, called.attr) in PARSERS
+
+
+def test_every_reader_says_how_unknown_keys_are_accounted_for() -> None:
+    found = set(readers())
+    assert found - set(READERS) == set(), (
+        "a reader without an entry: give it a table, or say why it needs none"
+    )
+    assert set(READERS) - found == set(), "these read nothing any more"
+
+
+@pytest.mark.parametrize("path", [path for path, (how, *_) in READERS.items() if how == SURFACE])
+def test_a_reader_of_others_keys_names_tables_that_there_are(path: str) -> None:
+    assert [name for name in READERS[path][1:] if name not in surfaces()] == []
+
+
+@pytest.mark.parametrize("path", [path for path, (how, *_) in READERS.items() if how == VERSIONED])
+def test_a_reader_of_a_versioned_file_looks_at_its_number(path: str) -> None:
+    text = (ROOT / path).read_text()
+    assert "SCHEMA_VERSION" in text or "_VERSION_KEY" in text or len(READERS[path]) > 1
