@@ -10,6 +10,7 @@ import ast
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -26,7 +27,7 @@ from rlhfspec.core.metrics import LIVE, METRICS, exported_name
 from rlhfspec.core.settings.section import Section
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.core.settings.supervised import SftConfig, TrainRewardConfig
-from rlhfspec.core.surfaces.surface import Surface, surfaces
+from rlhfspec.core.surfaces.surface import TABLES, Surface, surface
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 COMMAND = "python -m benchmarks.pages.reference"
@@ -117,29 +118,52 @@ def _cell(text: str) -> str:
 
 
 def inputs_page() -> str:
-    """What becomes of every name in others' inputs."""
+    """What becomes of every name in others' inputs, by area: a file of tables each, whose first line names it."""
     about = (
-        "Every name in an input is used, harmless, or refused; `*` stands for any further characters. "
-        "A key that is null is as one that is not there."
+        "Every name in an input is used, harmless, or refused; none is passed over in silence. `*` stands for any "
+        "further characters, and null is as a name that is not there. *Only* is a name whose listed values ask for "
+        "nothing: any other value is refused.\n"
     )
-    return "\n".join([_head("Inputs", about), *(_surface(one) for one in surfaces().values())])
+    areas = {
+        file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# "): tomllib.loads(
+            file.read_text(encoding="utf-8")
+        )
+        for file in sorted(TABLES.glob("*.toml"))
+    }
+    contents = ", ".join(f"[{area}](#{area.lower().replace(' ', '-')})" for area in areas)
+    texts = [
+        f"## {area}\n\n" + "\n".join(_surface(surface(name)) for name in names)
+        for area, names in areas.items()
+    ]
+    return "\n".join([_head("Inputs", about), f"{contents}.\n", *texts])
+
+
+def _first_upper(text: str) -> str:
+    """But for a key, which begins as it is written."""
+    return text if "_" in text.split()[0] else text[:1].upper() + text[1:]
 
 
 def _surface(one: Surface) -> str:
     becomes = {"refuse": "refused", "note": "noted once, and passed over"}[one.unknown]
     rows = [
-        *(f"| `{name}` | used | {_cell(text)} |" for name, text in one.used.items()),
-        *(f"| `{name}` | harmless | {_cell(text)} |" for name, text in one.harmless.items()),
-        *(
-            f"| `{name}` | only {_cell(' or '.join(f'`{json.dumps(value)}`' for value in row['values']) or 'null')} "
-            f"| {_cell(row['otherwise'])} |"
-            for name, row in one.only.items()
-        ),
-        *(f"| `{name}` | refused | {_cell(text)} |" for name, text in one.refused.items()),
+        *(("used", text, name) for name, text in one.used.items()),
+        *(("harmless", text, name) for name, text in one.harmless.items()),
+        *((_only(row["values"]), row["otherwise"], name) for name, row in one.only.items()),
+        *(("refused", text, name) for name, text in one.refused.items()),
     ]
+    together: dict[tuple[str, str], list[str]] = {}
+    for kind, text, name in rows:
+        together.setdefault((kind, text), []).append(f"`{name}`")
+    lines = [f"| {', '.join(names)} | {kind} | {_cell(text)} |" for (kind, text), names in together.items()]
     return (
-        f"## {one.title}\n\nAny other name is {becomes}: {one.advice}.\n\n{_table('name | is | why', rows)}"
+        f"### {_first_upper(one.title)}\n\nAny other name is {becomes}: {one.advice}.\n\n"
+        f"{_table('name | is | why', lines)}"
     )
+
+
+def _only(values: list[Any]) -> str:
+    """A value that is not there asks for nothing either."""
+    return f"only {_cell(' or '.join(f'`{json.dumps(value)}`' for value in values) or 'null')}"
 
 
 # Config ------------------------------------------------------------------------------------------------------------

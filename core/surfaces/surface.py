@@ -20,6 +20,8 @@ from typing import Any, Literal
 from rlhfspec.core.outside import cut, quote
 
 logger = logging.getLogger(__name__)
+TABLES = Path(__file__).parent
+"A file of tables for each area; its first line, a comment, names the area in the reference."
 _SHOWN = 12
 "Names of a table that an error lists."
 
@@ -126,7 +128,7 @@ class Fault:
 def surfaces() -> Mapping[str, Surface]:
     """All tables, by name. Raises ValueError: two of one name, or a name that stands in two tables of one surface."""
     found: dict[str, Surface] = {}
-    for file in sorted(Path(__file__).parent.glob("*.toml")):
+    for file in sorted(TABLES.glob("*.toml")):
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
         for name, row in tables.items():
             if name in found:
