@@ -24,6 +24,7 @@ from rlhfspec.core.records import Prompt, SampleKey
 from rlhfspec.learning.environments.environment_protocol import (
     Environment,
     Step,
+    checked_reset,
     checked_step,
     environment_maker,
 )
@@ -108,10 +109,8 @@ class EnvironmentActor:
         known = self._running.pop(key, None)
         if not responses or known is None or known.num_steps != len(responses) - 1:
             known = _Running(self._maker()())
-            first = known.environment.reset(prompt)
+            first = checked_reset(known.environment.reset(prompt))
             if not responses:
-                if not isinstance(first, str | None):
-                    raise EpisodeError(f"expected reset to return None or a text, got {type(first).__name__}")
                 self._running[key] = known
                 return first
             for response in responses[:-1]:

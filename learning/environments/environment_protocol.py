@@ -111,6 +111,13 @@ def prompt_check(environment: Environment) -> Callable[[Prompt], object] | None:
     return check if callable(check) else None
 
 
+def checked_reset(first: Any) -> str | None:
+    """Return what a reset adds to the prompt. Raises EpisodeError for what is neither a text nor None."""
+    if not isinstance(first, str | None):
+        raise EpisodeError(f"expected reset to return None or a text, got {type(first).__name__}")
+    return first
+
+
 def checked_step(step: Any) -> Step:
     """Return a step whose every part is what it must be, token ids as int64. Raises EpisodeError saying what is not."""
     names = ("observation", "reward", "done")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from pydantic import BaseModel
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 
 from benchmarks.pages.reference import _sections
 from rlhfspec.actors import serving as actors_serving
-from rlhfspec.actors.serving.reward_deployment import build
+from rlhfspec.actors.serving.reward_deployment import build, wrong_body
+from rlhfspec.actors.serving.score_schema import ScoreBody
 from rlhfspec.cluster import serving as cluster_serving
 from rlhfspec.core import settings
 from rlhfspec.core.config import Config
@@ -77,3 +80,19 @@ def test_arguments_of_a_served_reward_are_refused_by_name() -> None:
     for tree in ({"zzz_new_ability": 1}, {"reward": {"kind": "chain", "zzz_new_ability": 1}}):
         with pytest.raises(ConfigError, match="zzz_new_ability"):
             build(tree)
+
+
+@pytest.mark.parametrize("place", ["", "samples.0", "samples.0.messages.0", "samples.0.turns.0"])
+def test_a_body_of_the_reward_server_is_refused_by_the_name_of_the_key(place: str) -> None:
+    turn = {"role": "user", "content": "a"}
+    facts = {"sample_index": 0, "num_tokens": 1, "finish_reason": "stop"}
+    body: Any = {"samples": [{"response": "a", "messages": [turn], "turns": [dict(turn)], **facts}]}
+    ScoreBody.model_validate(body)
+    below: Any = body
+    for name in place.split(".") if place else []:
+        below = below[int(name) if name.isdigit() else name]
+    below["zzz_new_ability"] = 1
+    with pytest.raises(ValidationError) as refused:
+        ScoreBody.model_validate(body)
+    answer = asyncio.run(wrong_body(cast(Any, None), RequestValidationError(refused.value.errors())))
+    assert answer.status_code == 422 and b"zzz_new_ability" in answer.body

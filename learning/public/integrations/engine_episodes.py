@@ -15,6 +15,7 @@ from rlhfspec.core.records import Completion, FinishReason, SampleKey, SampleReq
 from rlhfspec.engine.engine import Engine
 from rlhfspec.learning.environments.environment_protocol import (
     Environment,
+    checked_reset,
     checked_step,
     environment_maker,
     is_raw,
@@ -66,7 +67,7 @@ class EngineEpisodes:
             for request in requests:
                 episode, environment = Episode(request, self._limits), self._make()
                 open_now[request.key] = episode, environment
-                added = environment.reset(request.prompt)
+                added = checked_reset(environment.reset(request.prompt))
                 longer = self._renderer.with_text(request.prompt, added) if added else None
                 engine.submit(episode.first(longer))
             for completion in _steps(engine):

@@ -7,7 +7,7 @@ import pytest
 
 from rlhfspec.core.errors import EpisodeError
 from rlhfspec.core.records import Prompt
-from rlhfspec.learning.environments.environment_protocol import checked_step
+from rlhfspec.learning.environments.environment_protocol import checked_reset, checked_step
 from rlhfspec.learning.environments.observations import ObservationRenderer, ending_with
 from rlhfspec.learning.models.tokenization import character_tokenizer
 from rlhfspec.learning.rewards.written_text import written_text
@@ -131,3 +131,11 @@ def test_tokens_that_end_with_a_text_end_a_turn(tokenizer):
 def test_what_is_no_observation_is_refused(observation):
     with pytest.raises(EpisodeError):
         checked_step(SimpleNamespace(observation=observation, reward=0.0, done=False))
+
+
+@pytest.mark.parametrize("first", [("an observation", {"info": 1}), ["a"], 1])
+def test_what_a_reset_may_not_return_is_refused(first):
+    """Gymnasium's returns a pair."""
+    with pytest.raises(EpisodeError, match="expected reset to return None or a text, got"):
+        checked_reset(first)
+    assert checked_reset("a") == "a" and checked_reset(None) is None
