@@ -12,6 +12,7 @@
     |-- WeightsError          a manifest, a chunk or a version that does not match
     |-- NumericsError         the invariance probe failed, or an exactness check found a difference
     |   `-- NotFiniteError    weights or logits that are NaN or infinite
+    |-- NotAsLearned          a saved model, read again, is not what was learned
     |-- StorageError          a disk is full, or refuses what is written
     |-- RunTaken              another process goes on with this run
     |-- WaitTimeout           one process waited for another for too long
@@ -103,6 +104,10 @@ class NotInvariantError(NumericsError):
 
 class NotFiniteError(NumericsError):
     """Weights or logits are NaN or infinite; the message names the tensor or the sample."""
+
+
+class NotAsLearned(RlhfSpecError):
+    """A model that was written, read again, is another one than was learned; the state of the run is whole."""
 
 
 class StorageError(RlhfSpecError):

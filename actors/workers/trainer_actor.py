@@ -43,6 +43,7 @@ from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.trainer.engine_scoring import EngineScorer, require_engine_scoring
 from rlhfspec.learning.trainer.finished_model import PublishedForm
 from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.trainer.reloaded import Said
 from rlhfspec.learning.trainer.trainer_core import Horizon
 from rlhfspec.learning.trainer.training_forward import compute_dtype_on, forwards_made, hold_linears_in
 
@@ -260,6 +261,11 @@ class TrainerActor(GroupMember):
     def adapter_files(self) -> dict[str, bytes]:
         """The LoRA adapter as a folder that peft loads: name and content of each file. Needs `trainer.lora`."""
         return self._learner.adapter_files(base_model=self._spec.base_model)
+
+    def say(self) -> Said:
+        """What the target says, by its weights as they are, of some tokens that it learned from last."""
+        with self._trainers.naming("say what they learned"):
+            return self._learner.say()
 
     def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
         """The published model on this actor's device, in float32 where an optimizer steps its weights."""

@@ -26,8 +26,11 @@ from rlhfspec.engine.weights.chunks import load_into, weight_views
 from rlhfspec.engine.weights.generation_settings import ending_at
 from rlhfspec.engine.weights.loading import build_causal_lm
 from rlhfspec.learning.trainer.finished_model import write_adapter_folder, write_model_folder
+from rlhfspec.learning.trainer.reloaded import Said
 
 _MODELS = ("target", "draft", "adapter")
+_ALWAYS_COMPARED_BYTES = 256 << 20
+"Of weights, up to which every checkpoint, not the last alone, is compared with what the trainer says: a second each."
 
 
 def save_checkpoints(
@@ -39,14 +42,17 @@ def save_checkpoints(
 
     An adapter stands beside its merged target.
 
-    The adapter alone needs the trainers, which may be gone.
+    The adapter needs the trainers, which may be gone, and so does what the last target is compared with.
 
-    Numbered ones beyond `run.keep_checkpoints` go, the oldest first. Raises WeightsError, StorageError, RunTaken.
+    Numbered ones beyond `run.keep_checkpoints` go, the oldest first. Raises WeightsError, NotAsLearned, StorageError,
+    RunTaken.
     """
     run_dir.owner.require()
+    is_compared = iteration is None or system.target.manifest.num_bytes < _ALWAYS_COMPARED_BYTES
+    said = system.trainers.say() if with_adapter and is_compared else None
     for model, weights in (("target", system.target), ("draft", system.draft)):
         if weights is not None and not is_mtp(weights.manifest):
-            _save(system, run_dir, weights, model, iteration)
+            _save(system, run_dir, weights, model, iteration, said if model == "target" else None)
     if system.config.trainer.lora is not None and with_adapter:
         _save_adapter(system, run_dir, "adapter", iteration)
     if system.config.run.keep_checkpoints is not None:
@@ -79,7 +85,12 @@ def remove_old(run_dir: RunDir, *, keep: int) -> None:
 
 
 def _save(
-    system: System, run_dir: RunDir, weights: PublishedWeights, name: str, iteration: int | None = None
+    system: System,
+    run_dir: RunDir,
+    weights: PublishedWeights,
+    name: str,
+    iteration: int | None = None,
+    said: Said | None = None,
 ) -> None:
     models, timeout_s = system.config.models, system.config.cluster.order_timeout_s
     if is_head(weights.manifest):
@@ -95,6 +106,7 @@ def _save(
         generation=ending_at(source, system.config.sampling.end_token_ids or ())
         if source is not None
         else None,
+        said=said,
     )
 
 
@@ -116,12 +128,15 @@ def save_checkpoint(
     dtype: str,
     timeout_s: float,
     generation: GenerationConfig | None = None,
+    said: Said | None = None,
 ) -> None:
     """Save model and tokenizer as `folder`, whole or not at all; an earlier one stays until then.
 
     `generation` is the generation_config.json that the model came with.
-    Raises WeightsError when a chunk does not match, StorageError when the disk is full.
+    Raises WeightsError when a chunk does not match, NotAsLearned, StorageError when the disk is full.
     """
+    if said is not None and said.weight_version != weights.manifest.weight_version:
+        said = None
     chunks = _chunks(weights, timeout_s)
     model = build_causal_lm(weights.manifest.hf_config_json, dtype)
     load_into(model, weight_views(weights.manifest, chunks))
@@ -133,6 +148,7 @@ def save_checkpoint(
         weight_version=weights.manifest.weight_version,
         checksum=weights.manifest.checksum,
         generation=generation,
+        said=said,
     )
 
 

@@ -18,7 +18,7 @@ from rlhfspec.cluster.run.evaluate import Evaluator
 from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import System
 from rlhfspec.core.checkpoint_manifest import state_folders, state_number
-from rlhfspec.core.errors import RlhfSpecError, RunTaken, StorageError
+from rlhfspec.core.errors import NotAsLearned, RlhfSpecError, RunTaken, StorageError
 from rlhfspec.core.records import SampleRequest
 from rlhfspec.policies.schedule.free import Free, FreeAdmission
 from rlhfspec.policies.schedule.in_turns import InTurns, UsefulGroups
@@ -137,10 +137,10 @@ def _keep_what_was_learned(run: Run, error: RlhfSpecError) -> None:
     if run.system.target.manifest.weight_version:
         with suppress(RlhfSpecError):
             # what cannot be kept hides nothing of what ended the run
-            error.add_note(_kept(run))
+            error.add_note(_kept(run, error))
 
 
-def _kept(run: Run) -> str:
+def _kept(run: Run, error: RlhfSpecError) -> str:
     """Save state and weights; how to go on from them."""
     system, run_dir = run.system, run.run_dir
     finished = system.target.manifest.weight_version
@@ -148,8 +148,9 @@ def _kept(run: Run) -> str:
         with suppress(RlhfSpecError):
             run.states.save(run.boundary)
     if state_folders(run_dir.checkpoints_folder):
-        with suppress(RlhfSpecError):
-            save_checkpoints(system, run_dir, with_adapter=False)
+        if not isinstance(error, NotAsLearned):
+            with suppress(RlhfSpecError):
+                save_checkpoints(system, run_dir, with_adapter=False)
         last = state_number(state_folders(run_dir.checkpoints_folder)[0])
         again = f", which repeats from iteration {last + 1} on" if last < finished else ""
         return (

@@ -27,6 +27,7 @@ from rlhfspec.core.errors import InstanceLost, WaitTimeout
 from rlhfspec.core.records import UpdateReport
 from rlhfspec.core.weight_records import DigestKind
 from rlhfspec.learning.drafts.draft_learner import RefitReport
+from rlhfspec.learning.trainer.reloaded import Said
 
 _ANSWERS_WITHIN_S = 20.0
 "For a trainer that lives to say so: on a starved machine that takes a while."
@@ -182,6 +183,11 @@ class TrainerPool:
         """The LoRA adapter's files, by name."""
         refs = {self.first_name: self.first.adapter_files.remote()} | self.follow()
         return self._all(refs, "pack the adapter")[self.first_name]
+
+    def say(self) -> Said:
+        """What they say, by their weights as they are, of some tokens that they learned from last."""
+        refs = {name: one.say.remote() for name, one in self._trainers.items()}
+        return self._all(refs, "say what they learned")[self.first_name]
 
     def blind_to(self, folder: Path) -> list[str]:
         """Names of trainers on machines that do not see a folder of this one."""

@@ -26,6 +26,7 @@ from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import WeightPacker, checksum_of, load_into, model_checksum
 from rlhfspec.engine.weights.generation_settings import write_generation_settings
+from rlhfspec.learning.trainer.reloaded import Said, refused_kept, require_reloads
 from rlhfspec.learning.trainer.trainer_core import Trainer
 
 
@@ -73,11 +74,15 @@ class ModelForm:
             generation_json=said and said.to_json_string(use_diff=False),
         )
 
+    @property
+    def auto_class(self) -> Any:
+        """Of transformers, which reads such a model."""
+        return AutoModelForSequenceClassification if self.is_classifier else AutoModelForCausalLM
+
     def build(self) -> PreTrainedModel:
         """An empty module of it."""
-        auto: Any = AutoModelForSequenceClassification if self.is_classifier else AutoModelForCausalLM
         with no_init_weights():
-            model = auto.from_config(
+            model = self.auto_class.from_config(
                 AutoConfig.for_model(**json.loads(self.hf_config_json)), dtype=DTYPES[self.dtype]
             )
         model.tie_weights()
@@ -90,10 +95,16 @@ class ModelForm:
         return GenerationConfig.from_dict(json.loads(self.generation_json))
 
 
-def save_model(learner: Trainer, form: ModelForm, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+def save_model(
+    learner: Trainer,
+    form: ModelForm,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    said: Said | None = None,
+) -> str:
     """Write model and tokenizer as `folder`, whole or not at all; the parameters' checksum.
 
-    By the first trainer, while the others `accompany_weights`. Raises StorageError, NotFiniteError.
+    By the first trainer, while the others `accompany_weights`. Raises StorageError, NotFiniteError, NotAsLearned.
     """
     model: Any = form.build()
     settings = form.generation_settings()
@@ -109,6 +120,8 @@ def save_model(learner: Trainer, form: ModelForm, tokenizer: PreTrainedTokenizer
         weight_version=learner.num_steps,
         checksum=checksum,
         generation=settings,
+        said=said,
+        auto_class=form.auto_class,
     )
     return checksum
 
@@ -122,15 +135,28 @@ def write_model_folder(
     weight_version: int,
     checksum: str,
     generation: GenerationConfig | None,
+    said: Said | None = None,
+    auto_class: Any = AutoModelForCausalLM,
 ) -> None:
     """Write model and tokenizer as `folder`, whole or not at all; an earlier one stays until then.
 
     `generation` is the generation_config.json that the model came with: end tokens stand there that nothing else names.
+    What is written is read again (`require_reloads`); a folder that is another model is kept as `NAME-refused`.
+    Raises StorageError, NotAsLearned.
     """
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
         write_generation_settings(generation, partial)
         tokenizer.save_pretrained(partial)
+        with refused_kept(partial, folder):
+            require_reloads(
+                partial,
+                config=model.config,
+                checksum=checksum,
+                generation=generation,
+                said=said,
+                auto_class=auto_class,
+            )
         write_manifest(partial, model=name, weight_version=weight_version, parameter_checksum=checksum)
 
 

@@ -38,6 +38,7 @@ from rlhfspec.learning.trainer.laps import peak_flops, step_flops
 from rlhfspec.learning.trainer.learner_state import LearnerState
 from rlhfspec.learning.trainer.parallel import OneTrainer
 from rlhfspec.learning.trainer.policy_forward import FirstForwards, Part, PolicyForward
+from rlhfspec.learning.trainer.reloaded import few_of
 from rlhfspec.learning.trainer.trainer_core import Horizon, Trainer, rate_factor
 from rlhfspec.learning.trainer.training_forward import prepare_for_training, require_packs
 
@@ -130,6 +131,7 @@ class Learner(Trainer):
         """
         self.laps.begin()
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
+        self.lately = few_of(experience.sequence(row) for row in range(len(rollouts)))
         self.laps.lap("collate")
         mismatch = lag_metrics(
             experience, self.weight_version, self.algorithm.correction, recompute_old=recompute_old

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.core.checkpoint_manifest import state_folders, verify_checkpoint, write_manifest
-from rlhfspec.core.errors import ConfigError, ModelError, WeightsError
+from rlhfspec.core.errors import ConfigError, ModelError, NotAsLearned, WeightsError
 from rlhfspec.core.files import partial_of, whole_folder
 from rlhfspec.core.settings.supervised import (
     PreferenceLossConfig,
@@ -45,6 +45,7 @@ from rlhfspec.learning.objectives.supervised_objectives import (
 from rlhfspec.learning.rewards.reward_head import HEAD, load_scorer, set_pad_token
 from rlhfspec.learning.trainer.finished_model import ModelForm, save_model, write_adapter_folder
 from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.reloaded import few_of
 from rlhfspec.learning.trainer.trainer_core import Trainer, step_rule
 from rlhfspec.learning.trainer.training_forward import compute_dtype_on, prepare_for_training, require_packs
 
@@ -237,7 +238,16 @@ def _save(
     mark = "" if is_last else f"_{learner.num_steps:04d}"
     folder = job.folder / f"model{mark}"
     is_first = learner.trainers.rank == 0
-    checksum = save_model(learner, form, job.tokenizer, folder) if is_first else _accompany(learner)
+    said = learner.say() if job.kind == "sft" and is_last else None
+    refused = None
+    try:
+        checksum = save_model(learner, form, job.tokenizer, folder, said) if is_first else _accompany(learner)
+    except NotAsLearned as error:
+        refused, checksum = str(error), ""
+    for why in learner.trainers.gather(refused):
+        if why is not None:
+            _save_state(learner, job, trained_on or _trained_on(job))
+            raise NotAsLearned(why)
     if learner.adapter is not None:
         if is_first:
             files = learner.adapter_files(base_model=job.model.name)
@@ -330,6 +340,7 @@ class SupervisedLearner(Trainer):
         Raises NotFiniteError when loss or gradient is not finite: no step is taken then.
         """
         batch = self.batch(items)
+        self.lately = few_of(ids for item in items for ids in item.sequences)
         norm = self.learn(batch, f"of step {batch.step}")
         # a batch without a gradient is over too
         self.weight_version = self.num_steps = batch.step

@@ -26,6 +26,7 @@ from rlhfspec.learning.trainer.batching import Pack
 from rlhfspec.learning.trainer.laps import Laps
 from rlhfspec.learning.trainer.learner_state import LearnerState
 from rlhfspec.learning.trainer.parallel import OneTrainer
+from rlhfspec.learning.trainer.reloaded import Said, said_by
 from rlhfspec.learning.trainer.training_forward import hold_linears_in, require_master_weights
 
 
@@ -81,6 +82,8 @@ class Trainer:
         self.weight_version = 0
         self.num_steps = 0
         "of the optimizer"
+        self.lately: tuple[tuple[int, ...], ...] = ()
+        "the beginnings of some sequences that were learned from last"
         self.learning_rate = settings.learning_rate
         "of the next steps, before the schedule's factor"
         self._settings, self._rate_factor = settings, rate_factor
@@ -144,6 +147,16 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def say(self) -> Said:
+        """What it says, by its weights as they are, of some tokens that it learned from last. Collective."""
+        return said_by(
+            self.model,
+            self.lately,
+            compute_dtype=self.compute_dtype,
+            keeps_casts=not self.trainers.is_sharded,
+            weight_version=self.weight_version,
+        )
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
         """The model's weights to be published, in name order; adapters merged into them.
