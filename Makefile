@@ -53,9 +53,11 @@ quick: setup
 test: setup
 	$(PYTEST) $(SHARED)
 
-# What computes, as on a processor without AVX-512, which rounds otherwise and refuses some layouts; no bfloat16 there.
-COMPUTES := $(addprefix tests/engine/,attention cpu decoding drafters model weights test_exchange.py test_losslessness.py) \
-  $(addprefix tests/learning/,drafts objectives rewards trainer) tests/cluster/verify
+# What computes, as on a processor without AVX-512, which rounds otherwise and has no bfloat16: some three minutes.
+# Groups of trainers, minutes of processes, compute what one trainer does.
+COMPUTES := $(addprefix tests/engine/,attention cpu decoding model test_losslessness.py) tests/cluster/verify \
+  $(addprefix tests/learning/,objectives rewards trainer) --ignore-glob='*_cuda.py' \
+  $(patsubst %,--ignore=tests/learning/trainer/test_%.py,several_trainers scored_by_the_engine supervised_group)
 test-avx2: setup
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(SHARED) -m "not ray and not slow" $(COMPUTES)
 
