@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,16 +11,21 @@ from rlhfspec.cluster.jobs.ray_serve import ServerAddress, serve_application
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import is_local
 from rlhfspec.cluster.plan.inputs import Inputs, require_cores
-from rlhfspec.cluster.plan.model_check import check_models
+from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, ModelShapes
+from rlhfspec.cluster.plan.model_check import CheckedModels, check_models
 from rlhfspec.cluster.plan.names import resolve_models
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.topology import plan_topology
+from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import ConfigError
+from rlhfspec.engine.admission import MB
 from rlhfspec.learning.data.prompts import PromptDataset
 
 USUAL_CONTEXT_TOKENS = 2048
-"Of prompt and response, where a model's context holds more: caches have room for every slot at full length."
+"Of prompt and response, where a model's context holds more."
+USUAL_CACHE_MB, LEAST_FULL_LENGTH = 640.0, 4
+"Of keys and values of an instance on a CPU, and responses of full length for which there is room in any case."
 
 
 def plan_server(
@@ -60,10 +66,25 @@ def plan_server(
     )
     # as where environments give rewards: no actor scores
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"kind": "environment"})})
+    config = _with_cache_limit(config, models, most)
     inputs = Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(prompts=()), max_total_tokens=most)
     return RunPlan(
         config=config, topology=plan_topology(config), models=models, inputs=inputs, takes_any_stop=True
     )
+
+
+def _with_cache_limit(config: Config, models: CheckedModels, max_total_tokens: int) -> Config:
+    """On a CPU, where none is set: caches take memory as responses grow, up to a few of full length."""
+    if config.engine.kv_cache_mb is not None or config.decodes_on_gpu:
+        return config
+
+    def limited(most_mb: float) -> Config:
+        return config.model_copy(update={"engine": config.engine.model_copy(update={"kv_cache_mb": most_mb})})
+
+    shapes = ModelShapes(target=models.target, draft=models.draft, reward_params=None)
+    needs = MemoryNeeds(limited(1.0), shapes, max_total_tokens=max_total_tokens)
+    longest_mb = needs.plan(object_store_bytes=0).longest_sample_bytes / MB
+    return limited(math.ceil(max(USUAL_CACHE_MB, LEAST_FULL_LENGTH * longest_mb)))
 
 
 def serve_engine(

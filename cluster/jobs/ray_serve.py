@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session
+from rlhfspec.cluster.serving.server_notes import ServerNotes
 from rlhfspec.core.errors import PlacementError, RlhfSpecError, one_line
 from rlhfspec.core.settings.cluster import ClusterConfig
 
@@ -76,13 +77,15 @@ def serve_application(
     # imported here: Ray Serve takes a second
     from ray import serve
 
-    with ray_session(cluster, f"serve-{place.name}") as session:
+    note("starting Ray")
+    with ray_session(cluster, f"serve-{place.name}") as session, ServerNotes(session.namespace).shown(note):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         handle: Any = None
         try:
             route = "/" if session.is_local else f"/{place.name}"
             try:
+                note("starting Ray Serve and the replica")
                 serve.start(http_options={"host": place.host, "port": place.port}, logging_config=quiet)
                 handle = serve.run(build(session), name=place.name, route_prefix=route, logging_config=quiet)
             except RlhfSpecError:
@@ -100,9 +103,8 @@ def serve_application(
                 if handle is not None:
                     before_end(handle)
             with suppress(Exception):
+                # not `serve.shutdown`: Ray calls the controller's end a fault, and a Ray of our own ends as a whole
                 serve.delete(place.name)
-                if session.is_local:
-                    serve.shutdown()
 
 
 def _watch(serve: Any, name: str, note: Callable[[str], None], is_over: Callable[[], bool]) -> None:

@@ -16,6 +16,8 @@ from rlhfspec.core.config import RunConfig
 _DEFAULTS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    # of libraries that ask none of these, such as transformers' reader of GGUF
+    "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     # Ray prints these in the driver whatever it is told; the loop says the same in its own words
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Raylet is terminated|marked dead because the detector",

@@ -33,6 +33,7 @@ from rlhfspec.cluster.serving.request_bodies import (
 )
 from rlhfspec.cluster.serving.served_weights import LastPublished, forget_published, read_version
 from rlhfspec.cluster.serving.server_metrics import ServerMetrics
+from rlhfspec.cluster.serving.server_notes import ServerNotes
 from rlhfspec.core.errors import InputError, WeightsError, describe_error
 from rlhfspec.core.outside import user_path
 
@@ -97,7 +98,11 @@ class EngineServer:
         self._plan, self._limits, self._served_name = plan, limits, served_name
         # a replica that is started again must not meet the names of the actors of the one before
         namespace = f"{session.namespace}-{secrets.token_hex(2)}"
-        self._pool = EnginePool(plan, replace(session, namespace=namespace, is_local=False))
+        tell = ServerNotes(session.namespace).tell
+        tell(
+            f"starting {plan.config.cluster.generation.num_actors} instances of {served_name}: weights, probe"
+        )
+        self._pool = EnginePool(plan, replace(session, namespace=namespace, is_local=False), tell)
         self._tokenizer = plan.inputs.tokenizer
         self._reader = RequestReader(
             self._tokenizer,

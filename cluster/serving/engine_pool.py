@@ -70,8 +70,11 @@ class _Change:
 class EnginePool:
     """Of one model; `generate` and the like are called from one event loop."""
 
-    def __init__(self, plan: RunPlan, session: RaySession) -> None:
-        """Start the pool. Raises what it cannot come up by."""
+    def __init__(
+        self, plan: RunPlan, session: RaySession, note: Callable[[str], None] = logger.warning
+    ) -> None:
+        """Start the pool, of which `note` hears. Raises what it cannot come up by."""
+        self._tell = note
         self._inbox: queue.SimpleQueue[list[_Sample] | Callable[[], None]] = queue.SimpleQueue()
         self._gate, self._is_closed = threading.Lock(), False
         self._waiting: deque[_Sample] = deque()
@@ -209,7 +212,7 @@ class EnginePool:
 
     def _run(self, plan: RunPlan, session: RaySession, up: Future[None]) -> None:
         try:
-            with running_generation(plan, session, note=logger.warning) as system:
+            with running_generation(plan, session, note=self._tell) as system:
                 self._system = system
                 self._note(system)
                 up.set_result(None)
@@ -228,7 +231,7 @@ class EnginePool:
         system.scheduler.ask_ahead(_LOOK_S, self._wake)
         self._receive(wait_s=_LATE_S)
         if system.scheduler.has_answered(late_s=_LATE_S):
-            taken = system.take(_LOOK_S, logger.warning)
+            taken = system.take(_LOOK_S, self._tell)
             for completion in taken.completions:
                 self._deliver(completion)
             system.scheduler.forget([completion.key for completion in taken.completions])

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ray.experimental import internal_kv
 
 from rlhfspec.cluster.weights.first_weights import load_and_put
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.errors import ModelError
-from rlhfspec.core.outside import user_path
+from rlhfspec.core.outside import quote, user_path
 from rlhfspec.core.settings.run import ModelsConfig
+from rlhfspec.core.surfaces.surface import surface
+from rlhfspec.engine.weights.loading import load_hf_config
 
 _STORE = b"rlhfspec-served-weights"
 
@@ -67,6 +71,9 @@ def read_version(
             (Path(folder) / "model.safetensors").symlink_to(path)
             found = load_and_put(folder, "target", models, weight_version=version)
     elif path.is_dir():
+        config = load_hf_config(str(path), trust_remote_code=models.trust_remote_code)
+        given = json.loads(config.to_json_string(use_diff=False))
+        require_same_model(json.loads(present.manifest.hf_config_json), given, str(path))
         found = load_and_put(str(path), "target", models, weight_version=version)
     else:
         raise ModelError(
@@ -80,3 +87,17 @@ def read_version(
             f"{own.get(odd, 'none')}, got {its.get(odd, 'none')}; name weights of the same architecture"
         )
     return found
+
+
+def require_same_model(served: Mapping[str, Any], given: Mapping[str, Any], path: str) -> None:
+    """Raise ModelError for the first value of a config that the same weights compute something else by."""
+    config = surface("request.updated_config")
+    for key in sorted({*served, *given}):
+        own, its = served.get(key), given.get(key)
+        if key.endswith("_config") and isinstance(own, dict) and isinstance(its, dict):
+            require_same_model(own, its, path)
+        elif own != its and config.fault(key, its) is not None:
+            raise ModelError(
+                f"the config.json of the weights at {path} has {key} {quote(its)}, expected {quote(own)}; "
+                f"{config.advice}"
+            )

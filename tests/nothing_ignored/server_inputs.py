@@ -17,6 +17,7 @@ from rlhfspec.cluster.serving.request_bodies import (
     read_object,
     require_known,
 )
+from rlhfspec.cluster.serving.served_weights import require_same_model
 
 MESSAGE = {"role": "user", "content": "hi"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -62,6 +63,10 @@ def query_of(surface: str) -> Any:
     return lambda name, value, _: require_known({name: str(value)}, surface, "the query")
 
 
+def updated_config(name: str, value: Any, _: Path) -> None:
+    require_same_model({"hidden_size": 8, "use_cache": True}, {"hidden_size": 8, name: value}, "weights")
+
+
 FEEDS = {
     "request": completion,
     "request.completion": completion,
@@ -87,5 +92,6 @@ FEEDS = {
     "request.update_weights": body_of("request.update_weights"),
     "request.update_info": body_of("request.update_info"),
     "request.init_weights": body_of("request.init_weights"),
+    "request.updated_config": updated_config,
     "request.weight_update": body_of("request.weight_update"),
 }

@@ -39,6 +39,19 @@ def test_environment_variables_of_the_caller_take_precedence(monkeypatch):
     assert (made["HF_HUB_DISABLE_PROGRESS_BARS"], made["TRANSFORMERS_VERBOSITY"]) == ("0", "error")
 
 
+def test_bars_of_libraries_that_ask_for_no_switch_are_off():
+    # in a process of its own: tqdm reads the variable when it is imported
+    program = """
+from rlhfspec.cluster.placement.quiet import quiet_libraries
+quiet_libraries()
+from tqdm.auto import tqdm
+list(tqdm(range(9)))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_threads_that_wait_for_their_team_sleep_soon():
     # in a process of its own: the library reads the variable when torch is imported, and shows what it made of it
     program = """
