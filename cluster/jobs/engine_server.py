@@ -12,11 +12,10 @@ from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import is_local
 from rlhfspec.cluster.plan.inputs import Inputs, require_cores
 from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, ModelShapes
-from rlhfspec.cluster.plan.model_check import CheckedModels, check_models
+from rlhfspec.cluster.plan.model_check import check_models
 from rlhfspec.cluster.plan.names import resolve_models
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.topology import plan_topology
-from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine.admission import MB
@@ -66,25 +65,23 @@ def plan_server(
     )
     # as where environments give rewards: no actor scores
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"kind": "environment"})})
-    config = _with_cache_limit(config, models, most)
+    if config.engine.kv_cache_mb is None and not config.decodes_on_gpu:
+        # memory that comes as responses grow lies on pages, and a sample takes more of it
+        paged = config.engine.model_copy(update={"kv_cache_mb": USUAL_CACHE_MB})
+        config = config.model_copy(update={"engine": paged})
+        shapes = ModelShapes(target=models.target, draft=models.draft)
+        plan = MemoryNeeds(config, shapes, max_total_tokens=most).plan(object_store_bytes=0)
+        paged = paged.model_copy(update={"kv_cache_mb": _cache_mb(plan.longest_sample_bytes)})
+        config = config.model_copy(update={"engine": paged})
     inputs = Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(prompts=()), max_total_tokens=most)
     return RunPlan(
         config=config, topology=plan_topology(config), models=models, inputs=inputs, takes_any_stop=True
     )
 
 
-def _with_cache_limit(config: Config, models: CheckedModels, max_total_tokens: int) -> Config:
-    """On a CPU, where none is set: caches take memory as responses grow, up to a few of full length."""
-    if config.engine.kv_cache_mb is not None or config.decodes_on_gpu:
-        return config
-
-    def limited(most_mb: float) -> Config:
-        return config.model_copy(update={"engine": config.engine.model_copy(update={"kv_cache_mb": most_mb})})
-
-    shapes = ModelShapes(target=models.target, draft=models.draft, reward_params=None)
-    needs = MemoryNeeds(limited(1.0), shapes, max_total_tokens=max_total_tokens)
-    longest_mb = needs.plan(object_store_bytes=0).longest_sample_bytes / MB
-    return limited(math.ceil(max(USUAL_CACHE_MB, LEAST_FULL_LENGTH * longest_mb)))
+def _cache_mb(longest_sample_bytes: int) -> float:
+    """What an instance's caches may take on a CPU."""
+    return math.ceil(max(USUAL_CACHE_MB, LEAST_FULL_LENGTH * longest_sample_bytes / MB))
 
 
 def serve_engine(

@@ -89,6 +89,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "cluster/run/in_flight_files.py": (STRICT, "pairs of numbers"),
     "cluster/serving/request_bodies.py": (SURFACE, "request.completion", "request.chat"),
     "cluster/serving/served_weights.py": (STRICT, "a dataclass"),
+    "cluster/serving/server_notes.py": (OURS, "lines alone"),
     "cluster/verify/kept_weights.py": (VERSIONED, "core/checkpoint_manifest.py reads it whole"),
 }
 
