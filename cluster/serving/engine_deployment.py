@@ -34,7 +34,7 @@ from rlhfspec.cluster.serving.request_bodies import (
 from rlhfspec.cluster.serving.served_weights import LastPublished, forget_published, read_version
 from rlhfspec.cluster.serving.server_metrics import ServerMetrics
 from rlhfspec.cluster.serving.server_notes import ServerNotes
-from rlhfspec.core.errors import InputError, WeightsError, describe_error
+from rlhfspec.core.errors import InputError, ModelError, WeightsError, describe_error
 from rlhfspec.core.outside import user_path
 
 http = FastAPI(title="rlhfspec engine", openapi_url=None)
@@ -125,9 +125,9 @@ class EngineServer:
             return None
         try:
             weights = self._last_published.read_again(self._plan.config.models, self._pool.target)
+            self._pool.publish(weights).result()
         except (InputError, WeightsError, OSError) as error:
             return describe_error(error)
-        self._pool.publish(weights).result()
         return None
 
     async def check_health(self) -> None:
@@ -278,7 +278,10 @@ class EngineServer:
                 weights = await asyncio.to_thread(read)
             except (InputError, WeightsError, OSError) as error:
                 raise refuse(describe_error(error), "update_info") from None
-            await asyncio.wrap_future(self._pool.publish(weights))
+            try:
+                await asyncio.wrap_future(self._pool.publish(weights))
+            except ModelError as error:
+                raise refuse(f"{describe_error(error)}; the weights before are kept", "update_info") from None
             self._last_published = LastPublished(
                 path=str(user_path(path).absolute()), version=version, checksum=weights.manifest.checksum
             )

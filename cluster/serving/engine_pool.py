@@ -23,10 +23,11 @@ import ray
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.serving.api_error import ApiError
+from rlhfspec.cluster.serving.outcome_check import MOST_BYTES, OutcomeCheck
 from rlhfspec.cluster.system.system import GeneratingSystem, running_generation
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.core.errors import describe_error
+from rlhfspec.core.errors import ModelError, describe_error
 from rlhfspec.core.records import (
     EPOCHS_OF_A_ROUND,
     Completion,
@@ -74,7 +75,7 @@ class EnginePool:
         self, plan: RunPlan, session: RaySession, note: Callable[[str], None] = logger.warning
     ) -> None:
         """Start the pool, of which `note` hears. Raises what it cannot come up by."""
-        self._tell = note
+        self._tell, self._check = note, OutcomeCheck(plan)
         self._inbox: queue.SimpleQueue[list[_Sample] | Callable[[], None]] = queue.SimpleQueue()
         self._gate, self._is_closed = threading.Lock(), False
         self._waiting: deque[_Sample] = deque()
@@ -181,11 +182,23 @@ class EnginePool:
         self._put(end)
 
     def publish(self, weights: PublishedWeights) -> Future[None]:
-        """Give every instance a new version once the samples that run have ended; those that wait get it."""
+        """Give every instance a new version once the samples that run have ended; those that wait get it.
 
-        def make(system: GeneratingSystem) -> None:
+        Done with a ModelError where the pool does not say what the weights say: it has those before again.
+        """
+
+        def give(system: GeneratingSystem, weights: PublishedWeights) -> None:
             system.generation.publish(weights)
             system.target = weights
+
+        def make(system: GeneratingSystem) -> None:
+            before = system.target
+            give(system, weights)
+            try:
+                self._require_right(system)
+            except ModelError:
+                give(system, before)
+                raise
 
         change = _Change(make, Future())
         self._put(lambda: self._changes.append(change))
@@ -214,6 +227,8 @@ class EnginePool:
         try:
             with running_generation(plan, session, note=self._tell) as system:
                 self._system = system
+                self._tell("comparing a greedy response with transformers' own forward")
+                self._require_right(system)
                 self._note(system)
                 up.set_result(None)
                 while not self._stopping:
@@ -260,10 +275,31 @@ class EnginePool:
     def _make(self, change: _Change) -> None:
         try:
             change.make(self._system)
+        except ModelError as error:
+            change.done.set_exception(error)
+            return
         except BaseException as error:
             change.done.set_exception(error)
             raise
         change.done.set_result(None)
+
+    def _require_right(self, system: GeneratingSystem) -> None:
+        """Raise ModelError where the pool does not say what its weights say. No sample may be open."""
+        manifest = system.target.manifest
+        if manifest.weight_version and manifest.num_bytes > MOST_BYTES:
+            return self._tell(f"weight version {manifest.weight_version} is not compared: over 8 GiB")
+        self._round += 1
+        request = self._check.request(self._round * EPOCHS_OF_A_ROUND)
+        system.scheduler.enqueue((request,))
+        while not self._stopping:
+            for said in system.take(_LOOK_S, self._tell).completions:
+                system.scheduler.forget([said.key])
+                if said.key == request.key:
+                    if fault := self._check.fault(system.target, said):
+                        raise ModelError(
+                            f"the instances do not say what their weights say: {fault}; report it"
+                        )
+                    return
 
     def _ask(self, system: GeneratingSystem) -> None:
         """Hand what waits to the scheduler; a sample whose key is open waits for the other to end."""

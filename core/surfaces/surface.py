@@ -93,7 +93,7 @@ class Surface:
         known = [*dict.fromkeys([*self.used, *also])]
         near = difflib.get_close_matches(str(name), known, 1, 0.75)
         listed = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
-        hint = f"did you mean '{near[0]}'?" if near else f"used are {listed}"
+        hint = f"did you mean '{near[0]}'?" if near else f"used are {listed or 'none'}"
         return Fault(f"{shown}, which nothing here reads ({hint}); {self.advice}", self.unknown == "note")
 
     def _row(self, name: str) -> tuple[str, Any]:

@@ -248,6 +248,34 @@ def is_rounding(plain: Float[Tensor, "M V"], served: Float[Tensor, "M V"], model
     )
 
 
+def continuation_fault(
+    model: CausalLM,
+    prompt: Int[np.ndarray, " P"],
+    token_ids: Int[np.ndarray, " T"],
+    logprobs: Float[np.ndarray, " T"],
+) -> str | None:
+    """How a greedy continuation differs from the model's own forward by more than rounding; None: it does not.
+
+    Each token must be the best one, or behind it by rounding, and its log-probability the model's.
+    """
+    ids, chosen = torch.from_numpy(np.concatenate([prompt, token_ids])), torch.from_numpy(token_ids)
+    rows = _finite(model, plain_logits(model, ids))[len(prompt) - 1 : -1].float()
+    at = rows.gather(-1, chosen[:, None])[:, 0]
+    spread = rows.std(-1, correction=0).clamp(min=1e-6)
+    behind = (rows.max(-1).values - at) / spread
+    apart = (at - rows.logsumexp(-1) - torch.from_numpy(logprobs)).abs() / spread
+    worst, (_, tolerated) = torch.maximum(behind, apart), TOLERATED.get(model.dtype, TOLERATED_OF_HALF)
+    difference = float(worst.max() if model.dtype in TOLERATED else worst.quantile(0.5))
+    if difference <= tolerated:
+        return None
+    place = int(worst.argmax())
+    return (
+        f"response token {place} of {len(token_ids)} is {int(token_ids[place])} with log-probability "
+        f"{logprobs[place]:.3f}, and the {model.config.model_type} model's own forward takes "
+        f"{int(rows[place].argmax())} and gives that one {float(at[place] - rows[place].logsumexp(-1)):.3f}"
+    )
+
+
 @contextmanager
 def failing_is_refused(model: CausalLM, what: str) -> Iterator[None]:
     """Turn whatever a model's own code raises in the block into a ModelError; our errors and full memory pass."""

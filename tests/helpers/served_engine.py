@@ -173,8 +173,12 @@ def told(answer: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
 
 
 def bits(completions: list[Completion]) -> list[tuple[list[int], list[float]]]:
-    """The same of what the engine made: floats as JSON has them."""
-    return [(one.token_ids.tolist(), np.float64(one.sampling_logprobs).tolist()) for one in completions]
+    """The same of what the engine made: floats as JSON has them; of greedy responses the model's own."""
+
+    def values(one: Completion) -> np.ndarray:
+        return one.sampling_logprobs if one.sampling_logprobs.any() else one.policy_logprobs
+
+    return [(one.token_ids.tolist(), np.float64(values(one)).tolist()) for one in completions]
 
 
 def _logprobs(given: dict[str, Any]) -> list[float]:

@@ -141,6 +141,52 @@ def test_what_a_chat_would_lose_is_refused_by_its_path(
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "max_completion_tokens": 8,
+            "stop": None,
+            "ignore_eos": True,
+        },
+        {"messages": [{"role": "user", "content": "hi", "type": "text"}], "max_tokens": 8, "seed": 1234},
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+            "repetition_penalty": 1.0,
+        },
+        {
+            "parallel_tool_calls": True,
+            "frequency_penalty": 0.0,
+            "logit_bias": {},
+            "user": "me",
+            "tools": None,
+        },
+        {"logprobs": True, "top_logprobs": 0, "min_p": 0.0, "top_k": 0, "chat_template_kwargs": {}},
+        {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "content": "you",
+                    "refusal": None,
+                    "annotations": [],
+                    "tool_calls": None,
+                },
+                {"role": "user", "content": "who"},
+            ]
+        },
+    ],
+    ids=["guidellm", "lm-eval", "vllm bench", "langchain", "trl", "openai's own answer"],
+)
+def test_what_clients_send_is_taken(tmp_path: Path, body: dict[str, Any]):
+    (one,) = chatting(tmp_path)(**body).requests
+    assert one.sampling.max_new_tokens == body.get("max_completion_tokens", body.get("max_tokens")) or (
+        one.sampling.max_new_tokens == 64 - len(one.prompt.token_ids)
+    )
+
+
 def test_what_the_template_leaves_out_is_refused(tmp_path: Path):
     deaf = chatting(tmp_path, PLAIN.replace("{% for m in messages %}", "{% for m in messages[-1:] %}"))
     with pytest.raises(ApiError, match=r"does not write what the system says \(message 0\)"):

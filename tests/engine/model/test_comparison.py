@@ -14,7 +14,7 @@ from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
 from rlhfspec.engine.cache.segments import segments_of
 from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.comparison import is_rounding
+from rlhfspec.engine.model.comparison import continuation_fault, is_rounding
 from rlhfspec.engine.model.compute_backend import PoolAttention
 from tests.helpers.backends import own_backend
 
@@ -177,3 +177,24 @@ def test_stacked_experts_promise_no_bits_and_serve_fast() -> None:
     ):
         engine_of(model)
     assert engine_of(model, numerics="fast").num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "other"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 20.0}}),
+        ("gemma2", {"attn_logit_softcapping": 1.0}),
+    ],
+)
+def test_a_greedy_continuation_is_told_from_one_by_another_config(model_type: str, other: dict[str, Any]):
+    prompt = np.arange(3, 19, dtype=np.int64)
+    request = SampleRequest(
+        key=SampleKey(run_seed=0, sample_index=0),
+        prompt=Prompt(prompt_id=0, token_ids=prompt),
+        sampling=SamplingParams(temperature=0.0, max_new_tokens=16),
+        group_id=0,
+    )
+    (said,) = engine_of(build(model_type)).generate([request])
+    assert continuation_fault(build(model_type), prompt, said.token_ids, said.policy_logprobs) is None
+    fault = continuation_fault(build(model_type, **other), prompt, said.token_ids, said.policy_logprobs)
+    assert fault is not None and "own forward takes" in fault
