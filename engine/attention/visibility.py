@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,10 +13,14 @@ from rlhfspec.engine.attention.backends import MIN_ROWS
 NEG_INF = float("-inf")
 
 
-@lru_cache(maxsize=512)
 def count_up(length: int, device: torch.device) -> Int[Tensor, " C"]:
-    """Return 0, 1, .., length - 1; made once."""
-    return torch.arange(length, device=device)
+    """Return 0, 1, .., length - 1, to be read only; a recorded step reads it again, so that it is never given back."""
+    return _counted(max(length - 1, 0).bit_length(), device)[:length]
+
+
+@cache
+def _counted(bits: int, device: torch.device) -> Int[Tensor, " C"]:
+    return torch.arange(1 << bits, device=device)
 
 
 def chain_visibility(

@@ -7,7 +7,7 @@ nodes are [B, N] and leave the root out. A dead node has token id DEAD: it is co
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -103,9 +103,9 @@ class _Line:
     draft_slots: Tensor
 
 
-@lru_cache(maxsize=256)
+@cache
 def _line(batch: int, num_nodes: int, num_in_cache: int, device: torch.device) -> _Line:
-    """Made once: a decode step of a few samples is short."""
+    """Made once, a decode step of a few samples is short; and never given back: recorded steps read it."""
     index = torch.arange(num_nodes, device=device).repeat(batch, 1)
     rank = torch.ones_like(index)
     return _Line(
@@ -176,9 +176,9 @@ def ancestors_or_self(tree: DraftTree) -> Bool[Tensor, "B n n"]:
     return reach > 0
 
 
-@lru_cache(maxsize=256)
+@cache
 def root_only(batch: int, device: torch.device) -> DraftTree:
-    """Return the empty tree: plain decoding. Made once."""
+    """Return the empty tree: plain decoding. Made once, for good."""
     ids = torch.empty(batch, 0, dtype=torch.int64, device=device)
     return chain(ids, ids.float())
 

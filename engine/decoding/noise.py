@@ -13,7 +13,7 @@ when one word collides.
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -216,9 +216,9 @@ def row_words(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return _mix32_host(np.stack([key[0] ^ mixed[0], key[1] + mixed[1]])).view(np.int32)
 
 
-@lru_cache(maxsize=4)
+@cache
 def id_words(vocab_size: int, device: torch.device) -> Int[Tensor, " V"]:
-    """One word for each token id."""
+    """One word for each token id; made once, for good: recorded steps read it."""
     ids = np.arange(vocab_size, dtype=np.uint32) * 0x9E3779B1
     return upload([_mix32_host(ids).view(np.int32)], device)[0]
 

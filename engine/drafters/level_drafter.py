@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -111,9 +111,9 @@ class FusedLevels:
         return self._fused.token_ids(count)
 
 
-@lru_cache(maxsize=1024)
+@cache
 def noise_at_level(batch: int, width: int, level: int, device: torch.device) -> Int[Tensor, "B w"]:
-    """The level of noise that a level's nodes choose by; made once."""
+    """The level of noise that a level's nodes choose by; made once, for good."""
     return torch.full((batch, width), level, device=device)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -58,8 +59,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Run) -> Run:
-        """See `Recorder.record`; `run` is warmed up on a stream of its own first."""
-        aside = torch.cuda.Stream(self._device)
+        """See `Recorder.record`; `run` is warmed up on another stream first."""
+        aside = _aside(self._device)
         aside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(aside):
             for _ in range(WARM_UPS):
@@ -81,6 +82,12 @@ class CudaRecorder:
             return result
 
         return replay
+
+
+@cache
+def _aside(device: torch.device) -> Any:
+    """Where recordings are warmed up: one for all, since libraries keep a workspace for every stream for good."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, slots=True, order=True)

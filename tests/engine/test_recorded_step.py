@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlhfspec.core.records import Completion, SamplingParams
+from rlhfspec.engine.attention.visibility import count_up
 from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.decoding.draft_tree import _line, root_only
 from rlhfspec.engine.decoding.noise import NoiseSource
+from rlhfspec.engine.drafters.level_drafter import noise_at_level
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import Recorder, Run
@@ -177,3 +185,59 @@ def test_padding_samples_write_into_slots_that_nobody_has(
     for slot, length in enumerate(lengths):
         assert torch.equal(pool.cells[:, :, slot, :, :length], before[:, :, slot, :, :length])
     assert not pool.cells[:, :, 4:].any(), "a recording of four samples has one of padding"
+
+
+class OutsideReads(TorchDispatchMode):
+    """Notes the storages that are read and were not made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: dict[int, StorageWeakRef] = {}
+        self._inside: list[torch.Tensor] = []
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in self._made:
+                storage = one.untyped_storage()
+                self.outside[storage._cdata] = StorageWeakRef(storage)
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in self.outside:
+                self._made.add(one.untyped_storage()._cdata)
+                # an address that is given back would be somebody else's
+                self._inside.append(one)
+        return result
+
+
+class ForgetfulRecorder:
+    """Keeps of what it records the result alone, as a CUDA graph does, and knows what a replay would read."""
+
+    held_bytes = 0
+
+    def __init__(self) -> None:
+        self.read: list[StorageWeakRef] = []
+
+    def record(self, run: Run) -> Run:
+        with OutsideReads() as reads:
+            result = run()
+        self.read += reads.outside.values()
+        return lambda: result
+
+
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree8"])
+def test_what_a_replay_reads_stays_however_many_other_tables_are_made(
+    make_engine: Make, make_requests: MakeRequests, plan: str
+) -> None:
+    engine, recorder = make_engine(plan, backend=backend(), batch=7), ForgetfulRecorder()
+    recorded(engine, recorder)
+    engine.generate(make_requests(PROMPT_LENGTHS, SAMPLINGS["hot"]))
+    cpu = torch.device("cpu")
+    for number in range(1, 2000):
+        count_up(number, cpu)
+        root_only(number, cpu)
+        _line(1, number % 40 + 1, number // 40, cpu)
+        noise_at_level(1, number, 0, cpu)
+    gc.collect()
+    assert len(recorder.read) > 20
+    assert not [one for one in recorder.read if one.expired()]

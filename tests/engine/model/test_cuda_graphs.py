@@ -17,6 +17,7 @@ from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import SamplingParams
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model import cuda_graphs
 from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Recorder, Run, StepShape, shape_of
 from rlhfspec.engine.model.forward_plan import TreePlan
 from rlhfspec.engine.recorded_step import StepRecordings
@@ -165,3 +166,14 @@ def test_cuda_graphs_change_no_bit(make_requests: MakeRequests, new_model) -> No
 
 def _pair_of(model: PreTrainedModel) -> Pair:
     return Pair(target=model, draft=model)
+
+
+def test_all_recorders_warm_up_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library keeps a workspace, 32 MiB on a Hopper, for every stream that it ever saw."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    cuda_graphs._aside.cache_clear()
+    device = torch.device("cuda", 0)
+    assert cuda_graphs._aside(device) is cuda_graphs._aside(torch.device("cuda", 0))
+    assert made == [device]
+    cuda_graphs._aside.cache_clear()
