@@ -67,8 +67,8 @@ def no_answer(waiter: str, waited_for: str, order: str, waited_s: float) -> Wait
         waited_for=waited_for,
         order=order,
         waited_s=waited_s,
-        advice="raise the timeout in the section cluster of the config if it is only slow, "
-        "else look at its log in the Ray dashboard",
+        advice="if it is only slow raise cluster.start_timeout_s (starting, joining, first weights) or "
+        "cluster.order_timeout_s (what is asked later), else look at its log in the Ray dashboard",
     )
 
 

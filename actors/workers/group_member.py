@@ -40,13 +40,15 @@ class GroupMember:
         self._store = self._store or store_at(meeting.host, meeting.port, self._size, meeting.timeout_s)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        # who comes late imports torch still: that is not what the group's own limit is for
+        meet(self._store, "join", rank=self._rank, size=self._size, timeout_s=meeting.timeout_s)
         join_group(self._store, rank=self._rank, size=self._size, device=device, timeout_s=self._timeout_s)
         self._trainers = Sharded(device) if strategy == "fsdp2" else DataParallel()
 
     def wait_for_others(self) -> None:
         """Wait, where there are any, until all are here: loading has a longer limit than what follows."""
         if self._meeting is not None:
-            meet(self._store, rank=self._rank, size=self._size, timeout_s=self._meeting.timeout_s)
+            meet(self._store, "load", rank=self._rank, size=self._size, timeout_s=self._meeting.timeout_s)
 
     def device_of(self, wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
         """Where it trains. Not kept: what Ray assigns to an actor stays."""

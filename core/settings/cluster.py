@@ -100,8 +100,8 @@ class ClusterConfig(Section):
     publication: PublicationConfig = PublicationConfig()
     scheduler_num_cpus: float = Field(default=0.1, ge=0.0)
     placement_timeout_s: Seconds = 30.0
-    start_timeout_s: Annotated[Seconds, Field(ge=1.0)] = 300.0
-    "an actor's constructor, model building included"
+    start_timeout_s: Annotated[Seconds, Field(ge=1.0)] = 900.0
+    "an actor's start: torch imported, trainers joined, models built; for one that is frozen, not one that is slow"
     poll_interval_s: Seconds = 0.1
     heartbeat_timeout_s: Annotated[Seconds, Field(ge=float(LEAST_HEARTBEATS))] = 60.0
     "whoever is at work (instance, trainer, reward or environment actor) and gives no sign of life for so long is "

@@ -184,7 +184,7 @@ def join_group(store: Any, *, rank: int, size: int, device: torch.device, timeou
     except RuntimeError as error:
         raise PeerLost(
             f"trainer {rank} of {size} waited up to {timeout_s:.0f} s for the others to join the process group and "
-            f"gave up ({_reason(error)})"
+            f"gave up ({_reason(error)}); raise cluster.order_timeout_s where they are only slow"
         ) from error
 
 
@@ -195,20 +195,20 @@ def store_at(host: str, port: int, size: int, timeout_s: float) -> Any:
     except RuntimeError as error:
         raise PeerLost(
             f"a trainer could not reach the first one at {host}:{port} within {timeout_s:.0f} s "
-            f"({_reason(error)})"
+            f"({_reason(error)}); raise cluster.start_timeout_s where it is only slow"
         ) from error
 
 
-def meet(store: Any, *, rank: int, size: int, timeout_s: float) -> None:
-    """Wait until all trainers have come here, under a limit of its own. Raises PeerLost naming who has not."""
-    keys = [f"here-{one}" for one in range(size)]
+def meet(store: Any, what: str, *, rank: int, size: int, timeout_s: float) -> None:
+    """Wait until all trainers have come to `what` they do next, under a limit of its own. Raises PeerLost."""
+    keys = [f"{what}-{one}" for one in range(size)]
     store.set(keys[rank], b"1")
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise PeerLost(
-            f"trainer {rank} of {size} waited {timeout_s:.0f} s for all trainers to load their first weights and gave "
-            f"up ({_reason(error)})"
+            f"trainer {rank} of {size} waited {timeout_s:.0f} s for all trainers to {what} and gave up "
+            f"({_reason(error)}); raise cluster.start_timeout_s where they are only slow"
         ) from error
 
 
