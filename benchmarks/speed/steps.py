@@ -24,8 +24,9 @@ from benchmarks.support.workload import (
     model_p,
     model_p_folder,
 )
-from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, ModelShapes
+from rlhfspec.cluster.plan.memory_plan import MemoryNeeds
 from rlhfspec.cluster.plan.model_files import model_shape
+from rlhfspec.cluster.plan.model_sizes import ModelShapes
 from rlhfspec.core.config import Config, EngineConfig, SpeculationConfig
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter

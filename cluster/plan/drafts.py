@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.plan.memory_plan import ModelShape
 from rlhfspec.cluster.plan.model_files import check_vocabulary, config_like, describe_model, model_shape
+from rlhfspec.cluster.plan.model_sizes import ModelShape
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.settings.run import ModelsConfig

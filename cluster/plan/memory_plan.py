@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhfspec.actors.waiting.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
+from rlhfspec.cluster.plan.model_sizes import DTYPE_BYTES, ModelShapes
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import PlacementError
 from rlhfspec.core.weight_records import DEVICE_BUCKET_BYTES
@@ -58,18 +59,19 @@ _STORE_SLACK_BYTES = 256 * MIB
 _PUBLISHED_VERSIONS = 2
 "In the object store: the one that decodes, for replacements and checkpoints, and the next on its way."
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-_MASTER_BYTES = _DTYPE_BYTES["float32"]
+_MASTER_BYTES = DTYPE_BYTES["float32"]
 "The optimizer steps float32 weights, whatever they are published in."
 _ADAM_COPIES = 3
 "Gradient and two moments of each weight, float32."
 _ACTIVATIONS_PER_LAYER = 24
-"Values a transformer block keeps for the backward pass, or has at once, per token, in units of the hidden size."
-_HOST_HOLES_PER_LAYER = 20
+"Values that a block has at once in a prefill, or in a draft's training, per token, in units of the hidden size."
+_HOST_HOLES_PER_LAYER = 24
 """In the same units: what the C library's allocator keeps between the tensors of a CPU's forwards, whether activations
 are kept or computed anew (measured: SmolLM2-135M, all weights and LoRA)."""
 _PACKING_BUCKETS = 2
 "Of a version that is published: one being packed, one on its way."
+_STATES_BEHIND = 4
+"The last layer's states, normalised, scaled, and those of them that the head reads: float32, of every token."
 _REFIT_COPIES = 2 + _ADAM_COPIES
 "The draft model and what it was before the refit, with gradient and moments."
 _SPOT_COPIES = 9
@@ -88,56 +90,10 @@ _HEAD_GRADIENTS = 2
 "Of each pack, before they are added up: of the head's weight, and of the embedding's."
 _REFIT_LOGIT_COPIES = 4
 "Logits, their log-softmax and both gradients."
-_LAYING_OUT = 1.1
-"Our own model's weights are there once; the largest product a second time while it is laid out (measured)."
-_INFERENCE_COPY = 1.5
-"Of other models products read a copy beside the module, on CPU in float32 at most; half as much again to lay it out."
 _STEP_COPIES = 3
 "Logits, noise and their sum in a decode step, float32."
 _ROLLOUT_BYTES_PER_TOKEN = 40
 "Id, two log-probabilities and text of a response token in Parquet, generously."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The sizes of one causal LM that memory depends on."""
-
-    num_params: int
-    kv: KVShape
-    hidden_size: int
-    vocab_size: int
-    num_adapter_params: int | None = None
-    "that learn where the others stay (LoRA); None: all learn"
-
-    has_whole_logits: bool = False
-    "something comes behind the head (soft caps, scaling), so that its logits are not computed by chunks"
-
-    is_ours: bool = False
-    "whether instances hold it as `engine.model.llama_model` does"
-
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the parameters."""
-        return self.num_params * _DTYPE_BYTES[dtype]
-
-    def decoding_bytes(self, dtype: str, *, on_gpu: bool) -> int:
-        """Bytes of an instance's weights as they are published and as they decode."""
-        size = _DTYPE_BYTES[dtype] if on_gpu else 4
-        if self.is_ours:
-            # a head that is the embedding is held as both
-            return int((self.num_params + self.vocab_size * self.hidden_size) * size * _LAYING_OUT)
-        copies = 1 if on_gpu else _INFERENCE_COPY
-        return self.weight_bytes(dtype) + int(self.num_params * size * copies)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShapes:
-    """The models of a run."""
-
-    target: ModelShape
-    draft: ModelShape | None = None
-    "None: nothing drafts that has weights of its own"
-    reward_params: int | None = None
-    "of all reward models in the pool; None: there are only rules"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +201,12 @@ class MemoryNeeds:
         self._draft_bytes = self._draft.weight_bytes(self._draft_dtype) if self._draft else 0
         self._num_samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
         self._num_nodes = most_nodes(config.speculation)
+        trainer, auto = config.trainer, config.learns_on_gpu and self._dtype == "bfloat16"
+        self._in_bfloat16 = auto if trainer.compute_dtype == "auto" else trainer.compute_dtype == "bfloat16"
+        most_rows = min(trainer.minibatch_size, self._num_samples)
+        self._row_tokens = most_rows * max_total_tokens
+        "of all rows that a pack may have"
+        self._pack_tokens = min(max(trainer.max_tokens_per_forward, max_total_tokens), self._row_tokens)
 
     @property
     def may_checkpoint(self) -> bool:
@@ -300,7 +262,7 @@ class MemoryNeeds:
             checkpoints=self._computes_anew,
             reward_bytes=PLAIN_PROCESS_BYTES
             if self._reward_params is None
-            else TORCH_PROCESS_BYTES + 2 * self._reward_params * _DTYPE_BYTES["float32"],
+            else TORCH_PROCESS_BYTES + 2 * self._reward_params * DTYPE_BYTES["float32"],
             environment_bytes=PLAIN_PROCESS_BYTES * (cluster.environment.num_actors if has_turns else 0),
             object_store_bytes=object_store_bytes,
             gpu_bytes=kv_pool + engine + graphs + self._on_device_alone() if self._on_gpu else 0,
@@ -315,7 +277,7 @@ class MemoryNeeds:
     def _sample(self) -> int:
         """Keys and values of one sample that grows to its limit, in both models' caches."""
         # pools on CPU are float32 whatever the model's dtype
-        element_bytes = _DTYPE_BYTES[self._dtype] if self._on_gpu else 4
+        element_bytes = DTYPE_BYTES[self._dtype] if self._on_gpu else 4
         shapes = [shape.kv for shape in (self._target, self._draft) if shape is not None]
         tokens = self._max_total_tokens + self._num_nodes + 1
         if self._config.engine.kv_cache_mb is None:
@@ -346,27 +308,28 @@ class MemoryNeeds:
         others = (ranks - 1) * (TORCH_PROCESS_BYTES + table * 4)
         tokens = max(engine.max_prefill_tokens, engine.max_running_samples * (self._num_nodes + 1))
         sums = max(tokens * self._target.hidden_size, LOGITS_TOGETHER) * ranks
-        bucket = max(table * _DTYPE_BYTES[self._dtype], CHUNK_BYTES)
+        bucket = max(table * DTYPE_BYTES[self._dtype], CHUNK_BYTES)
         # two places a rank, and the smaller ones before them
         return others + 2 * 2 * 4 * sums + min(bucket, self._target_bytes)
 
     def _on_device_alone(self) -> int:
         """Of a GPU: one prefill's activations and mask (made in float32), the bucket of weights that comes."""
         shape, tokens = self._target.kv, self._config.engine.max_prefill_tokens
-        size, shared = _DTYPE_BYTES[self._dtype], shape.num_heads // shape.num_kv_heads
+        size, shared = DTYPE_BYTES[self._dtype], shape.num_heads // shape.num_kv_heads
         activations = tokens * self._target.hidden_size * size * _ACTIVATIONS_PER_LAYER
         mask = min(MAX_BIAS_TOGETHER, tokens * shared * self._max_total_tokens) * (size + 4)
-        return activations + mask + min(self._target_bytes, DEVICE_BUCKET_BYTES)
+        return activations + mask + min(self._target_bytes, self._bucket(DEVICE_BUCKET_BYTES))
 
     def _learner(self) -> dict[str, int]:
         """What a trainer holds to learn with, by what it is."""
         config, target = self._config, self._target
         num_trainers = config.cluster.trainer.num_actors
         bucket = DEVICE_BUCKET_BYTES if config.learns_on_gpu and self._on_gpu else CHUNK_BYTES
-        weights = target.num_params * _MASTER_BYTES
-        if target.num_adapter_params is not None:
-            # the weights below stay, and serve as the reference too
-            kept = self._target_bytes if config.cluster.trainer.num_gpus else weights
+        weights, element = target.num_params * _MASTER_BYTES, DTYPE_BYTES[self._dtype]
+        if has_adapter := target.num_adapter_params is not None:
+            # the weights below stay, and serve as the reference too; the embedding in float32, as the states are
+            whole = self._target_bytes + target.largest_tensor * (_MASTER_BYTES - element)
+            kept = min(whole, weights) if config.cluster.trainer.num_gpus else weights
             learned, reference = target.num_adapter_params * _MASTER_BYTES, 0
         else:
             # on a CPU that computes in float32 the reference is held in it too
@@ -384,24 +347,46 @@ class MemoryNeeds:
         states = self._num_samples * config.sampling.max_new_tokens * target.hidden_size * 4
         anew = ", computed anew (trainer.gradient_checkpointing)" if self._computes_anew else ""
         return held | {
-            "publication": min(self._target_bytes, _PACKING_BUCKETS * bucket),
-            f"activations of {config.trainer.max_tokens_per_forward} tokens{anew}": self._activations(),
+            "rounded weights": self._rounded(),
+            "publication": min(self._target_bytes, _PACKING_BUCKETS * self._bucket(bucket)),
+            # of the largest weight, in float32: what is added to it, and their sum
+            "merging": 2 * _MASTER_BYTES * target.hidden_size * target.mlp_size if has_adapter else 0,
+            f"activations of {self._pack_tokens} tokens{anew}": self._activations(),
             "logits": self._logits(),
             "critic": -(-states // num_trainers) if config.algorithm.has_critic else 0,
         }
 
+    def _bucket(self, usual: int) -> int:
+        """Of a publication: a tensor that is larger has a bucket of its own."""
+        return max(usual, self._target.largest_tensor * DTYPE_BYTES[self._dtype])
+
+    def _rounded(self) -> int:
+        """Copies of weights that autocast rounds and the backward pass reads: of whole ones, whatever is sharded.
+
+        Adapters' weights below are held rounded.
+        """
+        if not self._in_bfloat16 or self._target.num_adapter_params is not None:
+            return 0
+        layers = self._target.kv.num_layers if self._computes_anew else 1
+        return self._target.num_product_params * DTYPE_BYTES["bfloat16"] // layers
+
     def _activations(self) -> int:
-        """Of one forward, keys and values along the paths of its tree included."""
-        config, target, tokens = self._config, self._target, self._config.trainer.max_tokens_per_forward
-        kept_layers = 1 if self._computes_anew else target.kv.num_layers
-        holes = 0 if config.learns_on_gpu else _HOST_HOLES_PER_LAYER * target.kv.num_layers
-        values = target.hidden_size * (_ACTIVATIONS_PER_LAYER * kept_layers + holes)
-        along_paths = PATHS_PER_TOKEN * 2 * target.kv.num_kv_heads * target.kv.head_size * kept_layers
-        return tokens * (values + along_paths) * 4
+        """Of one forward: a layer's, or all layers', and keys and values along the paths of its tree."""
+        config, target, tokens = self._config, self._target, self._pack_tokens
+        in_bfloat16, num_layers = self._in_bfloat16, target.kv.num_layers
+        kept_layers = 1 if self._computes_anew else num_layers
+        holes = 0 if config.learns_on_gpu else _HOST_HOLES_PER_LAYER * num_layers
+        # every layer's input where they are computed anew; the last norm's, and what it makes of it
+        states = (num_layers if self._computes_anew else 0) + _STATES_BEHIND + holes
+        # what rows share lies in the pack once, and once more on each path; a pack that has all rows whole has no paths
+        on_paths = min(PATHS_PER_TOKEN * tokens, self._row_tokens) if self._row_tokens > tokens else 0
+        path = 2 * target.kv.num_kv_heads * target.kv.head_size * (2 if in_bfloat16 else 4) * kept_layers
+        of_layers = kept_layers * target.layer_bytes(in_bfloat16=in_bfloat16)
+        return tokens * (of_layers + states * target.hidden_size * 4) + on_paths * path
 
     def _logits(self) -> int:
         """Of one forward, and the head's gradient until it is added to those before."""
-        config, target, tokens = self._config, self._target, self._config.trainer.max_tokens_per_forward
+        config, target, tokens = self._config, self._target, self._pack_tokens
         learns_head = target.num_adapter_params is None
         gradient = target.vocab_size * target.hidden_size * 4 * (_HEAD_GRADIENTS if learns_head else 0)
         if target.has_whole_logits or config.refits_draft:
@@ -429,7 +414,7 @@ class MemoryNeeds:
         logits = draft.vocab_size * 4 * _REFIT_LOGIT_COPIES
         if settings.mode == "cotrain":
             # the target's logits are there anyway; their softmax is not
-            return copies + config.trainer.max_tokens_per_forward * (layers + logits + draft.vocab_size * 4)
+            return copies + self._pack_tokens * (layers + logits + draft.vocab_size * 4)
         kept = min(settings.num_target_tokens, draft.vocab_size) * _SOFT_TARGET_BYTES
         targets = self._num_samples * config.sampling.max_new_tokens * kept
         return copies + settings.max_tokens_per_step * (layers + logits) + targets

@@ -10,7 +10,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.plan.drafts import Drafts, draft_doubts, what_drafts
 from rlhfspec.cluster.plan.inputs import read_tokenizer
-from rlhfspec.cluster.plan.memory_plan import ModelShape
 from rlhfspec.cluster.plan.model_files import (
     TEMPLATE_FILE,
     check_vocabulary,
@@ -18,6 +17,7 @@ from rlhfspec.cluster.plan.model_files import (
     model_shape,
     other_templates,
 )
+from rlhfspec.cluster.plan.model_sizes import ModelShape
 from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
 from rlhfspec.core.config import Config
 from rlhfspec.core.settings.generation import SpeculationConfig

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.plan.memory_plan import ModelShape
+from rlhfspec.cluster.plan.model_sizes import ModelShape
 from rlhfspec.cluster.plan.names import DEMO
 from rlhfspec.core.errors import ModelError
 from rlhfspec.core.outside import is_file, quote
@@ -46,13 +46,18 @@ def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = N
         ModelError: there is no such model, its weight files are not whole or another model's, or a causal LM's are
             quantized or a classifier's.
     """
+    return sum(parameter.numel() for parameter in _described(config, auto_class, name).parameters())
+
+
+def _described(config: PretrainedConfig, auto_class: Any, name: str | None) -> Any:
+    """The model on the meta device; see `count_params`."""
     model = meta_model(name or config.model_type, config, auto_class)
     if name is not None:
         if auto_class is AutoModelForCausalLM:
             require_writer(name, config)
             require_plain_weights(name, config)
         check_weight_files(name, model)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model
 
 
 _BEHIND_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -69,9 +74,17 @@ def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape
     Raises:
         ModelError: there is no such model, or its weight files are not whole or another model's.
     """
-    text = config.get_text_config()
+    text, model = config.get_text_config(), _described(config, AutoModelForCausalLM, name)
+    experts = getattr(text, "num_experts_per_tok", None) or 0
+    width = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    tables = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
     return ModelShape(
-        num_params=count_params(config, AutoModelForCausalLM, name),
+        num_params=sum(parameter.numel() for parameter in model.parameters()),
+        num_product_params=sum(
+            one.numel() for one in model.parameters() if one.ndim > 1 and id(one) not in tables
+        ),
+        mlp_size=experts * (getattr(text, "moe_intermediate_size", None) or width) if experts else width,
+        norms_heads=any(path.endswith("q_norm") for path, _ in model.named_modules()),
         kv=KVShape.of(config),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,

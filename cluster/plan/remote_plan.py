@@ -9,8 +9,9 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhfspec.cluster.placement.ray_session import MIN_OBJECT_STORE_BYTES
 from rlhfspec.cluster.plan.drafts import what_drafts
-from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, MemoryPlan, ModelShapes
+from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, MemoryPlan
 from rlhfspec.cluster.plan.model_files import config_like, count_params, model_shape
+from rlhfspec.cluster.plan.model_sizes import ModelShapes
 from rlhfspec.cluster.plan.topology import Topology, plan_topology
 from rlhfspec.core.config import Config, DataConfig
 from rlhfspec.core.errors import ConfigError

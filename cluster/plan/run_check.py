@@ -31,12 +31,11 @@ from rlhfspec.cluster.plan.inputs import Inputs, read_inputs
 from rlhfspec.cluster.plan.memory_plan import (
     MemoryNeeds,
     MemoryPlan,
-    ModelShape,
-    ModelShapes,
     gib,
     require_gpu_room,
 )
 from rlhfspec.cluster.plan.model_check import check_models
+from rlhfspec.cluster.plan.model_sizes import ModelShape, ModelShapes
 from rlhfspec.cluster.plan.reward_plan import check_reward, pattern_notes, require_references, reward_columns
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.run_profile import RunProfile

@@ -7,7 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, ModelShape, ModelShapes
+from rlhfspec.cluster.plan.memory_plan import MemoryNeeds
+from rlhfspec.cluster.plan.model_sizes import ModelShape, ModelShapes
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError

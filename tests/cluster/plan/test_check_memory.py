@@ -14,12 +14,11 @@ from rlhfspec.cluster.plan.memory_plan import (
     TORCH_PROCESS_BYTES,
     MemoryNeeds,
     MemoryPlan,
-    ModelShape,
-    ModelShapes,
     gib,
     require_gpu_room,
 )
 from rlhfspec.cluster.plan.model_files import model_shape
+from rlhfspec.cluster.plan.model_sizes import ModelShape, ModelShapes
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import PlacementError
@@ -32,6 +31,7 @@ TARGET = ModelShape(
     kv=KVShape(num_layers=3, num_kv_heads=2, num_heads=4, head_size=8),
     hidden_size=32,
     vocab_size=100,
+    mlp_size=64,
 )
 DRAFT = ModelShape(
     num_params=100,
@@ -153,26 +153,31 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     # weights, gradient, two moments; reference; the packed copy
     copies = 4 + 1 + 1
     unit = 256 * 32 * 4
-    # 8 tokens on paths for each token of a pack: keys and values of 2 heads of 8, of each layer
-    paths = 256 * 8 * 2 * 2 * 8 * 4
+    # a layer: two norms, queries three times and keys and values of half the size twice, four times the MLP's width
+    layer = (6 + 3 + 2 * 0.5 + 4 * 2) * unit
+    # every row of a minibatch once: keys and values of 2 heads of 8, of each layer
+    paths = 32 * 50 * 2 * 2 * 8 * 4
     # a chunk, its gradient and 8 copies beside what is kept, all at this size; gradients of head and embedding
     logits, head = 256 * 100 * 4 * (3 + 8), 2 * 100 * 32 * 4
     frozen = {"refit": False}
     made = plan(config(trainer=trainer, drafter_training=frozen, **grpo))
     kept = made.trainer_bytes
-    assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * ((24 + 20) * unit + paths) + logits + head
+    each = layer + 24 * unit + paths
+    assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * each + 4 * unit + logits + head
     assert kept == sum(made.trainer_parts.values())
     assert made.trainer_parts["gradient, moments"] == 3 * made.trainer_parts["weights"] == 3 * 4000
     settings = config(trainer=trainer | {"gradient_checkpointing": True}, drafter_training=frozen, **grpo)
     thrifty = plan(settings).trainer_bytes
-    assert kept - thrifty == 2 * (24 * unit + paths), "what the allocator keeps stays"
+    assert kept - thrifty == 2 * (layer + paths) - 3 * unit, (
+        "layers' inputs and what the allocator keeps stay"
+    )
 
 
 def test_logits_are_planned_by_the_chunk_unless_something_comes_behind_the_head_or_reads_them() -> None:
     def logits(*, vocab_size: int = 262_144, caps: bool = False, refit: bool = False) -> int:
         target = replace(TARGET, vocab_size=vocab_size, has_whole_logits=caps)
         settings = config(trainer={"max_tokens_per_forward": 4096}, drafter_training={"refit": refit})
-        needs = MemoryNeeds(settings, ModelShapes(target=target, draft=DRAFT), max_total_tokens=50)
+        needs = MemoryNeeds(settings, ModelShapes(target=target, draft=DRAFT), max_total_tokens=4096)
         found = needs.plan(object_store_bytes=0).trainer_parts["logits"]
         return found - 2 * vocab_size * 32 * 4
 

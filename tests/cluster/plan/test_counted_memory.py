@@ -1,0 +1,115 @@
+"""What the plan says of a trainer's forward, beside the tensors that are there after one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhfspec.cluster.plan.memory_plan import MemoryNeeds
+from rlhfspec.cluster.plan.model_files import model_shape
+from rlhfspec.cluster.plan.model_sizes import ModelShapes
+from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.learning.trainer.batching import PackedSequences
+from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_statistics
+
+NUM_ROWS, LENGTH, VOCAB = 8, 48, 64
+FAMILIES: dict[str, dict[str, Any]] = {
+    # a fourth of the hidden sizes, all ratios as in SmolLM2-135M, Qwen2.5-0.5B, Qwen3-0.6B
+    "llama": {
+        "hidden_size": 144,
+        "intermediate_size": 384,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+    "qwen2": {
+        "hidden_size": 224,
+        "intermediate_size": 1216,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "qwen3": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 32,
+    },
+}
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of what is made inside and still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        before = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            # a view of what came from outside was not made
+            if torch.is_tensor(one) and (storage := one.untyped_storage())._cdata not in before:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def alive_bytes(self) -> int:
+        return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+def counted(config: Any, dtype: torch.dtype, *, checkpointing: bool) -> int:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    prepare_for_training(model, gradient_checkpointing=checkpointing)
+    random = np.random.default_rng(0)
+    rows = [np.append(first, random.integers(0, VOCAB, LENGTH - 1)) for first in range(NUM_ROWS)]
+    learned = [np.arange(LENGTH) > 0 for _ in rows]
+    with Made() as made:
+        logprobs, _, _ = response_statistics(
+            model, PackedSequences.of(rows, learned), VOCAB, 1.0, entropy=False, compute_dtype=dtype
+        )
+    assert logprobs.requires_grad
+    return made.alive_bytes() - NUM_ROWS * LENGTH * VOCAB * dtype.itemsize
+
+
+def planned(config: Any, dtype: str, *, checkpointing: bool) -> dict[str, int]:
+    settings = config_from_dict(
+        {
+            "data": {"task": "chain"},
+            "models": {"target": "demo", "draft": "demo", "dtype": dtype},
+            "drafter_training": {"refit": False},
+            "rollout": {"prompts_per_iteration": NUM_ROWS, "samples_per_prompt": 1},
+            "trainer": {"minibatch_size": NUM_ROWS, "gradient_checkpointing": checkpointing},
+            # what an allocator of a CPU keeps besides is no tensor
+            "cluster": {"trainer": {"num_gpus": 1}},
+        }
+    )
+    shapes = ModelShapes(target=model_shape(config))
+    parts = MemoryNeeds(settings, shapes, max_total_tokens=LENGTH).plan(object_store_bytes=0).trainer_parts
+    (activations,) = (size for name, size in parts.items() if name.startswith("activations of 384 tokens"))
+    return {"activations": activations, "rounded": parts["rounded weights"]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_leaves_behind_what_the_plan_says_within_a_tenth(family: str, dtype: str) -> None:
+    config = AutoConfig.for_model(
+        family, **FAMILIES[family], num_hidden_layers=3, vocab_size=VOCAB, tie_word_embeddings=True
+    )
+    found = counted(config, getattr(torch, dtype), checkpointing=False)
+    plan = planned(config, dtype, checkpointing=False)
+    assert sum(plan.values()) == pytest.approx(found, rel=0.1)
+    assert (plan["rounded"] > 0) == (dtype == "bfloat16")
+
+    # every layer's input is there after the forward, and one whole layer beside it in the backward pass
+    anew, shape = planned(config, dtype, checkpointing=True), model_shape(config)
+    one_layer = NUM_ROWS * LENGTH * shape.layer_bytes(in_bfloat16=dtype == "bfloat16")
+    found = counted(config, getattr(torch, dtype), checkpointing=True)
+    assert anew["activations"] - one_layer == pytest.approx(found, rel=0.1)
+    assert anew["rounded"] * 3 == plan["rounded"]
