@@ -339,6 +339,8 @@ class UpdateReport:
     "tokens in each bin of new over old log-probability (`learning.objectives.policy`), over all optimizer steps"
     sample_advantages: tuple[float, ...] | None = None
     "mean advantage of each sample's tokens, in the order of the sample index"
+    unmoved: tuple[str, ...] = ()
+    "tensors that ought to learn and had no gradient in any step so far"
     part_seconds: dict[str, float] = field(default_factory=dict, compare=False)
     "by part of the update, without gaps"
     cost: dict[str, float] = field(default_factory=dict, compare=False)

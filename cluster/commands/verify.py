@@ -55,7 +55,8 @@ def verify(
       rlhfspec verify runs/RUN --share 1       everything
 
     Samples can be generated again where their weights are kept: run.checkpoint_every=1 keeps every version.
-    Exit codes: 0 nothing differs, 1 something differs, or nothing at all could be verified, 2 no run folder.
+    Exit codes: 0 nothing differs, 1 something differs, nothing at all could be verified, or what the run says of its
+    own outcome cannot be (all versions have one checksum, first ratios are off), 2 no run folder.
     """
     from rlhfspec.cluster.observe.console import Reporter
 
@@ -101,10 +102,14 @@ def compare_and_tell(run_dir: Path, report: Reporter) -> None:
     """What `compare` does. Raises as `compare_run`."""
     report.stage("loading torch and transformers")
     from rlhfspec.cluster.jobs.plain_static import compare_run
+    from rlhfspec.cluster.observe.outcome_checks import faults
+    from rlhfspec.core.metrics import read_metrics
 
     done = compare_run(run_dir, report)
     report.stop()
     report.note(done.text)
+    for fault in faults(read_metrics(run_dir / "metrics.jsonl")):
+        report.note(f"FAULT: {fault}")
 
 
 def _lines(done: Verification) -> list[str]:
@@ -127,6 +132,7 @@ def _lines(done: Verification) -> list[str]:
         lines.append(f"... and {len(done.differences) - len(shown)} more")
     if not done.num_regenerated:
         lines.append("nothing was verified: no sample of this run could be generated again here")
+    lines += [f"FAULT: {fault}" for fault in done.faults]
     lines.append(f"{len(done.differences)} differences")
     return lines
 

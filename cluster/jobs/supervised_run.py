@@ -19,6 +19,7 @@ from rlhfspec.cluster.folder.run_time import of_folder, with_time
 from rlhfspec.cluster.jobs.job_inputs import prepare
 from rlhfspec.cluster.jobs.job_runner import run
 from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.outcome_checks import unmoved_line
 from rlhfspec.cluster.observe.summary import SILENT_ADVICE, is_silent
 from rlhfspec.cluster.resume.changed_keys import require_own_config
 from rlhfspec.cluster.resume.resumed_run import require_cut_off, take_over
@@ -87,6 +88,7 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
     evaluation: Mapping[str, float] = {}
     first_loss: float | None = None
     num_silent = 0
+    losses: set[float] = set()
     try:
         with (
             storage_errors(run_dir.path, only_known=True),
@@ -101,6 +103,9 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
                 evaluation = _evaluation(step.metrics) or evaluation
                 first_loss = evaluation.get("loss") if first_loss is None else first_loss
                 ticker.show(step.step, step.metrics)
+                losses |= {loss for name, loss in step.metrics.items() if name == "train/loss"}
+                if step.unmoved:
+                    report.note(f"step {step.step}: {unmoved_line(step.unmoved)}")
                 if is_silent(step.metrics):
                     num_silent += 1
                     if num_silent == 1:
@@ -114,6 +119,11 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
             run_dir.set_status("interrupted" if is_stop else "failed", describe_error(error))
         raise
     run_dir.set_status("finished")
+    if len(losses) == 1 and job.total_steps > 1:
+        report.note(
+            f"the loss was {losses.pop():.6g} in every step, to the last bit: nothing was learned; see whether the "
+            "rows have anything to be learned, and whether trainer.learning_rate moves any weight"
+        )
     if num_silent:
         report.note(f"{num_silent} steps had a gradient of 0 and learned nothing; {SILENT_ADVICE}")
     if evaluation:

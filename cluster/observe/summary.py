@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlhfspec.cluster.observe.outcome_checks import faults
+
 Metrics = Mapping[str, float]
 NO_SIGNAL, START_UP = "learner/no_signal", "time/start_up_s"
 MANY_CUT = 0.5
@@ -133,6 +135,8 @@ class Summary:
     "see `update_line`"
     signal: Sequence[tuple[str, str]] = ()
     "rows about iterations that could teach nothing (`cluster.observe.summary`)"
+    faults: Sequence[str] = ()
+    "see `cluster.observe.outcome_checks.faults`"
 
     @property
     def amdahl_bound(self) -> float:
@@ -162,7 +166,9 @@ class Summary:
         rows += self.signal
         if self.num_moved:
             rows.append(("samples moved", f"{self.num_moved:,}"))
-        if self.is_invariant is not None:
+        if self.faults:
+            rows.append(("FAULTS", "; ".join(self.faults)))
+        elif self.is_invariant is not None:
             promise = (
                 "every bit"
                 if self.is_invariant
@@ -297,6 +303,7 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         update_hidden_s=_total(metrics, "time/update_hidden_s"),
         update_line=update_line(metrics),
         signal=signal_rows(metrics),
+        faults=faults(metrics),
     )
 
 

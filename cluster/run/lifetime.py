@@ -9,6 +9,7 @@ from functools import partial
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.observe.outcome_checks import Outcomes
 from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.resume.checkpoints import kept_models, save_checkpoints
 from rlhfspec.cluster.resume.restarts import as_trainer_lost, noting_trainer_loss
@@ -43,6 +44,7 @@ class Run:
         self.recorder = Recorder(run_dir, report, step_log=config.run.step_log)
         self.evaluator = Evaluator(system, self.stream, run_dir, report, self.recorder, marks)
         self.states = StateKeeper(system, run_dir, report.note)
+        self.outcomes = outcomes_of(system)
         system.trainers.meanwhile = self.stream.poll_pool
         self.boundary: Boundary | None = None
         "the last one at which instances and trainers held the same version"
@@ -56,6 +58,15 @@ class Run:
             in_flight=self.schedule.in_flight(),
         )
         return self.boundary
+
+
+def outcomes_of(system: System) -> Outcomes:
+    """What is to be expected of a run's iterations."""
+    trainer, ends = system.config.trainer, list(system.sampling.stop_token_ids)
+    in_float32 = system.config.models.dtype == "float32" and trainer.compute_dtype != "bfloat16"
+    words = system.tokenizer.convert_ids_to_tokens(ends)
+    named = ", ".join(f"{token} {word!r}" for token, word in zip(ends, words, strict=True))
+    return Outcomes(is_exact=in_float32 and system.generation.is_invariant, ends=named or "(none)")
 
 
 def schedule_of(system: System) -> Schedule:

@@ -19,6 +19,7 @@ from rlhfspec.cluster.folder.run_status import STOPPING
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.iteration_metrics import iteration_metrics, with_evaluation
 from rlhfspec.cluster.observe.observer import Observer, observing
+from rlhfspec.cluster.observe.outcome_checks import UNCHANGED
 from rlhfspec.cluster.observe.summary import START_UP, signal_line, with_signal
 from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from rlhfspec.cluster.plan.run_plan import RunPlan
@@ -137,7 +138,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
         for iteration in range(run.first, settings.iterations):
             system.is_learning = False
             try:
-                metrics = with_signal(step(run, iteration))
+                metrics = run.outcomes.judged(with_signal(step(run, iteration)))
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {settings.iterations}: {error}") from error
             if iteration == run.first and report.start_up_s is not None:
@@ -153,6 +154,8 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
                 run.log.write(iteration, metrics)
             report.iteration(iteration, metrics)
             if (line := signal_line(iteration, metrics)) is not None:
+                report.note(line)
+            for line in run.outcomes.lines(iteration, metrics):
                 report.note(line)
             if settings.checkpoint_every and (iteration + 1) % settings.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
@@ -183,6 +186,7 @@ def step(run: Run, iteration: int) -> dict[str, float]:
     waited_from_s = time.perf_counter()
     report.progress("update", 0, 1)
     learned = update.wait()
+    run.outcomes.unmoved = learned.unmoved
     late, num_late_skipped = run.stream.receive(schedule)
     _remember(run, iteration, [*(rollout for phase in phases for rollout in phase.rollouts), *late])
     update.log_advantages()
@@ -236,6 +240,7 @@ def _publish(run: Run, learned: UpdateReport) -> dict[str, float]:
     """Bring every instance the trainers' version; no sample is open. The metrics of what it took."""
     system = run.system
     run.report.progress("publish", 0, 1)
+    before = system.target.manifest.checksum
     # an instance may join while the trainer is further on: what instances decode from must be at hand then
     broadcast = (
         None
@@ -245,7 +250,10 @@ def _publish(run: Run, learned: UpdateReport) -> dict[str, float]:
     system.target = broadcast or system.trainers.take()
     (system.generation.keep if broadcast else system.generation.publish)(system.target)
     run.log.weights(system.target.manifest)
-    return {f"time/publish_{part}_s": seconds for part, seconds in system.target.part_seconds.items()}
+    seconds = {f"time/publish_{part}_s": seconds for part, seconds in system.target.part_seconds.items()}
+    if not learned.num_optimizer_steps or not learned.metrics["lr"]:
+        return seconds
+    return seconds | {UNCHANGED: float(system.target.manifest.checksum == before)}
 
 
 def _ahead(metrics: dict[str, float], phases: Sequence[Collected]) -> dict[str, float]:

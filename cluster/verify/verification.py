@@ -113,6 +113,8 @@ class Verification:
     "samples by the reason why they cannot be generated again"
     notes: list[str] = field(default_factory=list)
     "what else was not verified"
+    faults: list[str] = field(default_factory=list)
+    "what came of the run and cannot be right, however well its samples are proven"
     start_s: float = 0.0
     "until engines, tokenizer and prompts were there"
     seconds: float = 0.0
@@ -122,5 +124,5 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether something was verified, and nothing differs."""
-        return self.num_regenerated > 0 and not self.differences
+        """Whether something was verified, nothing differs, and the run's outcome can be."""
+        return self.num_regenerated > 0 and not self.differences and not self.faults

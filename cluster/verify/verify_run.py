@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollouts import Recorded, SampleLocation, read_recorded
+from rlhfspec.cluster.observe.outcome_checks import faults
 from rlhfspec.cluster.placement.machine import memory_bytes, num_cores
 from rlhfspec.cluster.plan.inputs import read_tokenizer
 from rlhfspec.cluster.plan.model_files import count_params
@@ -81,6 +82,7 @@ def verify_run(
     ]
     locations = all_locations(run, verification)
     metrics = _metrics(run.folder)
+    verification.faults = faults([*metrics.values()])
     good = verifiable(locations, metrics, weights, run, verification)
     chosen = drawn(good, share=share, seed=seed)
     if samples := _read(run, chosen, verification):

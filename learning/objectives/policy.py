@@ -145,7 +145,8 @@ class Coefficients:
         self.kl *= max(1.0 + error * num_samples / algorithm.kl_horizon, 0.0)
 
 
-_OF_SEEN = ("entropy", "approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
+_FIRST = "log_ratio_to_sampler"
+_OF_SEEN = ("entropy", "approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high", _FIRST)
 "Means over the tokens whose logits were computed; of the others they are not known."
 
 
@@ -169,7 +170,8 @@ class MinibatchMetrics:
 
     `ratio_min` and `ratio_max` are over all of them. `ratio_at_first_minibatch` is the policy ratio furthest from 1
     before any step was taken: it says how well engine and learner agree on log-probabilities. It is left out where no
-    sample of that minibatch had a gradient: no ratio was computed.
+    sample of that minibatch had a gradient: no ratio was computed. `first_log_ratio` is the mean distance of the
+    learner's own log-probabilities from the sampler's there, whatever forward or correction ratios are taken by.
     """
 
     def __init__(self) -> None:
@@ -260,6 +262,8 @@ class MinibatchMetrics:
         for name in dict.fromkeys(name for one in self._closed for name in one):
             values = [one[name] for one in self._closed if name in one]
             out[name] = sum(values) / len(values)
+        if out.pop(_FIRST, None) is not None and _FIRST in self._closed[0]:
+            out["first_log_ratio"] = self._closed[0][_FIRST]
         out["num_skipped_minibatches"] = float(sum(one["grad_norm"] == 0.0 for one in self._closed))
         if self._ratios and self._ratios[0] is not None:
             out["ratio_at_first_minibatch"] = max(self._ratios[0], key=lambda ratio: abs(ratio - 1.0))
@@ -395,6 +399,8 @@ class PolicyBatch:
             of.laps.lap("forward")
             self._show(pack, packed, logits)
             of.laps.lap("observers")
+        gap = (logprobs.detach() - per_token["sampler"]).abs()
+        of.metrics.add(_FIRST, gap, per_token["share"])
         if self.engine is not None:
             logprobs = with_values(logprobs, per_token["engine"])
         return objective(
@@ -420,6 +426,7 @@ class PolicyBatch:
         experience, targets = self.of.experience, self.of.targets
         given = {
             "old_logprobs": experience.old_logprobs,
+            "sampler": experience.sampler_logprobs,
             "advantages": targets.advantages,
             "weight": torch.zeros_like(self.weight) if pack.is_filler else self.weight,
             "share": torch.zeros_like(self.share) if pack.is_filler else self.share,

@@ -211,6 +211,7 @@ class Learner(Trainer):
         log_ratio_counts, work = zip(
             *self.trainers.gather((metrics.log_ratio_counts(), metrics.work)), strict=True
         )
+        unmoved = self.unmoved()
         self.laps.lap("checks")
         part_seconds = self.laps.end()
         coefficients = {"kl_coef": self._coefficients.kl, "entropy_coef": self._coefficients.entropy}
@@ -227,10 +228,12 @@ class Learner(Trainer):
                 **targets.metrics,
                 **coefficients,
                 **metrics.means(),
+                "num_unmoved_tensors": float(len(unmoved)),
                 "lr": self.optimizer.param_groups[0]["lr"],
             },
             log_ratio_counts=added_up(log_ratio_counts),
             sample_advantages=targets.sample_advantages(experience.mask),
+            unmoved=tuple(unmoved),
             part_seconds=part_seconds,
             cost=self._cost(part_seconds, added_up(work)),
         )

@@ -54,6 +54,7 @@ _TRAINED_ON = "trained_on.json"
 CONFIG_FILE = "config.yaml"
 "In a state's folder: the config of the run."
 _KEPT_STATES = 2
+_WATCHED_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,8 @@ class StepReport:
     metrics: dict[str, float]
     saved: str | None = None
     "a folder that was written after it"
+    unmoved: tuple[str, ...] = ()
+    "tensors that ought to learn and had no gradient so far; told once"
 
 
 def run_job(
@@ -128,6 +131,7 @@ def run_job(
         yield StepReport(step=0, metrics=_named("eval", learner.evaluate(job.held_out)))
     # all rows are read for it
     trained_on = _trained_on(job) if job.trainer.checkpoint_every and trainers.rank == 0 else {}
+    first = learner.num_steps
     while learner.num_steps < job.total_steps:
         batch = batch_of(job, learner.num_steps)
         began_s = time.perf_counter()
@@ -140,7 +144,10 @@ def run_job(
         if job.held_out and (is_last or _is_due(learner.num_steps, job.trainer.eval_every)):
             metrics |= _named("eval", learner.evaluate(job.held_out))
         saved = _save(learner, form, job, trained_on, is_last=is_last)
-        yield StepReport(step=learner.num_steps, metrics=metrics, saved=saved)
+        # once: all that a gradient reaches has had one by then
+        is_due = learner.num_steps == min(first + _WATCHED_STEPS, job.total_steps)
+        unmoved = tuple(learner.unmoved()) if is_due else ()
+        yield StepReport(step=learner.num_steps, metrics=metrics, saved=saved, unmoved=unmoved)
 
 
 def batch_of(job: SupervisedJob, step: int) -> list[Any]:

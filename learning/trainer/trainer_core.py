@@ -101,6 +101,9 @@ class Trainer:
         self.trainers.shard(model, self.reference)
         self.laps = Laps(model.device)
         self.optimizer = adam(self._learned(), settings)
+        every = self.adapter is None
+        self._unmoved = {name: one for name, one in model.named_parameters() if every or one.requires_grad}
+        self._num_watched = 0
 
     def learn(self, batch: Batch, when: str) -> float:
         """Take an optimizer step on a batch, unless its gradient is 0; the gradient's norm. Collective.
@@ -142,6 +145,7 @@ class Trainer:
             )
         if norm > 0.0:
             self.num_steps += 1
+            self._watch()
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate_at(self.num_steps)
             self.optimizer.step()
@@ -194,6 +198,23 @@ class Trainer:
     def rate_at(self, step: int) -> float:
         """The learning rate of the n-th step, from 1."""
         return self.learning_rate * self._rate_factor(step)
+
+    def unmoved(self) -> list[str]:
+        """Tensors that ought to learn and had no gradient in any step here, or elsewhere. Collective.
+
+        None before the second step: the first of LoRA's two matrices has none in the first.
+        """
+        own = self.trainers.gather(list(self._unmoved) if self._num_watched > 1 else [])
+        return sorted(set(own[0]).intersection(*own))
+
+    def _watch(self) -> None:
+        """Take note of what a gradient reached: nearly all at once, and only the others are looked at again."""
+        self._num_watched += 1
+        for name, parameter in list(self._unmoved.items()):
+            gradient: Any = parameter.grad
+            # of a shard this trainer's part
+            if gradient is not None and bool(getattr(gradient, "to_local", lambda own=gradient: own)().any()):
+                del self._unmoved[name]
 
     def _state(self) -> LearnerState:
         return LearnerState(
