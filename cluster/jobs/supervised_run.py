@@ -119,7 +119,7 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
             run_dir.set_status("interrupted" if is_stop else "failed", describe_error(error))
         raise
     run_dir.set_status("finished")
-    if len(losses) == 1 and job.total_steps > 1:
+    if len(losses) == 1 and job.total_steps > 1 and not num_silent:
         report.note(
             f"the loss was {losses.pop():.6g} in every step, to the last bit: nothing was learned; see whether the "
             "rows have anything to be learned, and whether trainer.learning_rate moves any weight"

@@ -38,6 +38,19 @@ from rlhfspec.engine.weights.chunks import checksum_of
 from rlhfspec.learning.trainer.learner import Learner
 from rlhfspec.policies.schedule.in_turns import InTurns
 
+ELSEWHERE = {
+    "a truncated shard, wrong rope in the saved config": (
+        "learning/trainer/test_reloaded.py",
+        "test_a_fault_of_writing_is_told_and_the_model_before_stays",
+    ),
+    "swapped end tokens": ("learning/trainer/test_reloaded.py", "test_swapped_end_tokens_are_told"),
+    "a template without the system turn": (
+        "learning/data/test_whole_turns.py",
+        "test_a_system_prompt_that_the_template_leaves_out_is_refused",
+    ),
+}
+"What is planted: the test's file and name."
+
 LORA = LoraConfig(rank=4, alpha=64.0)
 HUGE, NOTHING_MOVES = 1e-1, 1e-30
 
@@ -89,6 +102,12 @@ class Iterations:
 
     def _checksum(self) -> str:
         return checksum_of(tensor for _, tensor in self.learner.weights())
+
+
+@pytest.mark.parametrize("fault", ELSEWHERE)
+def test_every_other_fault_is_planted_where_it_is_said(fault: str) -> None:
+    file, name = ELSEWHERE[fault]
+    assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text()
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "LoRA"])

@@ -180,6 +180,15 @@ def test_steps_that_learn_nothing_are_told_and_counted(files: Path, tmp_path: Pa
     assert "steps that learned nothing" in capsys.readouterr().out
 
 
+def test_a_loss_that_never_changes_is_told(files: Path, tmp_path: Path, capsys):
+    """Steps so small that they round away, on rows that are all alike."""
+    row = (files / "talks.jsonl").read_text().splitlines()[0]
+    (tmp_path / "talks.jsonl").write_text(f"{row}\n" * NUM_ROWS)
+    args = ("--model", files / "base", "--data", tmp_path / "talks.jsonl", "--out", tmp_path / "run")
+    assert run("sft", *args, sets=("trainer.learning_rate=1e-30",)) == 0
+    assert "in every step, to the last bit: nothing was learned" in capsys.readouterr().out
+
+
 def test_an_adapter_with_its_head_is_what_was_merged(files: Path, tmp_path: Path):
     peft = pytest.importorskip("peft")
     folder = reward(files, tmp_path / "run", "trainer.max_steps=4", "trainer.lora.rank=4")
