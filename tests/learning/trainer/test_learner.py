@@ -254,6 +254,8 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         "truncated_share",
         "lr",
         "ratio_at_first_minibatch",
+        "first_log_ratio",
+        "num_unmoved_tensors",
         "num_skipped_samples",
         "num_skipped_minibatches",
         "mismatch/lag_mean",
