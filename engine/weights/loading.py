@@ -25,6 +25,7 @@ from rlhfspec.core.errors import ModelError
 from rlhfspec.core.outside import is_lfs_pointer
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
+from rlhfspec.engine.weights.config_json import require_config_read
 from rlhfspec.engine.weights.left_over import (
     loading_settings,
     require_plain_weights,
@@ -159,8 +160,10 @@ def load_hf_config(name: str, *, trust_remote_code: bool = False) -> PretrainedC
     """Load only a model's config. Raises ModelError."""
     try:
         with _hub_asked_once(name):
-            return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (MemoryError, torch.OutOfMemoryError):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            require_config_read(name, PretrainedConfig.get_config_dict(name)[0], config)
+            return config
+    except (MemoryError, torch.OutOfMemoryError, ModelError):
         raise
     except Exception as error:  # as above
         raise ModelError(_cannot_load(_CONFIG, name, error)) from error

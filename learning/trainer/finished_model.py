@@ -25,6 +25,7 @@ from rlhfspec.core.files import whole_folder
 from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import WeightPacker, checksum_of, load_into, model_checksum
+from rlhfspec.engine.weights.config_json import write_older_names
 from rlhfspec.engine.weights.generation_settings import write_generation_settings
 from rlhfspec.learning.trainer.reloaded import Said, refused_kept, require_reloads
 from rlhfspec.learning.trainer.trainer_core import Trainer
@@ -146,6 +147,7 @@ def write_model_folder(
     """
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
+        write_older_names(partial / "config.json")
         write_generation_settings(generation, partial)
         tokenizer.save_pretrained(partial)
         with refused_kept(partial, folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +42,19 @@ class TinyGguf:
 
 
 def write_tiny_gguf(
-    file: Path, *, chat_template: str | None = TEMPLATE, split: str = "smollm", eos_id: int = 2
+    file: Path,
+    *,
+    chat_template: str | None = TEMPLATE,
+    split: str = "smollm",
+    eos_id: int = 2,
+    tensors: tuple[str, ...] = (),
+    without: str = "",
+    metadata: Mapping[str, int] | None = None,
 ) -> TinyGguf:
-    """Write the file as llama.cpp's converter would: rows of q and k reordered, matrices as Q4_1 blocks."""
+    """Write the file as llama.cpp's converter would: rows of q and k reordered, matrices as Q4_1 blocks.
+
+    `tensors` are written besides, the one called `without` is not; `metadata` are whole numbers.
+    """
     tokens, merges = _vocabulary()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -64,8 +75,13 @@ def write_tiny_gguf(
     writer = gguf.GGUFWriter(file, "llama")
     _write_head(writer, config)
     _write_vocabulary(writer, tokens, merges, chat_template=chat_template, split=split, eos_id=eos_id)
+    for key, value in (metadata or {}).items():
+        writer.add_uint32(key, value)
     for name, parameter in model.named_parameters():
-        _write_tensor(writer, name, parameter, config)
+        if name != without:
+            _write_tensor(writer, name, parameter, config)
+    for name in tensors:
+        writer.add_tensor(name, np.ones(8, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 from reference_bpe import reference_ids
 from tiny_gguf import CONTROL, TEXT, TinyGguf, write_tiny_gguf
+from tokenizers import Regex, pre_tokenizers
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
 from rlhfspec.core.errors import ModelError
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
 from rlhfspec.learning.models.gguf_folder import convert_gguf, read_head
 
+LLAMA3 = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
 CHATS = [
     *TEXT,
     "In 1984,  12+345   = 357.\n\n\tI can't  do  it!",
@@ -78,8 +83,8 @@ def test_a_file_without_a_template_gets_the_one_its_tokens_are_made_for(tmp_path
 
 
 def test_a_split_that_was_never_compared_is_refused(tmp_path: Path) -> None:
-    tiny = write_tiny_gguf(tmp_path / "tiny.gguf", split="qwen2")
-    with pytest.raises(ModelError, match=r"'qwen2'; expected one of smollm"):
+    tiny = write_tiny_gguf(tmp_path / "tiny.gguf", split="tekken")
+    with pytest.raises(ModelError, match=r"'tekken'; expected one of smollm"):
         convert_gguf(tiny.file, tmp_path / "out")
 
 
@@ -87,3 +92,52 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"GGUZ" + bytes(64))
     with pytest.raises(ModelError, match=r"tiny\.gguf was expected to be a GGUF file"):
         read_head(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(("split", "original"), [("qwen2", QWEN2), ("llama-bpe", LLAMA3)])
+def test_text_is_split_as_the_originals_split_it(tmp_path: Path, split: str, original: str) -> None:
+    tiny = write_tiny_gguf(tmp_path / "tiny.gguf", split=split)
+    convert_gguf(tiny.file, tmp_path / "out")
+    backend = load_tokenizer(str(tmp_path / "out")).backend_tokenizer
+    pattern = pre_tokenizers.Split(Regex(original), behavior="isolated")
+    for text in [*CHATS, "a12345 b\r\n\r\n  c'LL  \u2167 \u0661\u0662\u0663\u0664"]:
+        pieces = [place for _, place in backend.pre_tokenizer.pre_tokenize_str(text)]
+        assert pieces == [place for _, place in pattern.pre_tokenize_str(text)]
+
+
+def test_a_file_of_several_parts_is_refused_by_its_name_and_by_its_count(tmp_path: Path) -> None:
+    named = tmp_path / "tiny-00001-of-00002.gguf"
+    write_tiny_gguf(named)
+    with pytest.raises(ModelError, match=r"one of 2 parts .*merge them"):
+        convert_gguf(named, tmp_path / "out")
+    write_tiny_gguf(tmp_path / "tiny.gguf", metadata={"split.count": 2, "split.no": 0})
+    with pytest.raises(ModelError, match=r"'split\.count': expected none or 0 or 1, got 2; .*merge them"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "without", "said"),
+    [
+        ((), "model.layers.1.mlp.up_proj.weight", r"lack weights .*1, first 'blk\.1\.ffn_up\.weight'"),
+        (
+            ("rope_freqs.weight",),
+            "",
+            r"'rope_freqs\.weight', which cannot be taken into account; frequencies",
+        ),
+        (("blk.0.attn_q.bias",), "", r"'blk\.0\.attn_q\.bias', which nothing here reads"),
+    ],
+)
+def test_a_tensor_that_lacks_or_is_not_read_ends_it(
+    tmp_path: Path, tensors: tuple[str, ...], without: str, said: str
+) -> None:
+    tiny = write_tiny_gguf(tmp_path / "tiny.gguf", tensors=tensors, without=without)
+    with pytest.raises(ModelError, match=said):
+        convert_gguf(tiny.file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_ends_a_turn_ends_a_response_too(tmp_path: Path) -> None:
+    tiny = write_tiny_gguf(tmp_path / "tiny.gguf", metadata={"tokenizer.ggml.eot_token_id": 0})
+    convert_gguf(tiny.file, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
