@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -25,7 +27,9 @@ def where(package: Path) -> list[str]:
     return [str(package / "core" / "records.py"), str(public / "integrations" / "__init__.py"), "[]"]
 
 
-BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+EDITABLE = "import site, sys; site.addsitedir(sys.argv.pop(1)); "
+"What Python does with site-packages as it starts: an editable install is a line of code there."
 
 
 def copy_of_the_tree(folder: Path) -> Path:
@@ -50,6 +54,36 @@ def run(argv: list[str], *, cwd: Path, path: str) -> str:
     return done.stdout
 
 
+def built(how: str, tree: Path, wheels: Path, site: Path) -> list[str]:
+    """Install a tree as pip does, without it: the names of what stands in `site` then."""
+    name = run(["-c", BUILD, how, str(wheels)], cwd=tree, path="").split()[-1]
+    with zipfile.ZipFile(wheels / name) as wheel:
+        wheel.extractall(site)
+        return wheel.namelist()
+
+
+def imports_of_the_docs() -> list[str]:
+    """Every line of a page or an example that imports something of ours."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "docs").rglob("*.py")]
+    found = [
+        re.findall(r"^(?:from|import) rlhfspec\S*(?: import [\w, ]+)?$", one.read_text(), re.M)
+        for one in files
+    ]
+    return sorted({line for lines in found for line in lines})
+
+
+def test_an_editable_install_imports_all_that_pages_and_examples_do_from_any_folder(tmp_path: Path) -> None:
+    tree, wheels, site, elsewhere = (tmp_path / name for name in ("tree", "wheels", "site", "elsewhere"))
+    for folder in (tree, elsewhere):
+        folder.mkdir()
+    built("build_editable", copy_of_the_tree(tree), wheels, site)
+    # without -S the test's own environment would bring an install of this project
+    started = ["-S", "-c", EDITABLE + "; ".join([WHERE, *imports_of_the_docs()]), str(site)]
+    path = f"{site}{os.pathsep}{sysconfig.get_path('purelib')}"
+    assert run(started, cwd=elsewhere, path=path).split() == where(tree)
+    assert "from rlhfspec.integrations.trl import rollout_func" in imports_of_the_docs()
+
+
 @pytest.mark.parametrize("command", [["--version"], ["check", "--config", "configs/demo.yaml"]])
 def test_a_job_runs_what_its_working_directory_holds(tmp_path: Path, command: list[str]) -> None:
     tree = copy_of_the_tree(tmp_path)
@@ -62,10 +96,7 @@ def test_a_wheel_puts_one_name_into_site_packages_and_runs(tmp_path: Path) -> No
     tree, wheels, site, elsewhere = (tmp_path / name for name in ("tree", "wheels", "site", "elsewhere"))
     for folder in (tree, elsewhere):
         folder.mkdir()
-    name = run(["-c", BUILD, str(wheels)], cwd=copy_of_the_tree(tree), path="").split()[-1]
-    with zipfile.ZipFile(wheels / name) as wheel:
-        names = wheel.namelist()
-        wheel.extractall(site)
+    names = built("build_wheel", copy_of_the_tree(tree), wheels, site)
     assert {each.split("/")[0] for each in names if ".dist-info/" not in each} == {"rlhfspec"}
     data = ["configs/demo.yaml", "configs/algorithms/grpo.yaml", "cluster/kuberay/Dockerfile"]
     assert {f"rlhfspec/{each}" for each in data} <= set(names)
