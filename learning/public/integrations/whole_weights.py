@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.surfaces.surface import surface
 from rlhfspec.engine.weights.chunks import unique_tensors
-from rlhfspec.learning.trainer.adapter import merged_tensors
+from rlhfspec.learning.trainer.adapter_merge import merged_tensors
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 "Parts of names that stand for what a module was wrapped in."
@@ -31,16 +32,13 @@ def whole_weights(trainer: Any) -> dict[str, Tensor]:
     is_adapted = hasattr(model, "peft_config")
     if is_adapted:
         _require_lora(model)
-        _require_untied(model.get_base_model())
     base = model.get_base_model() if is_adapted else model
     with _gathered(model) as is_temporary:
         second = _second_names(base)
-        tensors = (
-            (_plain(name), _whole(tensor)) for name, tensor in unique_tensors(base) if name not in second
-        )
+        tensors = ((name, _whole(tensor)) for name, tensor in unique_tensors(base) if name not in second)
         if is_adapted:
             tensors = merged_tensors(base, tensors, adapter=_active(model))
-        return {name: tensor.clone() if is_temporary else tensor for name, tensor in tensors}
+        return {_plain(name): tensor.clone() if is_temporary else tensor for name, tensor in tensors}
 
 
 @contextmanager
@@ -88,30 +86,15 @@ def _active(model: Any) -> str:
 
 
 def _require_lora(model: Any) -> None:
-    kinds = {
-        "DoRA" if getattr(one, "use_dora", False) else str(getattr(one.peft_type, "value", one.peft_type))
-        for one in model.peft_config.values()
-    }
-    if kinds != {"LORA"}:
-        raise ConfigError(
-            f"rollout_func: the trainer's adapter is {', '.join(sorted(kinds))}, and only LoRA is merged for the "
-            "engine; use a LoraConfig without use_dora"
-        )
+    """Refuse adapters that are not merged, by their settings, whose table is `core/surfaces/adapter.toml`."""
+    for name, recipe in model.peft_config.items():
+        given = {key: getattr(value, "value", value) for key, value in recipe.to_dict().items()}
+        what = f"rollout_func: the trainer's adapter '{name}'"
+        surface("adapter_config").require(given, what, error=ConfigError)
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) or any(
         isinstance(module, FullyShardedDataParallel) for module in model.modules()
     ):
         raise ConfigError(
             "rollout_func: LoRA was given and FSDP shards the model, where adapters are not merged for the engine; use "
             "DeepSpeed or plain data parallelism, or train all weights"
-        )
-
-
-def _require_untied(base: Any) -> None:
-    """Refuse what parts a weight that is the embedding's and the output's: the engine has one for both."""
-    ends = (base.get_input_embeddings(), base.get_output_embeddings())
-    is_parted = any(hasattr(one, "base_layer") or hasattr(one, "original_module") for one in ends)
-    if is_parted and base.config.get_text_config().tie_word_embeddings:
-        raise ConfigError(
-            "rollout_func: the adapter changes the embedding or lm_head, which are one weight in this model "
-            "(tie_word_embeddings) and would differ once merged; take them out of target_modules and modules_to_save"
         )
