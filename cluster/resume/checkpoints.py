@@ -48,13 +48,14 @@ def save_checkpoints(
     RunTaken.
     """
     run_dir.owner.require()
+    if system.config.trainer.lora is not None and with_adapter:
+        # first: a merged model that is refused takes nothing with it
+        _save_adapter(system, run_dir, "adapter", iteration)
     is_compared = iteration is None or system.target.manifest.num_bytes < _ALWAYS_COMPARED_BYTES
     said = system.trainers.say() if with_adapter and is_compared else None
     for model, weights in (("target", system.target), ("draft", system.draft)):
         if weights is not None and not is_mtp(weights.manifest):
             _save(system, run_dir, weights, model, iteration, said if model == "target" else None)
-    if system.config.trainer.lora is not None and with_adapter:
-        _save_adapter(system, run_dir, "adapter", iteration)
     if system.config.run.keep_checkpoints is not None:
         remove_old(run_dir, keep=system.config.run.keep_checkpoints)
 
@@ -70,9 +71,9 @@ def kept_models(system: System, run_dir: RunDir) -> dict[str, str]:
 
 def save_best(system: System, run_dir: RunDir) -> None:
     """Save the target, and its adapter, in the place of the best before. Raises WeightsError, StorageError."""
-    _save(system, run_dir, system.target, "best")
     if system.config.trainer.lora is not None:
         _save_adapter(system, run_dir, "best_adapter")
+    _save(system, run_dir, system.target, "best")
 
 
 def remove_old(run_dir: RunDir, *, keep: int) -> None:

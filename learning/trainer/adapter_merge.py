@@ -156,7 +156,9 @@ class Wrapped:
                 is_merged = any(kind in _changed(one, self._adapter) for one in self._layers.get(owner, ()))
                 # a weight of several modules is given under the first of its names
                 first[key] = min(first.get(key, name), name)
-                becomes.setdefault(key, {})[f"{owner}.{kind}"] = "merged" if is_merged else new and id(new)
+                becomes.setdefault(key, {})[f"{owner}.{kind}"] = (
+                    "merged" if is_merged else None if new is None else id(new)
+                )
                 if is_merged:
                     due.setdefault(key, []).append((owner, kind))
         for owners in becomes.values():

@@ -179,7 +179,7 @@ def write_adapter_folder(
 ) -> None:
     """Write an adapter's files, as peft wrote them, as `folder`, whole or not at all.
 
-    Version and checksum are of the model that it is merged into. Raises StorageError.
+    Version and checksum are of the model that it is merged into; empty: it is not merged yet. Raises StorageError.
     """
     with whole_folder(folder) as partial:
         for name, content in files.items():

@@ -245,6 +245,14 @@ def _save(
     mark = "" if is_last else f"_{learner.num_steps:04d}"
     folder = job.folder / f"model{mark}"
     is_first = learner.trainers.rank == 0
+    adapter = None if learner.adapter is None else job.folder / f"adapter{mark}"
+    if adapter is not None:
+        # before anything is merged, which could fail
+        if is_first:
+            files = learner.adapter_files(base_model=job.model.name)
+            write_adapter_folder(files, adapter, weight_version=learner.num_steps, merged_checksum="")
+        else:
+            _accompany(learner)
     said = learner.say() if job.kind == "sft" and is_last else None
     refused = None
     try:
@@ -255,17 +263,10 @@ def _save(
         if why is not None:
             _save_state(learner, job, trained_on or _trained_on(job))
             raise NotAsLearned(why)
-    if learner.adapter is not None:
-        if is_first:
-            files = learner.adapter_files(base_model=job.model.name)
-            write_adapter_folder(
-                files,
-                job.folder / f"adapter{mark}",
-                weight_version=learner.num_steps,
-                merged_checksum=checksum,
-            )
-        else:
-            _accompany(learner)
+    if adapter is not None and is_first:
+        write_manifest(
+            adapter, model="adapter", weight_version=learner.num_steps, parameter_checksum=checksum
+        )
     if is_due:
         # last: who finds it finds the model of its step too
         _save_state(learner, job, trained_on)
