@@ -85,11 +85,12 @@ def prepare(
     keep_time(tokenizer, config.run.template_time)
     if model.eos_token is not None:
         set_end_token(tokenizer, model.eos_token)
-    rows, held_out_rows = read_raw_rows(data, seed=config.run.seed)
-    train, num_left_out = _encoded(data, rows, tokenizer)
+    notes: dict[str, None] = {}
+    rows, held_out_rows = read_raw_rows(data, seed=config.run.seed, note=notes.setdefault)
+    train, num_left_out = _encoded(data, rows, tokenizer, notes)
     held_out: Sequence[Any] = ()
     if held_out_rows:
-        held_out, more = _encoded(data, held_out_rows, tokenizer)
+        held_out, more = _encoded(data, held_out_rows, tokenizer, notes)
         num_left_out += more
     job = SupervisedJob(
         kind="reward" if isinstance(config, TrainRewardConfig) else "sft",
@@ -113,6 +114,7 @@ def prepare(
         lines=(
             f"{len(train):,} {what} of {num_tokens:,} tokens, {len(held_out):,} held out{left_out}",
             f"{job.total_steps:,} steps of {config.trainer.batch_size} {what}",
+            *notes,
             *(open_end(train, tokenizer) if job.kind == "sft" else ()),
         ),
     )
@@ -146,12 +148,12 @@ def open_end(examples: Sequence[Demonstration], tokenizer: PreTrainedTokenizerBa
 
 
 def _encoded(
-    data: ExamplesConfig, rows: Sequence[Record], tokenizer: PreTrainedTokenizerBase
+    data: ExamplesConfig, rows: Sequence[Record], tokenizer: PreTrainedTokenizerBase, notes: dict[str, None]
 ) -> tuple[Sequence[Any], int]:
     if isinstance(data, DemonstrationsConfig):
-        return encode_demonstrations(rows, data, tokenizer)
+        return encode_demonstrations(rows, data, tokenizer, notes.setdefault)
     if isinstance(data, PreferencesConfig):
-        return encode_preferences(rows, data, tokenizer)
+        return encode_preferences(rows, data, tokenizer, notes.setdefault)
     raise ConfigError("the config is neither of rlhfspec sft nor of rlhfspec train-reward; use one of them")
 
 

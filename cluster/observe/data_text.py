@@ -34,6 +34,8 @@ def data_lines(report: DataReport) -> Iterator[str]:
     yield "counted     " + ", ".join(f"{count:,} {name}" for name, count in left_out.items())
     if report.lengths is not None:
         yield from _length_lines(report.lengths, report.unit)
+    for note in report.notes:
+        yield f"note        {note}"
     for sample in report.samples:
         size = "" if sample.num_tokens is None else f", {sample.num_tokens} tokens"
         yield ""

@@ -33,11 +33,11 @@ from rlhfspec.learning.data.chat_format import (
     own_template,
     render_chat,
     require_written,
-    template_variables,
 )
 from rlhfspec.learning.data.encoding import encode_texts, prompt_ids
 from rlhfspec.learning.data.end_tokens import model_end_tokens, turn_end
 from rlhfspec.learning.data.messages import Tools, Turn, parse_turns, require_whole_text
+from rlhfspec.learning.data.template_variables import template_variables
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 "Stop strings of a request, and characters of one: each is looked for in every step."

@@ -41,6 +41,8 @@ class SourceFields(Section):
     "as above; a conversation without it has the answer that was cut off its end"
     reward_fields: tuple[Name, ...] = ()
     "further columns that reward functions see as `Prompt.fields`"
+    ignored_fields: tuple[Name, ...] = ()
+    "columns that are known and left unread; others that would change what is asked are refused"
     prompt_template: PromptTemplate = "{prompt}"
     "how the prompt field, or a conversation's last turn, becomes text; `{COLUMN}` is another column of the row"
     chat: bool = False

@@ -75,6 +75,8 @@ class ExamplesConfig(Section):
     "how a plain prompt field becomes text; `{COLUMN}` is another column of the row"
     tools_field: Name | None = "tools"
     "what the chat template is told of, where a row has it: a list of JSON schemas, or its text; null: no tools"
+    ignored_fields: tuple[Name, ...] = ()
+    "columns that are known and left unread; others that would change what is learned are refused"
     max_tokens: int | None = Field(default=None, ge=2)
     "of one sequence; null: 1024, or the model's positions where it has fewer"
     on_long: Literal["truncate", "skip", "fail"] = "truncate"

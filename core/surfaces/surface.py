@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -52,32 +52,35 @@ class Surface:
         what: str,
         *,
         error: Callable[[str], Exception],
-        also: Iterable[str] = (),
+        also: Collection[str] = (),
+        note: Callable[[str], object] | None = None,
     ) -> None:
-        """Raise `error` for the first name in `given` that would be ignored; note once what is but noted.
+        """Raise `error` for the first name in `given` that would be ignored; note in one line what is but noted.
 
         Args:
             given: names and what stands under them. None is as a name that is not there.
             what: names the input in messages, such as "rows.jsonl, line 3: message 2".
             error: makes the exception of a message.
             also: further names that are used, which only the reader knows (columns that a template names).
+            note: is told of what is but noted; None: `note_once`.
         """
-        for _, fault in self.faults(given, also=also):
-            if fault.is_note:
-                note_once(f"{what} has {fault.text}")
-            else:
+        noted = []
+        for name, fault in self.faults(given, also=also):
+            if not fault.is_note:
                 raise error(f"{what} has {fault.text}")
+            noted.append(name)
+        if noted:
+            (note or note_once)(f"{what} has {self._unread(noted, also)}")
 
-    def faults(self, given: Mapping[str, Any], *, also: Iterable[str] = ()) -> Iterator[tuple[str, Fault]]:
+    def faults(self, given: Mapping[str, Any], *, also: Collection[str] = ()) -> Iterator[tuple[str, Fault]]:
         """Names in `given` that would be ignored, and why; arguments as above."""
-        more = set(also)
         for name, value in given.items():
-            if value is None or name in more:
+            if value is None or name in also or name in self.used or name in self.harmless:
                 continue
-            if (fault := self.fault(name, value, also=more)) is not None:
+            if (fault := self.fault(name, value, also=also)) is not None:
                 yield name, fault
 
-    def fault(self, name: str, value: Any, *, also: Iterable[str] = ()) -> Fault | None:
+    def fault(self, name: str, value: Any, *, also: Collection[str] = ()) -> Fault | None:
         """What is wrong with a name and its value; None: it is used or harmless."""
         kind, row = self._row(name)
         shown = f"'{cut(str(name))}'"
@@ -90,11 +93,16 @@ class Surface:
             return Fault(f"{shown}: expected {expected}, got {quote(value)}; {row['otherwise']}")
         if kind == "refused":
             return Fault(f"{shown}, which cannot be taken into account; {row}")
+        return Fault(self._unread([name], also), self.unknown == "note")
+
+    def _unread(self, names: Sequence[str], also: Collection[str]) -> str:
         known = [*dict.fromkeys([*self.used, *also])]
-        near = difflib.get_close_matches(str(name), known, 1, 0.75)
+        near = [one for name in names for one in difflib.get_close_matches(str(name), known, 1, 0.75)]
         listed = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
         hint = f"did you mean '{near[0]}'?" if near else f"used are {listed or 'none'}"
-        return Fault(f"{shown}, which nothing here reads ({hint}); {self.advice}", self.unknown == "note")
+        shown = ", ".join(f"'{cut(str(name))}'" for name in names[:_SHOWN])
+        more = ", ..." if len(names) > _SHOWN else ""
+        return f"{shown}{more}, which nothing here reads ({hint}); {self.advice}"
 
     def _row(self, name: str) -> tuple[str, Any]:
         """The table that a name stands in, and what it says there."""

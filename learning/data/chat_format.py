@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cache
 from typing import Any
 
-from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import cut
-from rlhfspec.learning.data.messages import Tools, Turn
+from rlhfspec.core.outside import cut, quote
+from rlhfspec.core.surfaces.surface import surface
+from rlhfspec.learning.data.messages import Tools, Turn, require_role
 from rlhfspec.learning.data.template_time import template_time_of
+from rlhfspec.learning.data.template_variables import words_of
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 "What messages call what the assistant thought before its content."
@@ -120,13 +120,6 @@ def own_template(tokenizer: PreTrainedTokenizerBase, *, tools: Tools = ()) -> st
     return (named.get("tool_use") if tools else None) or named.get("default")
 
 
-@cache
-def template_variables(template: str) -> frozenset[str]:
-    """Variables that a template reads and does not set."""
-    environment: Any = _compile_jinja_template(template).environment
-    return frozenset(find_undeclared_variables(environment.parse(template)))
-
-
 def named_template(tokenizer: PreTrainedTokenizerBase | None, name: str) -> str | None:
     """The Jinja text of one of a tokenizer's several templates; None where it has none of that name."""
     named = tokenizer.chat_template if tokenizer is not None else None
@@ -147,7 +140,11 @@ def _require_content(
     """Raise DataError where a template leaves out what somebody says; arguments as below."""
     for index, turn in enumerate(turns):
         content = turn.get("content")
-        if not isinstance(content, str) or content.strip() in text:
+        if not isinstance(content, str):
+            continue
+        said = content.strip()
+        # what stands in others' turns too is to be written as often
+        if text.count(said) >= (sum(said in str(one.get("content")) for one in turns) if said else 0):
             continue
         try:
             is_read = render([*turns[:index], {**turn, "content": _OTHER}, *turns[index + 1 :]]) != text
@@ -167,9 +164,11 @@ def require_written(
     tools: Tools,
     *,
     text: str,
+    template: str | None = None,
     origin: str,
     key: str,
     learned: bool = False,
+    note: Callable[[str], object] | None = None,
 ) -> None:
     """Raise DataError where a template leaves out what is said, tools, a call or, of what is learned, all reasoning.
 
@@ -178,10 +177,19 @@ def require_written(
         turns: whole.
         tools: that may be called.
         text: what the template makes of them.
+        template: its Jinja text, which says what it reads of a message; None: that has been looked at.
         origin: names the row.
         key: the setting that names a template.
         learned: what the assistant says is learned, so its reasoning is to be written too.
+        note: is told of what nothing reads; None: `note_once`.
     """
+    words = words_of(template or "")
+    for index, turn in enumerate(turns if template is not None else ()):
+        require_role(turn["role"], f"{origin}: message {index}", words)
+        unread = {name: held for name, held in turn.items() if name not in words}
+        surface("message").require(
+            unread, "a message", error=lambda text: DataError(f"{origin}: {text}"), note=note
+        )
     _require_content(lambda turns: render(turns, tools), turns, text, origin=origin, key=key)
     asked: list[tuple[str, Sequence[Turn], Tools]] = []
     for index, turn in enumerate(turns):
@@ -192,8 +200,6 @@ def require_written(
         asked.append(("the tools", turns, ()))
     if learned and any(turn.get(name) for turn in turns for name in REASONING):
         asked.append(("the assistant's reasoning", [_without(turn, *REASONING) for turn in turns], tools))
-    if not asked:
-        return
     for what, fewer, named in asked:
         try:
             shorter = render(fewer, named)
@@ -203,6 +209,13 @@ def require_written(
             raise DataError(
                 f"{origin}: the chat template does not write {what}: expected a longer text than without, got one of "
                 f"the same length; name a template that writes it by {key}, or take it out of the row"
+            )
+    for one in (*tools, *(call for turn in turns for call in turn.get("tool_calls") or ())):
+        if one.get("function", one)["name"] not in text:
+            raise DataError(
+                f"{origin}: the chat template does not write the name of {quote(one)}; expected it in the text; write "
+                'the row\'s as {"type": "function", "function": {"name": ...}}, or name a template that reads its form '
+                f"by {key}"
             )
 
 

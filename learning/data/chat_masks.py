@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlhfspec.core.errors import DataError, ModelError
+from rlhfspec.core.outside import quote
 from rlhfspec.learning.data.chat_format import (
     no_template,
     own_template,
@@ -17,9 +18,12 @@ from rlhfspec.learning.data.chat_format import (
     require_written,
 )
 from rlhfspec.learning.data.messages import Tools, Turn
+from rlhfspec.learning.data.template_variables import require_variables
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
+_LEARNED = ("weight", "train", "training", "trainable", "learn", "loss", "loss_mask")
+"Keys of a message that say whether it is learned."
 
 
 def conversation_tokens(
@@ -29,21 +33,71 @@ def conversation_tokens(
     origin: str,
     first_turn: int = 0,
     tools: Tools = (),
+    ends: Sequence[int] = (),
+    note: Callable[[str], object] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, int64 [T], of a whole conversation, and which the assistant wrote from `first_turn` on, bool [T].
+    """Token ids, int64 [T], of a conversation, and which are learned, bool [T]: the assistant's of `first_turn` on.
 
-    A turn's end token is the assistant's; what a template writes behind it is not. `origin` is told in errors.
+    A turn's end token, the tokenizer's or one of `ends`, is learned; what a template writes behind it is not, nor are
+    turns that say `weight: 0` or the like. `origin` is told in errors; `note` hears of keys that nothing reads.
     Raises ModelError: no template, or a tokenizer that does not say which characters a token is of. DataError: no turn
     of the assistant, a conversation that the template refuses, or a template that writes earlier turns differently
     when more follow.
     """
     require_template(tokenizer, tools)
-    if not any(turn.get("role") == _ASSISTANT for turn in turns[first_turn:]):
+    said = [index for index, turn in enumerate(turns) if turn.get("role") == _ASSISTANT]
+    if not any(index >= first_turn for index in said):
         raise DataError(f"{origin} has no message of role assistant, so there is nothing to learn from it")
-    require_all_written(tokenizer, turns, tools, origin=origin)
+    marked = [index for index, turn in enumerate(turns) if is_learned(turn, f"{origin}, message {index}")]
+    learned = [index for index in said if index >= first_turn and index in marked]
+    require_all_written(tokenizer, turns, tools, origin=origin, note=note)
     if _GENERATION.search(own_template(tokenizer, tools=tools) or ""):
-        return _by_marks(tokenizer, turns, origin, first_turn, tools)
-    return _by_beginnings(tokenizer, turns, origin, first_turn, tools)
+        text, spans = _by_marks(tokenizer, turns, origin, said, learned, tools)
+        ends = ()
+    else:
+        text, spans = _by_beginnings(tokenizer, turns, origin, learned, tools)
+        ends = (tokenizer.eos_token_id, *ends)
+    ids, starts = _with_places(tokenizer, text)
+    mask = np.zeros(len(ids), dtype=bool)
+    for first, end in spans:
+        own = np.flatnonzero((starts >= first) & (starts < end))
+        closing = own[np.isin(ids[own], ends)]
+        mask[own if not len(closing) else own[own <= closing[-1]]] = True
+    _require_mask(mask, starts, text, turns, first_turn, origin)
+    return ids, mask
+
+
+def is_learned(turn: Turn, what: str) -> bool:
+    """Whether a turn may be learned by what it says. Raises DataError: no yes and no no, or a yes of another role."""
+    said = {name: turn[name] for name in _LEARNED if turn.get(name) is not None}
+    for name, value in said.items():
+        is_whole = isinstance(value, int | float) and value in (0, 1)
+        if not is_whole or (value and turn["role"] != _ASSISTANT):
+            raise DataError(
+                f"{what}, of role {turn['role']}: expected '{name}' 0 or false where it is not learned, 1 or true "
+                f"of the assistant's alone, got {quote(value)}; mend the row"
+            )
+    return all(said.values())
+
+
+def _require_mask(
+    mask: np.ndarray, starts: np.ndarray, text: str, turns: Sequence[Turn], first_turn: int, origin: str
+) -> None:
+    """Raise DataError where a turn whose words can be found is learned, or not, against what its row says."""
+    contents = [str(turn.get("content")).strip() for turn in turns]
+    for index, (turn, said) in enumerate(zip(turns, contents, strict=True)):
+        if not said or sum(said in other for other in contents) > 1 or text.count(said) != 1:
+            continue
+        place = text.index(said)
+        covered = mask[(starts >= place) & (starts < place + len(said))]
+        wanted = turn["role"] == _ASSISTANT and index >= first_turn
+        wanted = wanted and not any(turn.get(name) == 0 for name in _LEARNED)
+        if not (covered.all() if wanted else not covered.any()):
+            raise DataError(
+                f"{origin}: message {index} is {'' if wanted else 'not '}to be learned, and the loss covers "
+                f"{int(covered.sum())} of its {len(covered)} tokens; expected {'all' if wanted else 'none'}; look at "
+                "the template's {% generation %} marks, or name another by model.chat_template"
+            )
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, tools: Tools = ()) -> None:
@@ -56,18 +110,32 @@ def require_template(tokenizer: PreTrainedTokenizerBase, tools: Tools = ()) -> N
 
 
 def require_all_written(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn], tools: Tools, *, origin: str
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Turn],
+    tools: Tools,
+    *,
+    origin: str,
+    note: Callable[[str], object] | None = None,
 ) -> None:
     """Raise DataError where what is said, tools, a call or all reasoning is in no token of what is learned."""
+    template, key = own_template(tokenizer, tools=tools), "model.chat_template"
+    require_variables(template or "", {}, known=tokenizer.special_tokens_map, note=note)
 
     def render(turns: Sequence[Turn], named: Tools) -> str:
-        template = own_template(tokenizer, tools=tools)
         return render_chat(tokenizer, turns, ask=False, tools=named, template=template)
 
     try:
         text = render(turns, tools)
         require_written(
-            render, turns, tools, text=text, origin=origin, key="model.chat_template", learned=True
+            render,
+            turns,
+            tools,
+            text=text,
+            template=template,
+            origin=origin,
+            key=key,
+            learned=True,
+            note=note,
         )
     except DataError:
         raise
@@ -101,39 +169,35 @@ def _by_marks(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[Turn],
     origin: str,
-    first_turn: int,
+    said: Sequence[int],
+    learned: Sequence[int],
     tools: Tools,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and the first and last character of each turn of `learned`; `said` are all of the assistant's."""
     try:
         whole, spans = render_marked(tokenizer, turns, tools=tools)
     except Exception as error:  # templates are programs: they raise what they like
         raise _refused(origin, error) from error
-    num_earlier = sum(turn.get("role") == _ASSISTANT for turn in turns[:first_turn])
-    if num_earlier and len(spans) != sum(turn.get("role") == _ASSISTANT for turn in turns):
+    if list(said) == list(learned):
+        return whole, spans
+    if len(spans) != len(said):
         raise DataError(
             f"{origin}: the chat template marks {len(spans)} turn(s) as generated, not every one of the assistant's, "
-            "so those of the prompt cannot be told; mark them all (model.chat_template)"
+            "so those that are not learned cannot be told; mark them all (model.chat_template)"
         )
-    ids, starts = _with_places(tokenizer, whole)
-    mask = np.zeros(len(ids), dtype=bool)
-    for first, end in spans[num_earlier:]:
-        mask |= (starts >= first) & (starts < end)
-    return ids, mask
+    return whole, [span for index, span in zip(said, spans, strict=True) if index in learned]
 
 
 def _by_beginnings(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[Turn],
     origin: str,
-    first_turn: int,
+    learned: Sequence[int],
     tools: Tools,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[str, list[tuple[int, int]]]:
     whole = rendered(tokenizer, turns, ask=False, origin=origin, tools=tools)
-    ids, starts = _with_places(tokenizer, whole)
-    mask = np.zeros(len(ids), dtype=bool)
-    for index, turn in enumerate(turns):
-        if turn.get("role") != _ASSISTANT or index < first_turn:
-            continue
+    spans = []
+    for index in learned:
         through = rendered(tokenizer, turns[: index + 1], ask=False, origin=origin, tools=tools)
         before = (
             rendered(tokenizer, turns[:index], ask=True, origin=origin, tools=tools)
@@ -146,10 +210,8 @@ def _by_beginnings(
                 "otherwise when it is to be generated, so its tokens cannot be told; put {% generation %} marks into "
                 "the template (model.chat_template)"
             )
-        own = np.flatnonzero((starts >= len(before)) & (starts < len(through)))
-        ends = own[ids[own] == tokenizer.eos_token_id]
-        mask[own if not len(ends) else own[own <= ends[-1]]] = True
-    return ids, mask
+        spans.append((len(before), len(through)))
+    return whole, spans
 
 
 def _before_the_first(tokenizer: PreTrainedTokenizerBase, through: str, origin: str) -> str:

@@ -38,11 +38,13 @@ def find_files(path: str, split: str, *, key: str = "data.path") -> list[Path] |
     file = Path(path).expanduser()
     if is_file(file):
         _require_format(file)
+        _require_whole(file, split, key)
         return [file]
     if _WILD.search(path) and not is_dir(file):
         what = f"the pattern {cut(path)}"
         found = _of_one_format(_glob(str(file), key), what, key)
         require_one_split(found, what, key=key)
+        _require_whole(found[0], split, key)
         return found
     folder, subset = split_subset(path)
     if folder and is_dir(Path(folder)):
@@ -81,6 +83,17 @@ def _require_format(file: Path) -> None:
         raise DataError(
             f"cannot read {file}: expected a file of {NAMED_FORMATS}, text also as {', '.join(COMPRESSIONS)}, got "
             f"{file.suffix or 'no suffix'}; convert it, one object a row"
+        )
+
+
+def _require_whole(file: Path, split: str, key: str) -> None:
+    """Raise DataError where data.split asks for another part of a file, which is read whole, than it is named after."""
+    below = PurePath(*file.parts[-2:])
+    named = {"train", *splits_of(below), *_exact_names(below)}
+    if key != "data.eval_path" and named.isdisjoint({split, _canonical(split)}):
+        raise DataError(
+            f"data.split is '{cut(split)}', and {file} is read whole; expected a file that is named after the split, a "
+            "folder or a `datasets` name; take data.split out, and take rows by data.skip_rows and data.limit"
         )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from rlhfspec.learning.data.chat_format import (
 )
 from rlhfspec.learning.data.messages import Messages, Tools, Turn, pairs_of
 from rlhfspec.learning.data.prompt_rows import Row
+from rlhfspec.learning.data.template_variables import require_variables
 from rlhfspec.learning.rewards.written_text import chat_prefill, text_prefill, unbegun_turn
 
 
@@ -49,6 +49,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._prefills: dict[str, str] = {}
         "by the text of a chat template"
+        self.notes = dict[str, None]()
+        "what of messages nothing reads"
         self.unbegun_heads: dict[str, None] = {}
         "heads of the assistant's turn that a template leaves to the response"
         self._template = read_template(data.chat_template, tokenizer)
@@ -108,7 +110,12 @@ class PromptEncoder:
                 f"{asked} but {no_template(self._tokenizer)}; name one by data.chat_template, set data.chat to "
                 "false for plain text, or models.tokenizer to one that has a template"
             )
-        _require_variables(template, self._data.chat_template_kwargs)
+        require_variables(
+            template,
+            self._data.chat_template_kwargs,
+            known=self._tokenizer.special_tokens_map,
+            note=self.notes.setdefault,
+        )
 
         def render(turns: Sequence[Turn], tools: Tools) -> str:
             assert self._tokenizer is not None
@@ -125,7 +132,16 @@ class PromptEncoder:
                 f"{row.origin}: the chat template refuses its turns ({cut(', '.join(role for role, _ in messages))}): "
                 f"{type(error).__name__}: {said}; {self._advice(row, messages)}"
             ) from error
-        require_written(render, turns, row.tools, text=text, origin=row.origin, key="data.chat_template")
+        require_written(
+            render,
+            turns,
+            row.tools,
+            text=text,
+            template=template,
+            origin=row.origin,
+            key="data.chat_template",
+            note=self.notes.setdefault,
+        )
         prefill = self._prefill(self._tokenizer, template)
         return Rendered(text, messages, turns=turns, prefill=prefill if text.endswith(prefill) else "")
 
@@ -227,16 +243,6 @@ def _template_in(text: str, path: Path) -> str:
             "template's text; write the template into a file of its own"
         )
     return template
-
-
-def _require_variables(template: str, variables: Mapping[str, Any]) -> None:
-    """Raise DataError for one of data.chat_template_kwargs that a template never names: it would change nothing."""
-    for name in variables:
-        if re.search(rf"\b{re.escape(name)}\b", template) is None:
-            raise DataError(
-                f"data.chat_template_kwargs: expected variables that the chat template reads, got '{cut(name)}', which "
-                "it never names, so it would change nothing; mend the name, or take it out"
-            )
 
 
 def _names_of(tokenizer: PreTrainedTokenizerBase | None) -> str:

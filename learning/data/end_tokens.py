@@ -113,21 +113,20 @@ def stop_strings(tokenizer: PreTrainedTokenizerBase) -> StopStrings:
     return StopStrings(decoder, num_token_ids(tokenizer))
 
 
-def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> int | None:
-    """The special token with which the chat template of `data` closes an answer; None: it has none.
+def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig | None = None) -> int | None:
+    """The special token with which the chat template of `data`, else the tokenizer's, closes an answer; None: none.
 
     Where an answer that is last is left open, what begins the user's next turn ends it.
     """
-    template = read_template(data.chat_template, tokenizer) or own_template(tokenizer)
+    template = read_template(data and data.chat_template, tokenizer) or own_template(tokenizer)
+    variables = data and data.chat_template_kwargs
     if template is None:
         return None
     known: Any = tokenizer  # such as <|im_end|> that was added and not called special
     special = {*tokenizer.all_special_ids, *known.get_added_vocab().values()}
     for turns in ([_ASKED, _ANSWERED], [_ASKED, _ANSWERED, _ASKED]):
         try:
-            text = render_chat(
-                tokenizer, turns, ask=False, template=template, variables=data.chat_template_kwargs
-            )
+            text = render_chat(tokenizer, turns, ask=False, template=template, variables=variables)
         except Exception:  # what it refuses is said where prompts are rendered
             return None
         place = text.rfind(_SAID)

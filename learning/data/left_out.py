@@ -30,9 +30,8 @@ class LeftOut:
     too_short: int = 0
     duplicates: int = 0
     filtered: int = 0
-    unread_columns: dict[str, None] = field(default_factory=dict)
-    "of the rows that were taken: what no setting names"
-    read_columns: dict[str, None] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+    "of the rows that were taken: what nothing reads"
 
     def describe(self) -> str:
         """Such as `12 too long, 3 duplicates`; empty where nothing is left out."""
@@ -49,8 +48,7 @@ class Remarks:
     """Collects over all sources of a data set; `lines` says it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._unread: dict[str, None] = {}
-        self._read: dict[str, None] = {}
+        self._notes: dict[str, None] = {}
         self._heads: dict[str, None] = {}
         self._num_marked = 0
         self._first_marked = ""
@@ -58,10 +56,10 @@ class Remarks:
         names = {*tokenizer.all_special_tokens, *known.get_added_vocab()}
         self._marks = regex.compile(r"\L<names>", names=[name for name in names if len(name) > 2])
 
-    def columns(self, left_out: LeftOut) -> None:
-        """Note which columns settings name, and which none does."""
-        self._unread |= left_out.unread_columns
-        self._read |= left_out.read_columns
+    def notes(self, *notes: Iterable[str]) -> None:
+        """Note what readers of rows and of messages have noted."""
+        for lines in notes:
+            self._notes |= dict.fromkeys(lines)
 
     def heads(self, heads: Iterable[str]) -> None:
         """Note what responses must begin with themselves, as `unbegun_turn` says."""
@@ -79,12 +77,7 @@ class Remarks:
     @property
     def lines(self) -> tuple[str, ...]:
         """What was noted."""
-        lines = []
-        if self._unread:
-            lines.append(
-                f"columns that nothing reads: {cut(', '.join(self._unread))} (read: {cut(', '.join(self._read))}; "
-                "data.reward_fields gives columns to reward functions)"
-            )
+        lines = [*self._notes]
         if self._num_marked:
             lines.append(
                 f"{self._num_marked:,} prompts hold text that the tokenizer reads as a token of its own, the first "

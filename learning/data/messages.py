@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import cut
+from rlhfspec.core.outside import cut, quote
+from rlhfspec.core.surfaces.surface import surface
 
 Turn = Mapping[str, Any]
 "One message: role and content, and whatever else a template may read (tool_calls, reasoning_content, name)."
@@ -23,7 +24,6 @@ Messages = tuple[tuple[str, str], ...]
 "Role and content alone."
 
 ROLE_KEYS = ("role", "from")
-_SHARE_GPT = {"human": "user", "gpt": "assistant"}
 _TOOLS_ADVICE = "or set data.tools_field to null where the column is no list of tools"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -129,11 +129,19 @@ def turn_list(value: Any) -> Any:
 
 
 def role_and_content(item: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What stands for them in a message, unchecked: ShareGPT writes `from` and `value`."""
+    """What stands for them in a message, unchecked: ShareGPT writes `from` and `value`, and has roles of its own."""
     role = item.get("role", item.get("from"))
-    if "role" not in item and isinstance(role, str):
-        role = _SHARE_GPT.get(role, role)
-    return role, item.get("content", item.get("value"))
+    read_as = surface("role").used.get(role, role) if isinstance(role, str) else role
+    return "assistant" if read_as == "call" else read_as, item.get("content", item.get("value"))
+
+
+def require_role(role: Any, what: str, also: Container[str] = ()) -> None:
+    """Raise DataError for a role that is none of those that are known, nor of `also`."""
+    table = surface("role")
+    if not isinstance(role, str) or (role not in table.used and role not in also):
+        got = f"'{cut(role)}'" if isinstance(role, str) else type(role).__name__
+        known = ", ".join(table.used)
+        raise DataError(f"{what} has an unknown role: expected one of {known}, got {got}; {table.advice}")
 
 
 def tools_of(value: Any, what: str, *, padded: bool) -> tuple[dict[str, Any], ...]:
@@ -151,7 +159,10 @@ def tools_of(value: Any, what: str, *, padded: bool) -> tuple[dict[str, Any], ..
             f"{what} must be a list of tools, each an object (a JSON schema), got {cut(repr(value))}; mend the row, "
             f"{_TOOLS_ADVICE}"
         )
-    return tuple(_without_padding(one) if padded else one for one in tools)
+    found = tuple(_without_padding(one) if padded else one for one in tools)
+    for one in found:
+        _require_known(one, what, "tool")
+    return found
 
 
 def whole_text(turns: Sequence[Turn], tools: Tools = ()) -> str:
@@ -169,16 +180,24 @@ def _turn(item: Any, what: str, padded: bool, roles: Sequence[str] | None) -> Tu
     # of columns, null stands for a key that is not there
     others = {key: held for key, held in item.items() if held is not None}
     role, content = role_and_content(others)
-    for key in ("role", "content", "from", "value"):
-        others.pop(key, None)
-    calls = others.pop("tool_calls", None)
+    given = [others.pop(key, None) for key in ("role", "from", "content", "value")]
+    for one, other in (given[:2], given[2:]):
+        if one is not None and other is not None and one != other:
+            raise DataError(f"{what} says both {quote(one)} and {quote(other)}; take one out")
+    calls, call = others.pop("tool_calls", None), others.pop("function_call", None)
+    if "call" in (surface("role").used.get(one) for one in given[:2] if isinstance(one, str)):
+        call, content = content, ""
+    if call is not None and not calls:
+        listed = _json_of(call) if isinstance(call, str) else call
+        listed = listed if _is_list(listed) else [listed]
+        calls = [
+            one if "function" in (one or ()) else {"type": "function", "function": one} for one in listed
+        ]
     if calls:
         others["tool_calls"] = _calls_of(calls, what, padded)
         content = "" if content is None else content
-    if not isinstance(role, str) or (roles is not None and role not in roles):
-        known = "text" if roles is None else f"one of {', '.join(roles)}"
-        got = f"'{cut(role)}'" if isinstance(role, str) else type(role).__name__
-        raise DataError(f"{what} has an unknown role: expected {known}, got {got}")
+    if roles is not None or not isinstance(role, str):
+        require_role(role, what, roles or ())
     content = require_whole_text(_text(content, what), f"{what}: its content")
     if others:
         _require_plain(others, what, any_type=roles is None)
@@ -189,6 +208,10 @@ def _text(content: Any, what: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):  # OpenAI's parts
+        for part in content:
+            surface("message.part").require(
+                part if isinstance(part, dict) else {}, f"{what}: a part", error=DataError
+            )
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if content and all(isinstance(part, str) for part in parts):
             return "".join(part for part in parts if part is not None)
@@ -212,7 +235,21 @@ def _calls_of(value: Any, what: str, padded: bool) -> list[dict[str, Any]]:
         raise DataError(
             f"{what}: its tool_calls must be a list of objects, got {cut(repr(value))}; mend the row"
         )
-    return [_call(_without_padding(one) if padded else one) for one in listed]
+    calls = [_call(_without_padding(one) if padded else one) for one in listed]
+    for one in calls:
+        _require_known(one, what, "message.call")
+    return calls
+
+
+def _require_known(one: Mapping[str, Any], what: str, kind: str) -> None:
+    """Raise DataError for a tool or call without a name, or with a key that cannot be passed over; others are noted."""
+    inner, said = one.get("function", one), kind.removeprefix("message.")
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise DataError(
+            f"{what}: a {said} must be an object that names a function, got {quote(one)}; mend the row"
+        )
+    for name, given in ((kind, one), (f"{kind}.function", inner))[: 1 + (inner is not one)]:
+        surface(name).require(given, f"a {said}", error=lambda text: DataError(f"{what}: {text}"))
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

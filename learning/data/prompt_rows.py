@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,14 @@ from rlhfspec.learning.data.messages import (
     whole_text,
 )
 from rlhfspec.learning.data.raw_records import ReadProgress, iter_records
-from rlhfspec.learning.data.record import Record, has_field, missing_field, named_columns
+from rlhfspec.learning.data.record import (
+    Columns,
+    Record,
+    has_field,
+    missing_field,
+    named_columns,
+    top_names,
+)
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations")
 "Columns that hold conversations in TRL's, verl's, LMSYS's and ShareGPT's data."
@@ -91,8 +98,10 @@ def iter_rows(
     keep = RowFilter(data.filter) if data.filter is not None else None
     if data.path is None:
         raise DataError("data.path is not set; expected a file, a folder or a data set's name")
-    reader = RowReader(data, all_columns=keep is not None or columns is not None)
-    index, num_rows = -1, 0
+    # a filter may read any column
+    note = left_out.notes.setdefault if keep is None else lambda _: None
+    reader = RowReader(data, all_columns=keep is not None or columns is not None, note=note)
+    index = -1
     for index, record in enumerate(iter_records(data.path, data.split, reader.choose_columns, progress)):
         if index < data.skip_rows:
             continue
@@ -111,10 +120,6 @@ def iter_rows(
         except DataError as error:
             yield error
             continue
-        if not num_rows and keep is None:
-            left_out.unread_columns |= dict.fromkeys(reader.unread)
-            left_out.read_columns |= dict.fromkeys(reader.read)
-        num_rows += 1
         yield row
     if index < data.skip_rows:
         more = f" more than data.skip_rows ({data.skip_rows:,})" if data.skip_rows else ""
@@ -136,13 +141,15 @@ class _Plan:
 class RowReader:
     """Makes rows of a source's records; the first one says whether they are conversations."""
 
-    def __init__(self, data: DataConfig, *, all_columns: bool = False) -> None:
+    def __init__(
+        self, data: DataConfig, *, all_columns: bool = False, note: Callable[[str], object] | None = None
+    ) -> None:
         self._data = data
         self._all_columns = all_columns
         self._plan: _Plan | None = None
-        self.unread: tuple[str, ...] = ()
-        "columns that no setting names, of the first record; none where data.filter is given them"
-        self.read: tuple[str, ...] = ()
+        self._columns = Columns("row.prompt", data, note)
+        self._read = dict[str, None]()
+        "columns that settings name"
 
     def choose_columns(self, kinds: Mapping[str, bool], origin: str) -> list[str] | None:
         """Return the columns that are used, None for all. Raises DataError where one is missing."""
@@ -152,8 +159,10 @@ class RowReader:
         for name, key in wanted.items():
             if not has_field(kinds, name):
                 raise missing_field(origin, name, key, kinds)
-        self._look_at(kinds, plan, wanted)
-        return None if self._all_columns else [name for name in kinds if name not in self.unread]
+        self._read = self._named(kinds, plan)
+        looked_at = {name for name in kinds if name in self._read or self._columns.is_refused(name)}
+        self._columns.require(dict.fromkeys(kinds.keys() - looked_at, True), self._read, origin)
+        return None if self._all_columns else [name for name in kinds if name in looked_at]
 
     def _wanted(self, kinds: Mapping[str, bool], plan: _Plan) -> dict[str, str]:
         """Columns that must be there, and the setting that names each."""
@@ -164,13 +173,10 @@ class RowReader:
             wanted[data.reference_field] = "data.reference_field"
         return wanted
 
-    def _look_at(self, names: Iterable[str], plan: _Plan, wanted: Iterable[str]) -> None:
-        """Find the columns that are read, and those that nothing reads."""
-        data = self._data
-        read = {*wanted, *([data.tools_field] if plan.is_conversation or data.chat else [])} - {None}
-        tops = {name if name in names else name.split(".")[0] for name in read if name is not None}
-        self.unread = tuple(name for name in names if name not in tops)
-        self.read = tuple(name for name in names if name in tops)
+    def _named(self, kinds: Mapping[str, bool], plan: _Plan) -> dict[str, None]:
+        """Columns that are read."""
+        tools = self._data.tools_field if plan.is_conversation or self._data.chat else None
+        return top_names([*self._wanted(kinds, plan), tools], kinds)
 
     def row(self, record: Record, index: int) -> Row:
         """Raises DataError: a field is missing or not of its kind."""
@@ -178,8 +184,9 @@ class RowReader:
         if self._plan is None:
             kinds = {name: looks_like_messages(value) for name, value in values.items()}
             plan = self._plan = _plan_fields(data, kinds, origin)
-            self._look_at(kinds, plan, self._wanted(kinds, plan))
+            self._read = self._named(kinds, plan)
         plan = self._plan
+        self._columns.require(values, self._read, origin)
         turns, answer = (), ""
         if plan.is_conversation:
             given = record.turns(plan.prompt, plan.key)

@@ -168,7 +168,7 @@ class _Loader:
 
     def remarks(self) -> tuple[str, ...]:
         """What is to be said of the rows that were taken."""
-        self._remarks.columns(self.left_out)
+        self._remarks.notes(self.left_out.notes)
         return self._remarks.lines
 
     def load(self, data: DataConfig) -> int:
@@ -197,6 +197,7 @@ class _Loader:
                 waiting, num_chars = [], 0
                 self._tick(f"prompts of {data.name}", progress.fraction)
         self._take(waiting, encoder)
+        self._remarks.notes(encoder.notes)
         self._remarks.heads(encoder.unbegun_heads)
         self._first_id += last + 1
         return len(self.packer) - before

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhfspec.core.errors import DataError
+from rlhfspec.core.surfaces.surface import note_once
 from rlhfspec.learning.data.data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
 from rlhfspec.learning.data.messages import ROLE_KEYS
-from rlhfspec.learning.data.record import Record
+from rlhfspec.learning.data.record import Record, has_field
 from rlhfspec.learning.data.text_records import form_of, text_records
 
+_EXACT = 2**53
 ROWS_AT_ONCE = 1024
 "Rows of a Parquet file that are Python objects at the same time."
 
@@ -57,7 +60,27 @@ def iter_records(
 
     Raises DataError: missing or unreadable file, damaged Parquet, no such data set; and what `choose` raises.
     """
-    progress = progress or ReadProgress()
+    is_whole = cache(lambda name: _holds_whole_numbers(path, split, name, key))
+    for record in _records(path, split, choose, progress or ReadProgress(), key):
+        may_be_float = any(isinstance(value, float | dict) for value in record.values.values())
+        yield replace(record, is_whole=is_whole) if may_be_float else record
+
+
+def _holds_whole_numbers(path: str, split: str, name: str, key: str) -> bool:
+    """Whether a column, or a path into one, holds whole numbers that a data frame with gaps made floats of."""
+    for record in _records(path, split, all_columns, ReadProgress(), key):
+        value = record.find(name, key) if has_field(record.values, name) else None
+        is_gap = value is None or value != value
+        if not is_gap and not (isinstance(value, float) and value.is_integer() and abs(value) < _EXACT):
+            return False
+    note_once(
+        f"{path}: '{name}' holds whole numbers that are written as floats, as of a data frame with gaps; they are read "
+        "as whole numbers (18.0 as 18)"
+    )
+    return True
+
+
+def _records(path: str, split: str, choose: Choose, progress: ReadProgress, key: str) -> Iterator[Record]:
     files = find_files(path, split, key=key)
     if files is None:
         yield from _hub(path, split, choose, progress, key)

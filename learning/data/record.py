@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.outside import cut
+from rlhfspec.core.settings.data import DataConfig
 from rlhfspec.core.settings.section import TEMPLATE_NAME
+from rlhfspec.core.settings.supervised import ExamplesConfig
+from rlhfspec.core.surfaces.surface import surface
 from rlhfspec.learning.data.messages import ROLES, Turn, parse_turns, require_whole_text, tools_of, turn_list
+
+_EMPTY = (None, "", "[]", "{}", "null", [], {})
+"What columns hold that hold nothing."
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class Record:
     "what is wrong with it; it has no values then"
     padded: bool = False
     "of columns, where every object has all keys that any has"
+    is_whole: Callable[[str], bool] | None = field(default=None, compare=False, repr=False)
+    "whether all numbers under a name are whole ones that are written as floats"
 
     def find(self, name: str, key: str) -> Any:
         """What stands under a name, or under a path of names in columns that hold objects."""
@@ -44,6 +52,13 @@ class Record:
         is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
         if not is_plain or (isinstance(value, float) and not math.isfinite(value)):
             raise DataError(f"{self._of(name)} must be text, got {type(value).__name__}; see {key}")
+        if (
+            isinstance(value, float)
+            and value.is_integer()
+            and self.is_whole is not None
+            and self.is_whole(name)
+        ):
+            value = int(value)
         return require_whole_text(str(value), self._of(name))
 
     def plain(self, name: str, key: str) -> Any:
@@ -83,6 +98,40 @@ class Record:
 
     def _of(self, name: str) -> str:
         return f"{self.origin}: field '{name}'"
+
+
+class Columns:
+    """Sees to it that no column that holds anything is passed over in silence."""
+
+    def __init__(
+        self, kind: str, data: DataConfig | ExamplesConfig, note: Callable[[str], object] | None = None
+    ) -> None:
+        """`kind` is a surface; `note` hears, once for each, of columns that are left unread."""
+        self._surface = surface(kind)
+        self._looked_at = {*data.ignored_fields, *([] if data.tools_field else ["tools"])}
+        self._note = note
+
+    def require(self, values: Mapping[str, Any], read: Collection[str], origin: str) -> None:
+        """Raise DataError for a column that is none of `read` and cannot be left out of account."""
+        new = {
+            name: value
+            for name, value in values.items()
+            if name not in read and name not in self._looked_at and value not in _EMPTY
+        }
+        if new:
+            self._surface.require(new, origin, error=DataError, also=read, note=self._note)
+            self._looked_at |= new.keys()
+
+    def is_refused(self, name: str) -> bool:
+        """Whether a column of this name is looked at in every row."""
+        fault = self._surface.fault(name, True)
+        return fault is not None and not fault.is_note
+
+
+def top_names(names: Iterable[str | None], values: Container[str]) -> dict[str, None]:
+    """The columns that names, or paths of names, are found in, as keys in their order."""
+    given = [name for name in names if name is not None]
+    return dict.fromkeys(name if name in values else name.split(".")[0] for name in given)
 
 
 def has_field(fields: Mapping[str, Any], name: str) -> bool:

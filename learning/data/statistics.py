@@ -77,6 +77,8 @@ class DataReport:
     num_faults: int = 0
     faults: list[str] = field(default_factory=list)
     "the first ones"
+    notes: list[str] = field(default_factory=list)
+    "what nothing reads: columns, keys of messages"
     lengths: Lengths | None = None
     samples: list[Sample] = field(default_factory=list)
 
@@ -131,6 +133,7 @@ class _Reader:
         except DataError as error:  # what ends a source
             self._fault(error)
         self._measure(waiting, encoder)
+        self._out.notes = [*dict.fromkeys([*self._out.notes, *self._left_out.notes, *encoder.notes])]
 
     def report(self) -> DataReport:
         """What was counted."""

@@ -7,8 +7,9 @@ Preferences: `prompt`, `chosen`, `rejected` likewise; without `prompt` the two b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 import numpy as np
@@ -19,28 +20,36 @@ from rlhfspec.core.outside import cut
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
 from rlhfspec.learning.data.chat_masks import (
     conversation_tokens,
+    is_learned,
     rendered,
     require_all_written,
     require_template,
 )
 from rlhfspec.learning.data.encoding import prompt_ids
+from rlhfspec.learning.data.end_tokens import turn_end
 from rlhfspec.learning.data.messages import Tools, Turn, role_and_content, turn_list
 from rlhfspec.learning.data.raw_records import iter_records
-from rlhfspec.learning.data.record import Record, named_columns
+from rlhfspec.learning.data.record import Columns, Record, named_columns, top_names
 from rlhfspec.learning.rewards.rendering import render
 
+Note = Callable[[str], object]
 _HELD_OUT = 0x5EED
 "In the seed of the split, so that it is not the seed of the rows' order."
 
 
-def read_raw_rows(data: ExamplesConfig, *, seed: int) -> tuple[list[Record], list[Record]]:
+def read_raw_rows(
+    data: ExamplesConfig, *, seed: int, note: Note | None = None
+) -> tuple[list[Record], list[Record]]:
     """The rows to learn from and those that are held out, each in the order of its file.
 
-    Raises DataError: a file that is missing, malformed (naming the line) or empty, or too short to hold any row out.
+    `note` hears of columns that nothing reads. Raises DataError: a file that is missing, malformed (naming the line) or
+    empty, or too short to hold any row out; a column that cannot be left unread.
     """
-    rows = _some(data, data.path, "data.path")
+    kind = "row.sft" if isinstance(data, DemonstrationsConfig) else "row.preference"
+    columns = Columns(kind, data, note)
+    rows = _some(data, data.path, "data.path", columns)
     if data.eval_path is not None:
-        return rows, _some(data, data.eval_path, "data.eval_path")
+        return rows, _some(data, data.eval_path, "data.eval_path", columns)
     num_held_out = round(len(rows) * data.eval_share)
     if data.eval_share > 0.0:
         num_held_out = max(num_held_out, 1)
@@ -102,7 +111,21 @@ def messages_name(row: Record, data: DemonstrationsConfig) -> str | None:
     return next((name for name in names if row.values.get(name) is not None), None)
 
 
-def _some(data: ExamplesConfig, path: str, key: str) -> list[Record]:
+def _read_of(row: Record, data: ExamplesConfig, named: Sequence[str]) -> dict[str, None]:
+    """The columns of a row that are read."""
+    fields: list[str | None] = [data.prompt_field, *named]
+    is_chat = data.chat or row.holds_list(data.prompt_field)
+    if isinstance(data, PreferencesConfig):
+        is_chat = is_chat or row.holds_list(data.chosen_field)
+        fields += [data.chosen_field, data.rejected_field, data.margin_field or "margin"]
+    elif isinstance(data, DemonstrationsConfig) and (name := messages_name(row, data)) is not None:
+        is_chat, fields = True, [name]
+    elif isinstance(data, DemonstrationsConfig):
+        fields += [data.reference_field]
+    return top_names([*fields, data.tools_field if is_chat else None], row.values)
+
+
+def _some(data: ExamplesConfig, path: str, key: str, unread: Columns) -> list[Record]:
     rows: list[Record] = []
     for record in iter_records(path, data.split, key=key):
         if record.fault is not None:
@@ -120,6 +143,7 @@ def _some(data: ExamplesConfig, path: str, key: str) -> list[Record]:
             "or one of them; put it in"
         )
     for row in rows:
+        unread.require(row.values, _read_of(row, data, named), row.origin)
         for name in named:
             row.find(name, "data.prompt_template")
     return rows
@@ -161,15 +185,23 @@ class Demonstration:
 
 
 def encode_demonstrations(
-    rows: Sequence[Record], data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Record],
+    data: DemonstrationsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    note: Note | None = None,
 ) -> tuple[list[Demonstration], int]:
     """Every row as an example, and how many were left out as too long or, cut, without a token to learn.
 
-    Raises DataError naming the row: a missing field, a malformed message, one that is too long with on_long fail.
+    `note` hears of keys that nothing reads. Raises DataError naming the row: a missing field, a malformed message, one
+    that is too long with on_long fail.
     """
     examples: list[Demonstration] = []
+    closing = turn_end(tokenizer)
+    ends = () if closing is None else (closing,)
     for row in rows:
-        ids, mask = _tokens(row, data, tokenizer)
+        ids, mask = _tokens(
+            row, data, partial(conversation_tokens, tokenizer, ends=ends, note=note), tokenizer
+        )
         if len(ids) > data.token_limit and data.on_long == "fail":
             raise DataError(
                 f"{row.origin} has {len(ids)} tokens, data.max_tokens is {data.token_limit}; raise it, or set "
@@ -190,23 +222,33 @@ def encode_demonstrations(
 
 
 def _tokens(
-    row: Record, data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
+    row: Record,
+    data: DemonstrationsConfig,
+    of_conversation: Callable[..., tuple[np.ndarray, np.ndarray]],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[np.ndarray, np.ndarray]:
     name = messages_name(row, data)
+    before: Sequence[Turn] = ()
     if name is not None:
-        turns = row.turns(name, "data.messages_field", roles=None)
-        return conversation_tokens(tokenizer, turns, origin=row.origin, tools=row.tools(data.tools_field))
-    if row.holds_list(data.prompt_field):
+        after = row.turns(name, "data.messages_field", roles=None)
+    elif row.holds_list(data.prompt_field):
+        # only what the assistant writes in the completion is learned
         before = row.turns(data.prompt_field, "data.prompt_field", roles=None)
         after = row.turns(data.reference_field, "data.reference_field", roles=None)
-        return _answered(row, data, before, after, tokenizer)
-    text = _asked(row, data, f"data.messages_field or data.prompt_field of {_FORMATS}")
-    answer = row.text(data.reference_field, "data.reference_field")
-    if data.chat:
-        before = [{"role": "user", "content": text}]
-        after = [{"role": "assistant", "content": answer}]
-        return _answered(row, data, before, after, tokenizer)
-    return _plain(text, answer, tokenizer)
+    else:
+        text = _asked(row, data, f"data.messages_field or data.prompt_field of {_FORMATS}")
+        answer = row.text(data.reference_field, "data.reference_field")
+        if not data.chat:
+            return _plain(text, answer, tokenizer)
+        before, after = [{"role": "user", "content": text}], [{"role": "assistant", "content": answer}]
+    if data.prompt_template != "{prompt}" and not data.chat:
+        raise DataError(
+            f"{row.origin}: data.prompt_template fills nothing of conversations in; expected rows of plain prompts, or "
+            "no template; take it out"
+        )
+    return of_conversation(
+        [*before, *after], origin=row.origin, first_turn=len(before), tools=row.tools(data.tools_field)
+    )
 
 
 def _asked(row: Record, data: ExamplesConfig, key: str) -> str:
@@ -216,20 +258,6 @@ def _asked(row: Record, data: ExamplesConfig, key: str) -> str:
 
 
 _FORMATS = "a row with `messages`, or with `prompt` and `completion`"
-
-
-def _answered(
-    row: Record,
-    data: DemonstrationsConfig,
-    before: Sequence[Turn],
-    after: Sequence[Turn],
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[np.ndarray, np.ndarray]:
-    """A prompt of messages with its completion: only what the assistant writes in the completion is learned."""
-    tools = row.tools(data.tools_field)
-    require_template(tokenizer, tools)
-    turns = [*before, *after]
-    return conversation_tokens(tokenizer, turns, origin=row.origin, first_turn=len(before), tools=tools)
 
 
 def _plain(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
@@ -281,16 +309,20 @@ class _Texts:
 
 
 def encode_preferences(
-    rows: Sequence[Record], data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Record],
+    data: PreferencesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    note: Note | None = None,
 ) -> tuple[list[PreferencePair], int]:
     """Every row as a pair, and how many were left out as too long.
 
-    Raises DataError naming the row: a missing field, a malformed message, two equal responses (as text or as tokens), a
-    margin that is no number, a sequence that is too long with on_long fail, or a response that alone is too long.
+    `note` hears of keys that nothing reads. Raises DataError naming the row: a missing field, a malformed message, two
+    equal responses (as text or as tokens), a margin that is no number, a sequence that is too long with on_long fail,
+    or a response that alone is too long.
     """
     pairs: list[PreferencePair] = []
     for row in rows:
-        texts = _texts(row, data, tokenizer)
+        texts = _texts(row, data, tokenizer, note)
         if texts.chosen == texts.rejected:
             raise DataError(
                 f"{row.origin}: chosen and rejected are the same response; expected two, take it out"
@@ -333,10 +365,12 @@ def _margin(row: Record, data: PreferencesConfig) -> float:
     return float(value)
 
 
-def _texts(row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> _Texts:
+def _texts(
+    row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase, note: Note | None
+) -> _Texts:
     if row.holds_list(data.chosen_field) or row.holds_list(data.rejected_field):
         require_template(tokenizer, row.tools(data.tools_field))
-        return _of_messages(row, data, tokenizer)
+        return _of_messages(row, data, tokenizer, note)
     chosen = row.text(data.chosen_field, "data.chosen_field")
     rejected = row.text(data.rejected_field, "data.rejected_field")
     if "{prompt}" in data.prompt_template and row.values.get(data.prompt_field) is None:
@@ -354,7 +388,9 @@ def _texts(row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerB
     return _Texts(prompt=text, turns=turns, chosen=chosen, rejected=rejected, tools=tools)
 
 
-def _of_messages(row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> _Texts:
+def _of_messages(
+    row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase, note: Note | None
+) -> _Texts:
     ends = [
         row.turns(data.chosen_field, "data.chosen_field", roles=None),
         row.turns(data.rejected_field, "data.rejected_field", roles=None),
@@ -376,11 +412,15 @@ def _of_messages(row: Record, data: PreferencesConfig, tokenizer: PreTrainedToke
                 f"{row.origin}: '{name}' must end in one message of role assistant that the other has not, got "
                 f"messages of roles: {got}; mend the row"
             )
+        if not is_learned(turns[0], f"{row.origin}: '{name}'"):
+            raise DataError(
+                f"{row.origin}: '{name}' says that it is not learned; expected both of a pair to be; take the row out"
+            )
     # the template's own words for a conversation that it refuses
     tools = row.tools(data.tools_field)
     rendered(tokenizer, [*before, *responses[0]], ask=False, origin=row.origin, tools=tools)
     for said in responses:
-        require_all_written(tokenizer, [*before, *said], tools, origin=row.origin)
+        require_all_written(tokenizer, [*before, *said], tools, origin=row.origin, note=note)
     return _Texts(
         prompt="".join(turn["content"] for turn in before),
         turns=tuple(before),

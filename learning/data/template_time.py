@@ -14,18 +14,17 @@ from datetime import UTC, datetime
 from functools import cache, lru_cache
 from typing import Any
 
-import jinja2
 from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from rlhfspec.core.errors import DataError, ModelError
+from rlhfspec.learning.data.template_variables import parsed
 
 _KEPT = "rlhfspec_template_time"
 "Attribute of a tokenizer whose templates are told a time."
 _TIME: ContextVar[datetime | None] = ContextVar("template_time", default=None)
 _CLOCK = "strftime_now"
-_MARKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _MONTHS = (
     "January", "February", "March", "April", "May", "June",
@@ -79,10 +78,8 @@ def _drawing(text: str) -> str | None:
     """What a template draws at random with; None: nothing."""
     if "random" not in text and "lipsum" not in text:
         return None
-    try:
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
-    except jinja2.TemplateError:
-        return None  # rendering will say what is wrong with it
+    if (tree := parsed(text)) is None:
+        return None
     if any(node.name == "random" for node in tree.find_all(nodes.Filter)):
         return "| random"
     called = [node.node for node in tree.find_all(nodes.Call)]
