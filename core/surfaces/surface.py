@@ -37,6 +37,8 @@ class Surface:
     "what becomes of a name that is in none of the tables below"
     advice: str
     "what to do about such a name"
+    unread: str = "which nothing here reads"
+    "what is said of such a name"
     used: Mapping[str, str] = field(default_factory=dict)
     "what each is read for"
     harmless: Mapping[str, str] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class Surface:
         hint = f"did you mean '{near[0]}'?" if near else f"used are {listed or 'none'}"
         shown = ", ".join(f"'{cut(str(name))}'" for name in names[:_SHOWN])
         more = ", ..." if len(names) > _SHOWN else ""
-        return f"{shown}{more}, which nothing here reads ({hint}); {self.advice}"
+        return f"{shown}{more}, {self.unread} ({hint}); {self.advice}"
 
     def _row(self, name: str) -> tuple[str, Any]:
         """The table that a name stands in, and what it says there."""

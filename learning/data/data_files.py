@@ -88,8 +88,7 @@ def _require_format(file: Path) -> None:
 
 def _require_whole(file: Path, split: str, key: str) -> None:
     """Raise DataError where data.split asks for another part of a file, which is read whole, than it is named after."""
-    below = PurePath(*file.parts[-2:])
-    named = {"train", *splits_of(below), *_exact_names(below)}
+    named = {"train", *splits_of(PurePath(file.name)), *_exact_names(PurePath(*file.parts[-2:]))}
     if key != "data.eval_path" and named.isdisjoint({split, _canonical(split)}):
         raise DataError(
             f"data.split is '{cut(split)}', and {file} is read whole; expected a file that is named after the split, a "

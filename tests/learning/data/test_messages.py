@@ -210,7 +210,7 @@ def test_a_variable_that_the_template_never_reads_is_refused(tmp_path, tokenizer
     data = DataConfig(
         path=str(tmp_path / "d.jsonl"), chat=True, chat_template_kwargs={"enable_thinkin": False}
     )
-    with raises(DataError, match="has .enable_thinkin., which nothing here reads"):
+    with raises(DataError, match=r"has .enable_thinkin., which nothing here reads"):
         load_prompts(data, tokenizer, seed=0)
 
 
