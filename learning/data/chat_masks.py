@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -53,15 +54,15 @@ def conversation_tokens(
     require_all_written(tokenizer, turns, tools, origin=origin, note=note)
     if _GENERATION.search(own_template(tokenizer, tools=tools) or ""):
         text, spans = _by_marks(tokenizer, turns, origin, said, learned, tools)
-        ends = ()
+        closings: tuple[Any, ...] = ()
     else:
         text, spans = _by_beginnings(tokenizer, turns, origin, learned, tools)
-        ends = (tokenizer.eos_token_id, *ends)
+        closings = (tokenizer.eos_token_id, *ends)
     ids, starts = _with_places(tokenizer, text)
     mask = np.zeros(len(ids), dtype=bool)
     for first, end in spans:
         own = np.flatnonzero((starts >= first) & (starts < end))
-        closing = own[np.isin(ids[own], ends)]
+        closing = own[np.isin(ids[own], closings)]
         mask[own if not len(closing) else own[own <= closing[-1]]] = True
     _require_mask(mask, starts, text, turns, first_turn, origin)
     return ids, mask

@@ -119,7 +119,7 @@ def _read_of(row: Record, data: ExamplesConfig, named: Sequence[str]) -> dict[st
         is_chat = is_chat or row.holds_list(data.chosen_field)
         fields += [data.chosen_field, data.rejected_field, data.margin_field or "margin"]
     elif isinstance(data, DemonstrationsConfig) and (name := messages_name(row, data)) is not None:
-        is_chat, fields = True, [name]
+        is_chat, fields[:] = True, [name]
     elif isinstance(data, DemonstrationsConfig):
         fields += [data.reference_field]
     return top_names([*fields, data.tools_field if is_chat else None], row.values)
