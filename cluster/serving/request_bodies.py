@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
@@ -156,7 +156,7 @@ def read_body(raw: bytes, form: type[AnyBody]) -> AnyBody:
     return body
 
 
-def require_known(given: Any, name: str, path: str, *, also: Iterable[str] = ()) -> None:
+def require_known(given: Any, name: str, path: str, *, also: Collection[str] = ()) -> None:
     """Raise ApiError for a key of the object at `path` of a request that the surface `name` does not know."""
     if not isinstance(given, dict):
         return  # its type is looked at elsewhere
