@@ -53,13 +53,15 @@ quick: setup
 test: setup
 	$(PYTEST) $(SHARED)
 
-# What computes, as on a processor without AVX-512, which rounds otherwise and has no bfloat16: some three minutes.
+# What computes a second time: as on a processor without AVX-512, which rounds otherwise and has no bfloat16, and with
+# every shape and type of the engine and of learning checked at each call, which is three times as slow: some minutes.
 # Groups of trainers, minutes of processes, compute what one trainer does.
 COMPUTES := $(addprefix tests/engine/,attention cpu decoding model test_losslessness.py) tests/cluster/verify \
   $(addprefix tests/learning/,objectives rewards trainer) --ignore-glob='*_cuda.py' \
   $(patsubst %,--ignore=tests/learning/trainer/test_%.py,several_trainers scored_by_the_engine supervised_group)
 test-avx2: setup
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(SHARED) -m "not ray and not slow" $(COMPUTES)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(SHARED) \
+	  --jaxtyping-packages=rlhfspec.engine,rlhfspec.learning,beartype.beartype -m "not ray and not slow" $(COMPUTES)
 
 # All tests, and tests/durations.json anew, which orders them.
 durations: setup

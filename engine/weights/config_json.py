@@ -22,7 +22,9 @@ def require_config_read(name: str, given: Mapping[str, Any], config: Any) -> Non
         config: what transformers has made of it.
     """
     what = f"the config.json of '{name}'"
-    surface("config").require(given, what, error=ModelError, also=_declared(config))
+    # Qwen2's layers have biases without a key that says so; MiMo's config.json has one
+    biases = {"attention_bias", "qkv_bias"} if config.model_type == "qwen2" else set()
+    surface("config").require(given, what, error=ModelError, also=_declared(config) | biases)
     ropes = {key: given.get(key) for key in ("rope_parameters", "rope_scaling")}
     for key, rope in ropes.items():
         for one in _forms(rope):

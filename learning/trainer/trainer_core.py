@@ -103,6 +103,7 @@ class Trainer:
         self.optimizer = adam(self._learned(), settings)
         every = self.adapter is None
         self._unmoved = {name: one for name, one in model.named_parameters() if every or one.requires_grad}
+        self._reached: dict[str, Tensor] = {}
         self._num_watched = 0
 
     def learn(self, batch: Batch, when: str) -> float:
@@ -204,17 +205,25 @@ class Trainer:
 
         None before the second step: the first of LoRA's two matrices has none in the first.
         """
+        if self._reached:
+            for name, has in zip(
+                self._reached, torch.stack([*self._reached.values()]).cpu().tolist(), strict=True
+            ):
+                if has:
+                    del self._unmoved[name]
+            self._reached.clear()
         own = self.trainers.gather(list(self._unmoved) if self._num_watched > 1 else [])
         return sorted(set(own[0]).intersection(*own))
 
     def _watch(self) -> None:
-        """Take note of what a gradient reached: nearly all at once, and only the others are looked at again."""
+        """Take note, on the device, of what a gradient reached; what `unmoved` has read is not looked at again."""
         self._num_watched += 1
-        for name, parameter in list(self._unmoved.items()):
+        for name, parameter in self._unmoved.items():
             gradient: Any = parameter.grad
-            # of a shard this trainer's part
-            if gradient is not None and bool(getattr(gradient, "to_local", lambda own=gradient: own)().any()):
-                del self._unmoved[name]
+            if gradient is not None:
+                # of a shard this trainer's part
+                has = getattr(gradient, "to_local", lambda own=gradient: own)().any()
+                self._reached[name] = has | self._reached[name] if name in self._reached else has
 
     def _state(self) -> LearnerState:
         return LearnerState(

@@ -41,7 +41,7 @@ def test_a_head_is_made_and_evaluated(
     assert "positions are too few to judge a head by" in said
     for part in (
         "prompts: ",
-        "columns that nothing reads: kind (read: question; ",
+        "has 'kind', which nothing here reads (used are question); ",
         f"next: rlhfspec drafter eval --target {tiny_pair.target}",
         "draft: " + str(out),
     ):

@@ -53,6 +53,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "engine/group/dealing.py": (PACKAGE, "the model's config"),
     "engine/group/group_probe.py": (PACKAGE, "the model's config"),
     "engine/model/invariance_probe.py": (STRICT, "facts are compared whole, by digest"),
+    "engine/weights/config_json.py": (PACKAGE, "a config that we wrote"),
     "engine/weights/llama_config.py": (PACKAGE, "the model's config"),
     "engine/weights/loading.py": (PACKAGE, "the model's config"),
     "engine/weights/weight_files.py": (STRICT, "index: every name is a tensor"),

@@ -25,7 +25,7 @@ from rlhfspec.engine.weights.loading import load_causal_lm
         ("num_attention_heads", 4),
         ("hidden_act", "gelu"),
         ("tie_word_embeddings", True),
-        ("sliding_window", 4),
+        ("head_dim", 4),
     ],
 )
 def test_what_weights_are_computed_by_is_compared(tmp_path: Path, key: str, value: Any):
