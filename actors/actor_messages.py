@@ -276,23 +276,6 @@ class InstanceView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveView:
-    """A move that ended, for people."""
-
-    ended_at: float
-    "seconds since the epoch"
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerView:
-    """What a scheduler sees and did last, for people."""
-
-    instances: tuple[InstanceView, ...] = ()
-    moves: tuple[MoveView, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LostInstance:
     """An instance the scheduler gave up; its samples are queued again."""
 

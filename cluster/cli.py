@@ -42,7 +42,7 @@ def commands() -> dict[str, Command | Group]:
     from rlhfspec.cluster.commands.bench import bench, gpu_selftest
     from rlhfspec.cluster.commands.declare import Group
     from rlhfspec.cluster.commands.evaluate import evaluate, profile
-    from rlhfspec.cluster.commands.observe import diagnose, explain, monitoring, report, status, trace
+    from rlhfspec.cluster.commands.observe import explain, monitoring, report, status, trace
     from rlhfspec.cluster.commands.show import show
     from rlhfspec.cluster.commands.simulate import simulate
     from rlhfspec.cluster.commands.simulate_cluster import cluster
@@ -76,7 +76,6 @@ def commands() -> dict[str, Command | Group]:
         "verify": verify,
         "replay": replay,
         "status": status,
-        "diagnose": diagnose,
         "trace": trace,
         "monitoring": monitoring,
     }

@@ -198,7 +198,5 @@ class InstanceLoad:
     "slots that can be used now: all, or those the caches have room for; None: not known"
     drafter_alarm: str = ""
     "why drafting was suspended here last, with the drafter's checksum, version and age; empty when it never was"
-    budget: Budget | None = None
-    "of the last decode step"
     num_ranks: int = 1
     "to which the target is dealt"

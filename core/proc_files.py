@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
-STATE, PARENT, USER_TICKS, SYSTEM_TICKS, NUM_THREADS, STARTED = 0, 1, 11, 12, 17, 19
+STATE, PARENT, USER_TICKS, SYSTEM_TICKS, STARTED = 0, 1, 11, 12, 19
 "Places in what `stat_fields` returns; ticks are of the clock, `STARTED` after the machine's start."
 
 

@@ -303,7 +303,6 @@ class Engine:
             stats=self.stats,
             num_slots=self.exchange.kv_admission.num_slots,
             drafter_alarm=self.drafter_alarm,
-            budget=recent[0].budget if recent else None,
             num_ranks=1 if self.runner.ranks is None else self.runner.ranks.share.ranks,
         )
 

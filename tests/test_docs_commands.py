@@ -45,7 +45,6 @@ RUN = (
         "replay",
         "status",
         "trace",
-        "diagnose",
     ),
 )
 LESS = {

@@ -27,7 +27,7 @@ ALLOWED = {
     | {"pyarrow", "datasets", "peft", "huggingface_hub", "filelock", "gguf", "jinja2", "regex"},
     "actors": _TORCH | {"ray", "fastapi", "pydantic", "requests"},
     "cluster": _TORCH
-    | {"ray", "pyarrow", "rich", "matplotlib", "yaml", "fsspec", "jinja2"}
+    | {"ray", "pyarrow", "rich", "yaml", "fsspec", "jinja2"}
     | {"fastapi", "pydantic", "prometheus_client"},
 }
 """Third-party packages a folder may import, besides the standard library."""
@@ -209,8 +209,8 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # Ratchets: these figures may only fall. Whoever makes the tree smaller lowers them.
 # They rose for what a run of today has more: sequences as trees, its page and explanation, stop strings, update parts;
 # rollouts for TRL.
-MAX_SOURCE_FILES = 537
-MAX_SOURCE_LINES = 84_065
+MAX_SOURCE_FILES = 535
+MAX_SOURCE_LINES = 83_255
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15
 

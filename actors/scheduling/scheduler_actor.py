@@ -13,7 +13,6 @@ import copy
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,20 +21,14 @@ import ray
 from ray.exceptions import RayTaskError
 
 from rlhfspec.actors.actor_messages import (
+    InstanceView,
     LostInstance,
-    MoveView,
     PollReply,
     Rejoined,
     SchedulerSettings,
-    SchedulerView,
     Taken,
 )
-from rlhfspec.actors.scheduling.scheduler_updates import (
-    SchedulerUpdates,
-    count_move,
-    instance_views,
-    move_view,
-)
+from rlhfspec.actors.scheduling.scheduler_updates import SchedulerUpdates, count_move, instance_views
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.actors.waiting.actor_start import begin_actor, set_heap_aside
 from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
@@ -72,8 +65,6 @@ from rlhfspec.policies.scheduling.scheduler import Scheduler
 
 IDLE_POLL_S = 1.0
 "An instance without samples is polled for its heartbeat only."
-MOVES_SEEN = 10
-"Of the last ones, for people."
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +91,6 @@ class SchedulerActor:
         self._submits: dict[Any, str] = {}
         self._changed = threading.Condition(threading.RLock())
         self._updates = SchedulerUpdates()
-        self._seen_moves: deque[MoveView] = deque(maxlen=MOVES_SEEN)
         self._reallocated_at_s = 0.0
         self._planning_s = 0.0
         self._failure: BaseException | None = None
@@ -210,13 +200,10 @@ class SchedulerActor:
             return self._machine.instances()
 
     @ray.method(concurrency_group="control")
-    def views(self) -> SchedulerView:
-        """Every instance that ever joined, as this scheduler sees it now, and its last moves; for people."""
+    def views(self) -> tuple[InstanceView, ...]:
+        """Every instance that ever joined, as this scheduler sees it now; for people."""
         with self._changed:
-            return SchedulerView(
-                instances=instance_views(self._machine.members, now_s=time.monotonic()),
-                moves=tuple(self._seen_moves),
-            )
+            return instance_views(self._machine.members, now_s=time.monotonic())
 
     @ray.method(concurrency_group="control")
     def move(self, moves: tuple[Move, ...]) -> None:
@@ -352,7 +339,6 @@ class SchedulerActor:
                 self._updates.resized = order.change
             case MoveEnded():
                 self._updates.moves.append(order.record)
-                self._seen_moves.append(move_view(order.record, ended_at=time.time()))
                 count_move(order.record)
             case Alarm():
                 logger.error("integrity alarm: %s", order)

@@ -1,11 +1,11 @@
-"""What the scheduler tells the loop, people (`rlhfspec status`, `diagnose`) and the node's metrics port."""
+"""What the scheduler tells the loop, people (`rlhfspec status`) and the node's metrics port."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlhfspec.actors.actor_messages import InstanceView, LostInstance, MoveView, Taken
+from rlhfspec.actors.actor_messages import InstanceView, LostInstance, Taken
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.records import Completion
@@ -72,15 +72,4 @@ def instance_views(members: Members, *, now_s: float) -> tuple[InstanceView, ...
             load=member.load,
         )
         for name, member in members.items()
-    )
-
-
-def move_view(record: MoveRecord, *, ended_at: float) -> MoveView:
-    """A line of what was moved, why, and how it ended."""
-    order = record.order
-    why = f"; {record.why_ended}" if record.why_ended else ""
-    return MoveView(
-        ended_at=ended_at,
-        text=f"sample {order.key.sample_index} from {order.source} to {order.destination} ({order.mode}): "
-        f"{record.outcome}{why}; ordered because {record.why_ordered}",
     )

@@ -1,4 +1,4 @@
-"""What every actor does first: its log file, its metrics' label, stacks on request (`stack_page`), no proxy to itself.
+"""What every actor does first: its log file, its metrics' label, no proxy to itself.
 
 The loop tells by the environment which run it is and where its folder is. A node that does not see the folder keeps
 Ray's own logs only.
@@ -16,7 +16,6 @@ from rlhfspec.actors.serving.loopback import spare_loopback
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.actors.waiting.process_log import begin_process_log
 from rlhfspec.actors.waiting.process_metrics import begin_process_metrics
-from rlhfspec.actors.waiting.stack_page import begin_stack_page
 
 RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."
@@ -36,7 +35,6 @@ def begin_actor(name: str) -> str:
     run, logs = os.environ.get(RUN_VARIABLE), os.environ.get(LOGS_VARIABLE)
     if run:
         run_metrics.begin(run_metrics.RaySink(run))
-        begin_stack_page(run, name)
         begin_process_metrics(name)
     if run and logs:
         begin_process_log(Path(logs), name, run=run)

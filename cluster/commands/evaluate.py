@@ -104,7 +104,7 @@ def profile(
     *,
     config: ConfigFile,
     overrides: Overrides,
-    out: Annotated[Path, Arg("DIR", "gets tables, models, pictures", parse=folder)],
+    out: Annotated[Path, Arg("DIR", "gets tables and models", parse=folder)],
     budget: Annotated[float, Arg("SECONDS", "about how long (%(default)g)", parse=SECONDS)] = 75.0,
 ) -> int:
     """Measure costs and acceptance of a pair on this machine.
@@ -118,7 +118,6 @@ def profile(
     Without this, `speculation.profile: auto` measures one at the start of a run and keeps it in the cache.
     """
     from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.observe.pictures import draw_profile
     from rlhfspec.cluster.plan.inputs import read_inputs
     from rlhfspec.cluster.plan.names import resolve_models
     from rlhfspec.cluster.plan.run_profile import RunProfile
@@ -134,8 +133,7 @@ def profile(
         report.stop()
         made = run_profile.measure(described, report, budget_s=budget)
     save_profile(made.profile, out, made.costs, made.drafts)
-    pictures = draw_profile(made, out)
     for name, value in made.profile.quality.items():
         report.note(f"{name:<45}{value:.4f}")
-    report.note(f"profile {out}; pictures {', '.join(path.name for path in pictures)}")
+    report.note(f"profile {out}")
     return 0

@@ -1,4 +1,4 @@
-"""`rlhfspec status`, `explain`, `diagnose`, `trace`, `report`, `monitoring`: what a run does or did, why it stands."""
+"""`rlhfspec status`, `explain`, `trace`, `report`, `monitoring`: what a run does or did."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from rlhfspec.cluster.folder.layout import RunDir
     from rlhfspec.cluster.observe.live_page import LivePage
 
-_PIPE_WIDTH = 160
-"Columns of a table that goes into a file."
-
 Run = Annotated[str, Arg("RUN", "folder of the run; with --address the run's name")]
 Address = Annotated[
     str, Arg(help="of the Ray cluster: HOST:PORT of its head, or auto on one of its machines")
@@ -44,7 +41,8 @@ def status(
 ) -> int:
     """What a running job does now.
 
-    Print what a run does now: iteration, phase, samples, rewards, tokens a second, instances, last events.
+    Print what a run does now: iteration, phase, samples, rewards, tokens a second, instances, waits, last events.
+    Where its threads are: `ray stack` or `py-spy dump` on their machine; its actors: `ray list actors`.
 
       rlhfspec status                          the newest run under ./runs
       rlhfspec status runs/demo-20260101-120000 --watch
@@ -88,43 +86,6 @@ def explain(run: Annotated[str, Arg("RUN", "folder of the run")] | None = None) 
     if explained is None:
         raise no_iteration(run_dir)
     print(explanation_text(explained))
-    return 0
-
-
-def diagnose(
-    run: Run | None = None,
-    *,
-    address: Address | None = None,
-    as_json: AsJson = False,
-    stacks: Annotated[bool, Arg(help="print every thread's stack too")] = False,
-) -> int:
-    """Why a running job stands still.
-
-    Say why a run stands still: who waits for whom and since when, where the threads of every process are, what was
-    decided last, and who uses memory. It waits for nobody: processes are looked at from outside, frozen ones too.
-
-      rlhfspec diagnose                        the newest run under ./runs, its processes on this machine
-      rlhfspec diagnose --address auto         every run of a Ray cluster, processes on all of its nodes
-      rlhfspec diagnose runs/demo-20260101-120000 --stacks
-    """
-    from rlhfspec.cluster.observe.console import PipeConsole
-    from rlhfspec.cluster.observe.diagnosis import cluster_runs, diagnose_cluster, diagnose_here
-    from rlhfspec.cluster.observe.status_text import diagnosis_view
-
-    with _joined(address):
-        if address is None:
-            run_dir = _open(run)
-            found = [diagnose_here(run_dir.path.name, _page(run_dir))]
-        else:
-            found = [diagnose_cluster(one) for one in cluster_runs(run)]
-    if as_json:
-        sys.stdout.write(f"[{', '.join(one.to_json() for one in found)}]\n")
-        return 0
-    console = PipeConsole(highlight=False)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    for one in found:
-        console.print(diagnosis_view(one, now=time.time(), with_stacks=stacks))
     return 0
 
 
@@ -196,7 +157,7 @@ def _joined(address: str | None) -> AbstractContextManager[object]:
 
 
 def _open(run: str | None) -> RunDir:
-    from rlhfspec.cluster.observe.diagnosis import open_run
+    from rlhfspec.cluster.observe.find_runs import open_run
 
     return open_run(None if run is None else user_path(run))
 
@@ -205,7 +166,7 @@ def _view(run: str | None, address: str | None) -> RenderableType:
     from rich.console import Group
 
     from rlhfspec.cluster.folder.run_status import describe_status
-    from rlhfspec.cluster.observe.diagnosis import cluster_runs
+    from rlhfspec.cluster.observe.find_runs import cluster_runs
     from rlhfspec.cluster.observe.status_text import status_view
 
     if address is None:
@@ -232,7 +193,7 @@ def _page(run_dir: RunDir) -> LivePage | None:
 
 
 def _pages_as_json(run: str | None, address: str | None) -> str:
-    from rlhfspec.cluster.observe.diagnosis import cluster_runs
+    from rlhfspec.cluster.observe.find_runs import cluster_runs
 
     if address is None:
         page = _page(_open(run))

@@ -24,7 +24,6 @@ def show(
         list[str],
         Arg("NAME", "show this metric, or those of a pattern such as 'learner/*'; may be repeated"),
     ],
-    out: Annotated[Path, Arg("FILE.png", "draw the curves into a picture")] | None = None,
     samples: Annotated[bool, Arg(help="print a few samples of an iteration")] = False,
     iteration: Annotated[int, Arg("N", "whose samples, counted from 1; the last by default")] | None = None,
     as_json: Annotated[bool, Arg(help="print one JSON object and nothing else", flag="--json")] = False,
@@ -35,7 +34,7 @@ def show(
     side. Of a damaged folder it prints what can be read.
 
       rlhfspec show runs/demo-20260101-120000
-      rlhfspec show runs/a runs/b --metric 'reward/*' --out compared.png
+      rlhfspec show runs/a runs/b --metric 'reward/*'
       rlhfspec show runs/a --samples --iteration 12
     """
     from rlhfspec.cluster.observe.console import Reporter
@@ -50,8 +49,6 @@ def show(
             f"no metric of {', '.join(run.name for run in runs)} is called {', '.join(metric)}; they have "
             f"{', '.join(sorted({name for run in runs for name in run.names()})) or 'none'}"
         )
-    if out is not None:
-        _draw(runs, names, out, report if not as_json else None)
     if as_json:
         print(json.dumps({"runs": [run_tree(run, names) for run in runs], "notes": notes}))
         return 0
@@ -90,16 +87,6 @@ def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
     for one in runs:
         report.note(f"{one.name}: {describe_status(one.run_dir.status())[0]}")
     report.console.print(comparison_table(runs, names))
-
-
-def _draw(runs: list[RunRecord], names: list[str], path: Path, report: Reporter | None) -> None:
-    from rlhfspec.cluster.observe.pictures import write_run_picture
-
-    if path.suffix.lower() != ".png" or not path.parent.is_dir():
-        raise ConfigError(f"--out {path}: expected a .png file in a folder that exists")
-    num_drawn = write_run_picture(runs, names, path)
-    if report is not None:
-        report.note(f"{num_drawn} metrics drawn into {path}" if num_drawn else "nothing to draw")
 
 
 def _samples(one: RunRecord, iteration: int | None) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rlhfspec.cluster.commands.arguments import ConfigFile, Overrides
 from rlhfspec.cluster.commands.declare import Arg
 from rlhfspec.cluster.commands.simulate import require_file, simulation_bar
-from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.outside import user_path
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from rlhfspec.policies.simulate.described_cluster import Assumption
     from rlhfspec.policies.simulate.sweep import Tried
     from rlhfspec.profiles.profile import Profile
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def cluster(
@@ -34,7 +31,6 @@ def cluster(
             help="try the combinations of the file's `sweep` section, or drafts, split of the GPUs and staleness"
         ),
     ] = False,
-    picture: Annotated[Path, Arg("FILE", "with --sweep: .png, .svg or .pdf of all steps")] | None = None,
     out: Annotated[Path, Arg("FILE", "gets the figures as JSON")] | None = None,
 ) -> int:
     """A training run on a cluster that is not here.
@@ -45,7 +41,7 @@ def cluster(
       rlhfspec simulate cluster                              8 H100 that generate, 8 that train, Qwen2.5-7B
       rlhfspec simulate cluster --set device.name=GB200 --set model.precision=fp8
       rlhfspec simulate cluster --set model.config=path/to/config.json --set step.staleness=1
-      rlhfspec simulate cluster --config cluster.yaml --sweep --picture sweep.svg --out sweep.json
+      rlhfspec simulate cluster --config cluster.yaml --sweep --out sweep.json
 
     Every key, its default and its meaning: docs/reference/config-simulator.md. What it assumes is printed with its
     source; how far it is from published figures: docs/how-to/simulate.md.
@@ -58,7 +54,7 @@ def cluster(
     from rlhfspec.policies.simulate.described_cluster import assumptions, describe
     from rlhfspec.profiles.profile import load_profile
 
-    _check(sweep, picture, out)
+    require_file("--out", out)
     setup = load_config_of(SimulatedClusterConfig, config, overrides)
     recorded = None if setup.lengths.file is None else read_lengths(user_path(setup.lengths.file))
     profile = None if setup.device.profile is None else load_profile(user_path(setup.device.profile))
@@ -67,7 +63,7 @@ def cluster(
     rows = assumptions(described, profiled=profile is not None)
     tree: dict[str, Any] = {"schema_version": 1, "config": setup.model_dump(mode="json")}
     if sweep:
-        tree |= _sweep(setup, recorded, profile, console, picture)
+        tree |= _sweep(setup, recorded, profile, console)
     else:
         with simulation_bar(require_bounded([setup]), console) as tick:
             made = simulate_cluster(described, profile=profile, progress=tick)
@@ -92,7 +88,6 @@ def _sweep(
     recorded: np.ndarray | None,
     profile: Profile | None,
     console: Any,
-    picture: Path | None,
 ) -> dict[str, Any]:
     from rlhfspec.policies.simulate.cluster_simulation import num_simulated
     from rlhfspec.policies.simulate.sweep import best, default_axes, planned, sweep
@@ -108,24 +103,10 @@ def _sweep(
         console.print("none of them fits: see why in the last column")
     else:
         console.print(f"best: {chosen.label}", soft_wrap=True)
-    if picture is not None:
-        from rlhfspec.cluster.observe.pictures import draw_sweep
-
-        draw_sweep(tried, picture)
-        console.print(f"written {picture}", soft_wrap=True)
     return {
         "sweep": [_tried_tree(row) for row in tried],
         "best": None if chosen is None else chosen.values,
     }
-
-
-def _check(sweep: bool, picture: Path | None, out: Path | None) -> None:
-    if picture is not None and not sweep:
-        raise ConfigError("--picture draws a sweep; add --sweep")
-    if picture is not None and picture.suffix not in PICTURES:
-        raise ConfigError(f"--picture {picture}: expected a name that ends with {', '.join(PICTURES)}")
-    require_file("--out", out)
-    require_file("--picture", picture)
 
 
 def result_tree(made: ClusterResult) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def _run(prepared: PreparedRun, report: Reporter) -> RunDir:
 
 
 def _train(plan: RunPlan, run_dir: RunDir, report: Reporter, state: RunState | None = None) -> None:
-    """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
+    """Run the loop; however it ends, the run folder says so and holds the summary so far."""
     from rlhfspec.cluster.run.loop import run_training
     from rlhfspec.core.errors import RunTaken, StorageError
     from rlhfspec.core.files import storage_errors
@@ -210,9 +210,9 @@ def _train(plan: RunPlan, run_dir: RunDir, report: Reporter, state: RunState | N
             with suppress(Exception):
                 _set_ending(run_dir, error)
         with suppress(Exception):
-            # a full disk takes no more files, another's run none of ours; whoever sent SIGTERM waits for no drawing
+            # a full disk takes no more files, another's run none of ours
             may_write = not isinstance(error, StorageError | RunTaken)
-            _close(run_dir, report, with_files=may_write, with_picture=not is_stop)
+            _close(run_dir, report, with_files=may_write)
         if is_stop:
             # it is stopping until nothing more is written
             with suppress(Exception):
@@ -240,8 +240,8 @@ def _set_ending(run_dir: RunDir, error: BaseException) -> None:
         run_dir.set_status("failed", describe_error(error))
 
 
-def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_picture: bool = True) -> None:
-    """Print the closing table, write it and its picture; what goes wrong is a note."""
+def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True) -> None:
+    """Print the closing table and write it; what goes wrong is a note."""
     from rlhfspec.cluster.observe.summary import summarise
     from rlhfspec.core.errors import describe_error
     from rlhfspec.core.files import write_whole
@@ -255,13 +255,8 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_p
         summary = summarise(metrics)
         if summary is not None and with_files:
             write_whole(run_dir.summary_file, summary.text())
-            if with_picture:
-                # matplotlib takes a while to load
-                from rlhfspec.cluster.observe.pictures import write_picture
-
-                write_picture(metrics, run_dir.picture_file)
     except Exception as error:
-        report.note(f"summary or picture is missing: {describe_error(error)}")
+        report.note(f"the summary is missing: {describe_error(error)}")
     report.finish(summary, run_dir)
     if summary is not None:
         with suppress(Exception):

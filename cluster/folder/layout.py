@@ -19,10 +19,10 @@
     RUN/checkpoints/adapter/            a PEFT adapter, where trainer.lora is set
     RUN/checkpoints/state_0010/         all that `rlhfspec train --resume` goes on from after 10 iterations
     RUN/checkpoints/best/               the target at its best evaluation; best_adapter/ likewise
-    RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
+    RUN/timeline.json                   what the instances did in the last iteration, as a trace
     RUN/traces/iteration_0000.json.gz   the trace of each of the last 100 iterations, for `rlhfspec trace`
     RUN/remote_copy.json                what the copy at run.copy_to has, where that is set
-    RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
+    RUN/summary.txt                     written at the end, after an interruption too
     RUN/comparison.json                 the last batch beside the same one decoded plainly (`rlhfspec compare`)
 
 A job's working directory (Ray unpacks it under its own temporary folder and deletes it) is never
@@ -276,19 +276,9 @@ class RunDir:
         return self.path / "traces" / f"iteration_{iteration:04d}.json.gz"
 
     @property
-    def timeline_picture_file(self) -> Path:
-        """The same as a picture."""
-        return self.path / "timeline.png"
-
-    @property
     def status_file(self) -> Path:
         """State of the run as one JSON object."""
         return self.path / "status.json"
-
-    @property
-    def picture_file(self) -> Path:
-        """Reward, acceptance length and step time over the iterations."""
-        return self.path / "progress.png"
 
     @property
     def summary_file(self) -> Path:

@@ -1,5 +1,5 @@
 """What people, Prometheus and Perfetto see of a run, while it lives and from its folder.
 
-Lives here: metrics of an iteration, console, summary, tables, pictures, timeline, the live page, diagnosis, dashboard.
+Lives here: metrics of an iteration, console, summary, tables, timeline, the live page, found runs, dashboard.
 Must not live here: anything that decides; what is written into the run folder (`rlhfspec.cluster.folder`).
 """

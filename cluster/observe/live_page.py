@@ -1,7 +1,7 @@
 """The page that a run keeps of itself: what it does now, for whom it waits, how its instances stand.
 
-The observer writes it into the run folder and into the key-value store of Ray's head, whence `rlhfspec status` and
-`diagnose` read it. Times are seconds since the epoch.
+The observer writes it into the run folder and into the key-value store of Ray's head, whence `rlhfspec status`
+reads it. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class InstanceRow:
     "busy, idle or training, for so many seconds"
     activity_s: float = 0.0
     drafter_alarm: str = ""
-    draft: str = ""
-    "how much the last decode step drafted, and why"
     num_ranks: int = 1
 
 
@@ -92,8 +90,6 @@ class LivePage:
     instances: tuple[InstanceRow, ...] = ()
     waits: tuple[WaitRow, ...] = ()
     events: tuple[EventRow, ...] = ()
-    moves: tuple[EventRow, ...] = ()
-    "the scheduler's last"
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -104,7 +100,7 @@ class LivePage:
         """Read what `encode` wrote; None where it is damaged, or of a version that had other fields."""
         with suppress(ValueError, TypeError, KeyError, RecursionError, AttributeError):
             tree: dict[str, Any] = json.loads(text)
-            rows = {"instances": InstanceRow, "waits": WaitRow, "events": EventRow, "moves": EventRow}
+            rows = {"instances": InstanceRow, "waits": WaitRow, "events": EventRow}
             tree |= {key: tuple(row(**one) for one in tree[key]) for key, row in rows.items()}
             return cls(**tree)
         return None

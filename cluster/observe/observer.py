@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rlhfspec.actors.actor_messages import InstanceView, SchedulerView
+from rlhfspec.actors.actor_messages import InstanceView
 from rlhfspec.actors.waiting import run_metrics
 from rlhfspec.actors.waiting.process_log import begin_process_log
 from rlhfspec.actors.waiting.process_metrics import export_process_metrics
-from rlhfspec.actors.waiting.stack_page import begin_stack_page, end_stack_page
 from rlhfspec.actors.waiting.watch import open_waits
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.leftovers import drop_old_logs
@@ -38,7 +37,6 @@ from rlhfspec.cluster.observe.live_page import (
     store_page,
 )
 from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.core.decode_records import Budget
 from rlhfspec.core.errors import RlhfSpecError, StorageError
 from rlhfspec.core.files import write_whole
 from rlhfspec.core.metrics import bounded_label
@@ -77,7 +75,7 @@ class Observer:
         self._system: System | None = None
         self._asked: Any = None
         self._heard_at = clock()
-        self._view: SchedulerView = SchedulerView()
+        self._views: tuple[InstanceView, ...] = ()
         self._mark: object = None
         self._counted_at = clock()
         self._tidied_at = 0.0
@@ -134,7 +132,7 @@ class Observer:
             if ray.wait([self._asked], timeout=_ANSWER_S)[0]:
                 asked, self._asked = self._asked, None
                 answer: Any = ray.get(asked, timeout=_ANSWER_S)
-                self._view = answer
+                self._views = answer
                 self._heard_at = self._clock()
         except Exception:
             # dead, or being replaced: its silence is told
@@ -158,8 +156,8 @@ class Observer:
         now, silent_s = self._clock(), 0.0
         if self._system is not None and not ended:
             silent_s = max(0.0, now - self._heard_at)
-        rows = tuple(_row(view) for view in self._view.instances)
-        loads = [view.load for view in self._view.instances if view.load is not None]
+        rows = tuple(_row(view) for view in self._views)
+        loads = [view.load for view in self._views if view.load is not None]
         emitted = sum(load.stats.num_emitted_tokens for load in loads)
         mark = (self._iteration, self._phase, self._done, emitted)
         if mark != self._mark:
@@ -186,7 +184,6 @@ class Observer:
             instances=rows,
             waits=() if ended else tuple(WaitRow(**wait._asdict()) for wait in open_waits()),
             events=tuple(self._events),
-            moves=tuple(EventRow(at=move.ended_at, text=move.text) for move in self._view.moves),
         )
 
     def _write(self, page: LivePage) -> None:
@@ -209,7 +206,6 @@ def observing(
     """Observe the block's loop, whose reporter is `report`; log of this process and gauges included."""
     run = run_dir.path.name
     end_log = begin_process_log(run_dir.logs_folder, LOOP, run=run)
-    begin_stack_page(run, LOOP)
     run_metrics.begin(run_metrics.RaySink(run))
     observer = Observer(run_dir, session, num_iterations=num_iterations)
     ended = threading.Event()
@@ -233,7 +229,6 @@ def observing(
         with suppress(Exception):
             observer.close()
         run_metrics.begin(None)
-        end_stack_page()
         end_log()
 
 
@@ -261,17 +256,8 @@ def _row(view: InstanceView) -> InstanceRow:
         activity=view.activity,
         activity_s=view.activity_s,
         drafter_alarm=load.drafter_alarm,
-        draft=_draft(load.budget),
         num_ranks=load.num_ranks,
     )
-
-
-def _draft(budget: Budget | None) -> str:
-    if budget is None:
-        return ""
-    if budget.is_plain:
-        return f"nothing: {budget.reason}"
-    return f"{budget.num_nodes} nodes, depth {budget.depth}, width {budget.width}: {budget.reason}"
 
 
 def set_gauges(page: LivePage, *, outlived: bool) -> None:

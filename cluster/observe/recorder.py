@@ -1,4 +1,4 @@
-"""Keeps what instances and scheduler did: every move on disk, the last iteration's timeline as picture and trace.
+"""Keeps what instances and scheduler did: every move on disk, the last iteration's timeline as a trace.
 
 And every decode step, where `run.step_log` is set: `rlhfspec replay` reads it.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlhfspec.cluster.system.phases import FinalReport
 
 SPANS_TIMEOUT_S = 2.0
-"An instance that has not answered by then is left out: a picture is not worth a wait."
+"An instance that has not answered by then is left out: a timeline is not worth a wait."
 STEPS_TIMEOUT_S = 30.0
 "A log with a gap cannot be replayed: worth a longer wait."
 
@@ -114,24 +114,17 @@ class Recorder:
             run_metrics.add("dropped_writes", file="trace")
 
     def write_timeline(self) -> None:
-        """Write `timeline.json` and `timeline.png` of the last iteration; without any, nothing.
+        """Write `timeline.json` of the last iteration; without any, nothing.
 
-        What goes wrong is a note: a picture neither ends a run nor hides what ended it.
+        What goes wrong is a note: a timeline neither ends a run nor hides what ended it.
         """
         if self._last is None or self._run_dir.owner.is_taken:
             return
         try:
-            self._write(*self._last)
+            iteration, timeline = self._last
+            write_trace(timeline, self._run_dir.timeline_file, title=_title(iteration, timeline))
         except Exception as error:
             self._report.note(f"the timeline is missing: {describe_error(error)}")
-
-    def _write(self, iteration: int, timeline: Timeline) -> None:
-        # matplotlib takes a while to load, and only the end of a run needs it
-        from rlhfspec.cluster.observe.pictures import write_timeline_picture
-
-        title = _title(iteration, timeline)
-        write_trace(timeline, self._run_dir.timeline_file, title=title)
-        write_timeline_picture(timeline, self._run_dir.timeline_picture_file, title=title)
 
     def _take_spans(self, instances: Mapping[str, Handle]) -> dict[str, list[TraceEvent]]:
         """What each instance did since the last call; one that does not answer is left out with a note."""

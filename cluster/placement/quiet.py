@@ -9,9 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
-
-from rlhfspec.core.config import RunConfig
 
 _DEFAULTS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -34,10 +31,8 @@ def quiet_environment() -> dict[str, str]:
 
 
 def quiet_libraries() -> None:
-    """Silence libraries in this process, imported or not; keep matplotlib's cache out of the home folder."""
-    cache = Path(RunConfig().cache_dir).expanduser()
+    """Silence libraries in this process, imported or not."""
     os.environ.update(quiet_environment())
-    os.environ.setdefault("MPLCONFIGDIR", str(cache / "matplotlib"))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # Imported before (a notebook, a test): its switch has been read already. Never imported for this alone.
     imported = sys.modules.get("transformers.utils.logging")

@@ -118,7 +118,7 @@ def ending_well(run: Run) -> Iterator[None]:
         # another's folder is not ours, and SIGTERM leaves no time
         raise
     except StorageError as error:
-        # no room for pictures; what is refused may be one file, and not the state
+        # no room for a timeline; what is refused may be one file, and not the state
         _keep_what_was_learned(run, error)
         raise
     except RlhfSpecError as error:

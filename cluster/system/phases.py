@@ -356,7 +356,7 @@ class LeavingInstances:
                 )
                 self._reports[one.name] = FinalReport(spans=spans, steps=steps)
             except RlhfSpecError:
-                # a picture and a log, not worth a wait: it may have died meanwhile
+                # a timeline and a log, not worth a wait: it may have died meanwhile
                 pass
             ray.kill(one.handle)
             one.then()

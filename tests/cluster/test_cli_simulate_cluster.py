@@ -1,4 +1,4 @@
-"""`rlhfspec simulate cluster`: tables, JSON, sweep, picture, bad input."""
+"""`rlhfspec simulate cluster`: tables, JSON, sweep, bad input."""
 
 from __future__ import annotations
 
@@ -71,24 +71,19 @@ def test_a_file_and_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "measured costs" in capsys.readouterr().out
 
 
-def test_a_sweep_draws_and_names_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
+def test_a_sweep_names_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sweep.json"
     argv = [*SMALL, "--set", "sweep={step.staleness: [0, 1]}", "--sweep"]
-    assert main([*argv, "--out", str(out), "--picture", str(picture)]) == 0
+    assert main([*argv, "--out", str(out)]) == 0
     tree = json.loads(out.read_text())
     assert [row["values"] for row in tree["sweep"]] == [{"step.staleness": 0}, {"step.staleness": 1}]
     assert tree["best"] == {"step.staleness": 1}
     assert "best: staleness 1" in capsys.readouterr().out
-    drawn = picture.read_text()
-    assert "staleness 1  (best)" in drawn and "staleness 0" in drawn
-    assert f"{tree['sweep'][1]['speculative']['step_s']:.1f} s" in drawn
 
 
 def test_bad_input_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'pools'" in refused(capsys, "simulate", "cluster", "--set", "pool.instances=2")
     assert "does not exist" in refused(capsys, "simulate", "cluster", "--config", tmp_path / "none.yaml")
-    assert "add --sweep" in refused(capsys, "simulate", "cluster", "--picture", tmp_path / "a.svg")
-    assert ".png, .svg" in refused(capsys, "simulate", "cluster", "--sweep", "--picture", tmp_path / "a.jpg")
     assert "is a folder" in refused(capsys, "simulate", "cluster", "--out", tmp_path)
     assert "make it first" in refused(capsys, "simulate", "cluster", "--out", tmp_path / "none" / "a.json")
     assert "no file of lengths" in refused(capsys, *SMALL, "--set", f"lengths.file={tmp_path / 'none.jsonl'}")

@@ -160,7 +160,7 @@ def kill_a_training_one(system: System) -> str:
     ends_s = time.monotonic() + LIMIT_S
     while time.monotonic() < ends_s:
         seen = ray.get(system.scheduler.handle.views.remote(), timeout=LIMIT_S)
-        for view in seen.instances:
+        for view in seen:
             if view.activity == "training":
                 ray.kill(system.generation.instances[view.instance])
                 return view.instance

@@ -1,4 +1,4 @@
-"""However a run ends, the folder says so; a picture neither hides what ended it nor ends it."""
+"""However a run ends, the folder says so; a summary that fails neither hides what ended it nor ends it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import rlhfspec.cluster.observe.pictures
+import rlhfspec.cluster.observe.summary
 import rlhfspec.cluster.run.loop
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.commands import train
@@ -60,11 +60,11 @@ def end(
     return report
 
 
-def break_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def break_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
-        raise RuntimeError("no font")
+        raise RuntimeError("no mean")
 
-    monkeypatch.setattr(rlhfspec.cluster.observe.pictures, "write_picture", fail)
+    monkeypatch.setattr(rlhfspec.cluster.observe.summary, "summarise", fail)
 
 
 def test_a_run_that_measures_its_profile_has_its_folder_already(
@@ -99,14 +99,19 @@ def test_a_run_that_measures_its_profile_has_its_folder_already(
         assert "no iteration of RLHF has finished" in capsys.readouterr().err
 
 
-def test_a_finished_run_without_its_picture_is_finished_and_says_what_is_missing(run_dir, monkeypatch):
-    break_pictures(monkeypatch)
+def test_a_finished_run_has_its_summary_and_says_what_to_change(run_dir, monkeypatch):
     report = end(run_dir, monkeypatch, None)
     assert run_dir.status()["state"] == "finished"
-    missing, change = report.notes
-    assert missing == "summary or picture is missing: RuntimeError: no font"
+    (change,) = report.notes
     assert change.startswith("change next: ") and change.endswith("(more: rlhfspec explain)")
     assert run_dir.summary_file.exists()
+
+
+def test_a_finished_run_without_its_summary_is_finished_and_says_what_is_missing(run_dir, monkeypatch):
+    break_summary(monkeypatch)
+    report = end(run_dir, monkeypatch, None)
+    assert run_dir.status()["state"] == "finished"
+    assert report.notes == ["the summary is missing: RuntimeError: no mean"]
 
 
 def test_damaged_metrics_do_not_turn_a_finished_run_into_a_failure(run_dir, monkeypatch):
@@ -125,10 +130,10 @@ def test_damaged_metrics_do_not_turn_a_finished_run_into_a_failure(run_dir, monk
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_the_reason_a_run_ended_is_printed_though_the_picture_fails_too(
+def test_the_reason_a_run_ended_is_printed_though_the_summary_fails_too(
     run_dir, monkeypatch, error, state, reason
 ):
-    break_pictures(monkeypatch)
+    break_summary(monkeypatch)
     with pytest.raises(type(error)) as caught:
         end(run_dir, monkeypatch, error)
     assert caught.value is error and not caught.value.__context__
@@ -169,7 +174,7 @@ def test_the_reason_that_the_signal_handler_gave_stays(run_dir, monkeypatch):
         end(run_dir, monkeypatch, SystemExit(143))
     assert (run_dir.status()["state"], run_dir.status()["reason"]) == ("interrupted", "stopped by SIGTERM")
     assert states == ["stopping"], "it still writes"
-    assert run_dir.summary_file.exists() and not run_dir.picture_file.exists(), "no time for a drawing"
+    assert run_dir.summary_file.exists()
 
 
 def test_a_full_disk_that_anything_meets_is_one_clear_error(run_dir, monkeypatch):

@@ -26,7 +26,6 @@ SLOWER = FILE.with_name("quick_limits.json")
 _IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "pyarrow.parquet",
-    "matplotlib.pyplot",
     "ray",
     "peft",
 )

@@ -33,8 +33,6 @@ OURS = "ours"
 "Our own file, whose keys one function here writes and another reads; what is no such file is said or made anew."
 PACKAGE = "package"
 "A table that is part of the package, or text that this process has just made."
-SYSTEM = "system"
-"Of the machine or of a program that we start."
 
 READERS: dict[str, tuple[str, ...]] = {
     "core/checkpoint_manifest.py": (VERSIONED,),
@@ -81,7 +79,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "cluster/kuberay/ray_manifests.py": (PACKAGE,),
     "cluster/observe/live_page.py": (STRICT, "dataclasses"),
     "cluster/observe/monitoring.py": (PACKAGE,),
-    "cluster/observe/processes.py": (SYSTEM, "py-spy"),
     "cluster/observe/timeline.py": (OURS, "timelines"),
     "cluster/placement/origin.py": (PACKAGE, "pyproject.toml"),
     "cluster/plan/model_files.py": (OURS, "whether a second template is there"),

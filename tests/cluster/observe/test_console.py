@@ -15,7 +15,6 @@ from rich.console import Console
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import JOB_RUNS_FOLDER, RunDir, choose_run_path
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.pictures import write_picture
 from rlhfspec.cluster.observe.summary import summarise
 from rlhfspec.core.config import RunConfig
 from rlhfspec.core.config_io import config_from_dict, load_config
@@ -97,10 +96,8 @@ def test_a_reporter_knows_how_long_the_start_took() -> None:
     assert report.start_up_s == 15.0, "a restart's is the run's own"
 
 
-def test_no_iteration_gives_no_summary_and_no_picture(tmp_path: Path) -> None:
+def test_no_iteration_gives_no_summary() -> None:
     assert summarise([]) is None
-    write_picture([], tmp_path / "p.png")
-    assert not (tmp_path / "p.png").exists()
 
 
 def test_a_run_without_accuracy_has_no_accuracy_row() -> None:
@@ -108,11 +105,6 @@ def test_a_run_without_accuracy_has_no_accuracy_row() -> None:
     summary = summarise(rows)
     assert summary is not None and summary.accuracy_last is None
     assert not any("accuracy" in label for label, _ in summary.rows())
-
-
-def test_the_progress_picture_is_a_png(tmp_path: Path) -> None:
-    write_picture(TEN, tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_terminal_every_iteration_is_one_plain_line() -> None:

@@ -105,7 +105,6 @@ def test_moves_of_every_iteration_are_kept_and_the_timeline_of_the_last(
     assert (
         '"title": "generation of iteration 2: 10.0 s, 2 samples moved"' in run_dir.timeline_file.read_text()
     )
-    assert run_dir.timeline_picture_file.read_bytes().startswith(b"\x89PNG")
 
     # one dies and one is silent: the run goes on, and says who is missing
     ray.kill(instances["gen-0"])

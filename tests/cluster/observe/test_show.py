@@ -70,12 +70,6 @@ def test_json_is_one_object_with_series_and_means(run_dir, capsys):
     assert one["metrics"]["eval/reward_mean"]["iterations"] == [0, 5]
 
 
-def test_a_picture_is_written_where_out_says(run_dir, tmp_path, capsys):
-    picture = tmp_path / "drawn.png"
-    assert "metrics drawn" in shown(capsys, run_dir.path, "--out", picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_samples_are_those_of_the_last_iteration_that_can_be_read(run_dir, capsys):
     write_rollouts(run_dir.rollouts_file(0), [rollout(0, reward=1.0, response="[bold] *a*")], [0.25])
     run_dir.rollouts_file(1).write_bytes(b"PAR1 cut")
@@ -106,7 +100,6 @@ def test_a_run_of_an_older_version_without_the_newer_files_is_shown(run_dir, cap
         (["--metric", "reward/men"], "is called reward/men; they have eval/reward_mean, reward/mean"),
         (["--samples"], "has no samples in its rollouts folder"),
         (["--samples", "--iteration", "0"], "has no samples of iteration 0"),
-        (["--out", "picture.jpg"], r"expected a .png file"),
     ],
 )
 def test_what_cannot_be_shown_is_said_with_exit_code_2(run_dir, capsys, arguments, what):

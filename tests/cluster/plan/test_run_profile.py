@@ -92,20 +92,14 @@ def test_a_folder_without_a_profile_is_bad_input(
     assert "rlhfspec profile --out" in error
 
 
-def test_the_command_writes_tables_models_and_pictures_and_the_profile_serves(
+def test_the_command_writes_tables_and_models_and_the_profile_serves(
     config_file: Path, tmp_path: Path, read, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "profile"
     assert main(["profile", "--config", str(config_file), "--out", str(out), "--budget", "1.5"]) == 0
     assert "verify_cost_median_rel_error" in capsys.readouterr().out
     names = {path.name for path in out.iterdir()}
-    assert names == {
-        "profile.json",
-        "costs.parquet",
-        "drafts.parquet",
-        "verify_cost.png",
-        "acceptance.png",
-    }
+    assert names == {"profile.json", "costs.parquet", "drafts.parquet"}
     assert read(f"speculation.profile={out}").resolve(Reporter()) == load_profile(out)
     profile = read(f"speculation.profile={out}", "engine.max_running_samples=3", "sampling.top_p=0.9")
     with pytest.raises(ProfileError, match=r"sampling is .* num_slots is '3', measured with '4'"):

@@ -335,7 +335,7 @@ def test_a_folder_in_the_place_of_a_run_s_file_is_one_error_before_anything_is_d
 ) -> None:
     (run_dir.path / name).unlink(missing_ok=True)
     (run_dir.path / name).mkdir()
-    for words in (["show"], ["status"], ["diagnose"], ["train", "--resume"]):
+    for words in (["show"], ["status"], ["train", "--resume"]):
         assert main([*words, str(run_dir.path)]) == 2
         assert f"{run_dir.path / name} is a folder: expected a file" in capsys.readouterr().err
     notes: list[str] = []

@@ -3,13 +3,11 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hand_profile import hand_provenance
 
-from rlhfspec.cluster.observe.pictures import draw_profile
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import Completion, SampleRequest, SamplingParams
 from rlhfspec.engine.build import build_engine
@@ -196,11 +194,3 @@ def test_a_sweep_whose_every_step_ends_a_sample_comes_to_an_end(pairs, requests,
     monkeypatch.setattr(_DrawnPlans, "_DEPTHS", ((16,), (2,), (2,)))
     costs = sweep_costs(engine, requests, np.random.default_rng(0), budget_s=0.1)
     assert len(costs) >= 4 and costs.shape.num_samples.max() == 2
-
-
-def test_a_profile_is_drawn_with_drafts_and_without(made: MadeProfile, tmp_path: Path) -> None:
-    assert [path.name for path in draw_profile(made, tmp_path)] == ["verify_cost.png", "acceptance.png"]
-    alone = tmp_path / "plain"
-    alone.mkdir()
-    (picture,) = draw_profile(replace(made, drafts=[]), alone)
-    assert picture.read_bytes()[:4] == b"\x89PNG" and list(alone.iterdir()) == [picture]
