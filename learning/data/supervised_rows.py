@@ -23,6 +23,7 @@ from rlhfspec.learning.data.chat_masks import (
     is_learned,
     rendered,
     require_all_written,
+    require_once,
     require_template,
 )
 from rlhfspec.learning.data.encoding import prompt_ids
@@ -239,6 +240,7 @@ def _tokens(
         text = _asked(row, data, f"data.messages_field or data.prompt_field of {_FORMATS}")
         answer = row.text(data.reference_field, "data.reference_field")
         if not data.chat:
+            require_once(text, answer, row.origin)
             return _plain(text, answer, tokenizer)
         before, after = [{"role": "user", "content": text}], [{"role": "assistant", "content": answer}]
     if data.prompt_template != "{prompt}" and not data.chat:
