@@ -155,7 +155,8 @@ def require_all_written(
 ) -> None:
     """Raise DataError where what is said, tools, a call or all reasoning is in no token of what is learned."""
     template, key = own_template(tokenizer, tools=tools), "model.chat_template"
-    require_variables(template or "", {}, known=tokenizer.special_tokens_map, note=note)
+    known = tokenizer.special_tokens_map
+    require_variables(template or "", {}, known=known, note=note, advice=f"{key} names another template")
 
     def render(turns: Sequence[Turn], named: Tools) -> str:
         return render_chat(tokenizer, turns, ask=False, tools=named, template=template)
@@ -248,8 +249,8 @@ def _by_beginnings(
         if not (whole.startswith(through) and through.startswith(before)):
             raise DataError(
                 f"{origin}: the chat template writes message {index} otherwise when more messages follow, or begins it "
-                "otherwise when it is to be generated, so its tokens cannot be told; put {% generation %} marks into "
-                "the template (model.chat_template)"
+                "otherwise when it is to be generated, so its tokens cannot be told; say weight: 0 of it, or put "
+                "{% generation %} marks into the template (model.chat_template)"
             )
         spans.append((len(before), len(through)))
     return whole, spans
