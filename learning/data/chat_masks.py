@@ -244,7 +244,9 @@ def _by_beginnings(
         if index and through.startswith(before) and not whole.startswith(through):
             # Qwen3 writes empty thoughts before the last turn alone: of an earlier one they are no loss
             other = [*turns[:index], {"role": _ASSISTANT, "content": OTHER_WORDS}]
-            opening = rendered(tokenizer, other, ask=False, origin=origin, tools=tools).partition(OTHER_WORDS)[0]
+            opening = rendered(tokenizer, other, ask=False, origin=origin, tools=tools).partition(
+                OTHER_WORDS
+            )[0]
             through = before + through.removeprefix(opening) if opening.startswith(before) else through
         if not (whole.startswith(through) and through.startswith(before)):
             raise DataError(

@@ -124,7 +124,10 @@ def test_a_variable_that_a_template_sets_in_an_if_is_no_gap_and_others_are_told_
     notes = {}
     setting = "{% if messages %}{% set mood = 'good' %}{% endif %}{{ mood }}{{ other }}" + PLAIN
     encode_demonstrations(
-        [Record("x:1", {"messages": TALK})], DemonstrationsConfig(path="x"), word_chat(setting), notes.setdefault
+        [Record("x:1", {"messages": TALK})],
+        DemonstrationsConfig(path="x"),
+        word_chat(setting),
+        notes.setdefault,
     )
     (note,) = notes
     assert "has 'other'," in note and note.endswith("model.chat_template names another template")
@@ -143,8 +146,12 @@ PAIR = {"chosen": [TALK[1]], "rejected": [TALK[3]]}
 def test_control_tokens_of_a_user_are_told_of_supervised_rows(rows, kind):
     notes = {}
     encode = encode_demonstrations if kind is DemonstrationsConfig else encode_preferences
-    encode([Record(f"x:{n}", row) for n, row in enumerate(rows)], kind(path="x"), word_chat(), notes.setdefault)
-    assert [note[:60] for note in notes] == ["2 rows hold text that the tokenizer reads as a token of its o"[:60]]
+    encode(
+        [Record(f"x:{n}", row) for n, row in enumerate(rows)], kind(path="x"), word_chat(), notes.setdefault
+    )
+    assert [note[:60] for note in notes] == [
+        "2 rows hold text that the tokenizer reads as a token of its o"[:60]
+    ]
     assert "the first <end> in x:0" in next(iter(notes))
 
 
@@ -160,7 +167,11 @@ def test_control_tokens_of_a_user_are_told_of_supervised_rows(rows, kind):
 def test_held_out_rows_that_are_trained_on_are_told(tmp_path, rows, evaluated, told):
     notes = {}
     paths = [
-        write(tmp_path, [{"prompt": prompt, "completion": f"{n}{name}"} for n, prompt in enumerate(prompts)], name)
+        write(
+            tmp_path,
+            [{"prompt": prompt, "completion": f"{n}{name}"} for n, prompt in enumerate(prompts)],
+            name,
+        )
         for prompts, name in ((rows, "d.jsonl"), (evaluated, "e.jsonl"))
     ]
     read_raw_rows(DemonstrationsConfig(path=paths[0], eval_path=paths[1]), seed=0, note=notes.setdefault)
