@@ -16,6 +16,7 @@ from rlhfspec.cluster.plan.model_files import count_params
 from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
 from rlhfspec.core.config_io import config_text
 from rlhfspec.core.errors import ConfigError, DataError
+from rlhfspec.core.settings.idle import idle_keys
 from rlhfspec.core.settings.supervised import (
     DemonstrationsConfig,
     ExamplesConfig,
@@ -115,6 +116,7 @@ def prepare(
             f"{len(train):,} {what} of {num_tokens:,} tokens, {len(held_out):,} held out{left_out}",
             f"{job.total_steps:,} steps of {config.trainer.batch_size} {what}",
             *notes,
+            *(f"{key} has no effect: {why}" for key, why in idle_keys(config)),
             *(open_end(train, tokenizer) if job.kind == "sft" else ()),
         ),
     )

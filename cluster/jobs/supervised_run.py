@@ -21,12 +21,12 @@ from rlhfspec.cluster.jobs.job_runner import run
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.outcome_checks import unmoved_line
 from rlhfspec.cluster.observe.summary import SILENT_ADVICE, is_silent
-from rlhfspec.cluster.resume.changed_keys import require_own_config
+from rlhfspec.cluster.resume.changed_keys import deciding_changes, require_own_config
 from rlhfspec.cluster.resume.resumed_run import require_cut_off, take_over
 from rlhfspec.cluster.resume.rewind import note_gaps, whole_lines
 from rlhfspec.core.checkpoint_manifest import state_folders, state_number
 from rlhfspec.core.config import RunConfig
-from rlhfspec.core.config_io import dump_config
+from rlhfspec.core.config_io import dump_config, load_config_of
 from rlhfspec.core.errors import describe_error
 from rlhfspec.core.files import storage_errors, write_whole
 from rlhfspec.core.metrics import MetricsLog
@@ -68,8 +68,13 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     require_cut_off(run_dir)
     config = of_folder(config, run_dir.path)
     state = last_state(run_dir.checkpoints_folder, report.note)
-    require_own_config(run_dir.config_file, state / CONFIG_FILE)
+    kept = state / CONFIG_FILE
+    require_own_config(run_dir.config_file, kept)
     report.note(f"run folder {run_dir.path}, from {state.name}")
+    for change in deciding_changes(load_config_of(type(config), kept), config) if kept.is_file() else ():
+        report.note(
+            f"{change}: what follows is learned by the new value, and ends elsewhere than it would have"
+        )
     report.stage("reading model and rows")
     prepared = prepare(config, run_dir.checkpoints_folder, report, resume=state)
     report.stop()

@@ -9,6 +9,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import DataError, InputError
+from rlhfspec.core.outside import quote
 from rlhfspec.core.records import Prompt, SamplingParams
 from rlhfspec.learning.data.end_tokens import find_end_tokens
 from rlhfspec.learning.data.prompts import PromptDataset, load_prompts, sampling_params
@@ -160,13 +161,14 @@ def _last_of_each(counts: Sequence[int], holdout: int) -> list[int]:
 
 
 def _overlap(prompts: Sequence[Prompt], dataset: PromptDataset) -> tuple[str, ...]:
-    trained = _texts(dataset.prompts)
-    num_known = sum(_text(prompt) in trained for prompt in prompts)
-    if not num_known:
+    # the words too: one file may hold messages and the other text
+    trained, words = _texts(dataset.prompts), {prompt.text.strip() for prompt in dataset.prompts} - {""}
+    known = [prompt for prompt in prompts if _text(prompt) in trained or prompt.text.strip() in words]
+    if not known:
         return ()
     return (
-        f"  {num_known} of {len(prompts)} evaluation prompts are training prompts too: what they score is no measure "
-        "of new ones",
+        f"  {len(known)} of {len(prompts)} evaluation prompts are training prompts too, the first "
+        f"{quote(known[0].text)}: what they score is no measure of new ones",
     )
 
 

@@ -46,6 +46,7 @@ from rlhfspec.core.settings.cluster import ClusterConfig
 from rlhfspec.core.settings.correction import correction_warning
 from rlhfspec.core.settings.environment import EnvironmentConfig
 from rlhfspec.core.settings.generation import EngineConfig
+from rlhfspec.core.settings.idle import idle_keys
 from rlhfspec.engine.admission import MB, require_room_for_one
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
@@ -54,6 +55,7 @@ from rlhfspec.learning.environments.environment_protocol import (
     Environment,
     environment_maker,
     is_raw,
+    misspelt_attributes,
     stop_texts,
 )
 from rlhfspec.learning.trainer.engine_scoring import require_engine_scoring
@@ -112,6 +114,8 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
         *pattern_notes(config.reward, inputs.dataset.prompts, models.tokenizer),
     )
     adapter, correction, *functions = notes
+    told = misspelt_attributes(environment) if environment is not None else []
+    told += [f"{key} has no effect: {why}" for key, why in idle_keys(config)]
     on_gpus = [f"{key} is {value}, the default on GPUs" for key, value in config.device_defaults.items()]
     dataset = f"{len(inputs.dataset)} prompts, the longest {inputs.dataset.max_prompt_tokens} tokens"
     evaluation = () if inputs.evaluation is None else inputs.evaluation.lines
@@ -132,12 +136,13 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
                 "data": (dataset, *inputs.notes(), *evaluation),
                 "reward": functions,
                 "numerics": (numerics, *on_gpus, correction),
+                "settings": told,
                 f"memory, of {have} available here": rows,
                 "disk": (f"{gib(memory.disk_bytes)} of {gib(room.disk_bytes)} free",),
                 "placement": topology.describe().splitlines(),
             }
         ),
-        notes=(*models.doubts, *(note for note in notes if note is not None)),
+        notes=(*models.doubts, *told, *(note for note in notes if note is not None)),
     )
 
 

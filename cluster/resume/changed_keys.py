@@ -11,6 +11,7 @@ from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import read_tree
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.removed import without_removed
+from rlhfspec.core.settings.supervised import SupervisedConfig
 
 _MAY_CHANGE = (
     "run.name",
@@ -28,6 +29,10 @@ _MAY_CHANGE = (
     "speculation",
     "drafter_training.spot",
     "trainer.gradient_checkpointing",
+    # of supervised training, whose rows are compared as such too
+    "trainer.checkpoint_every",
+    "trainer.eval_every",
+    "trainer.max_steps",
     "drafter_training.buffer_mb",
     "drafter_training.head_learning_rate",
     "engine.max_running_samples",
@@ -44,10 +49,14 @@ _SHOWN = 5
 "Differences that are spelled out."
 
 
-def deciding_changes(before: Config, after: Config) -> list[str]:
+def deciding_changes(before: Config | SupervisedConfig, after: Config | SupervisedConfig) -> list[str]:
     """Every key that makes another result of the rest of the run, as `key was X, now Y`."""
     old, new = (dict(_leaves(one.model_dump(mode="json"))) for one in (before, after))
-    decide = _DECIDE if before.trainer.schedule == "constant" else (*_DECIDE, "run.iterations")
+    decide = (
+        _DECIDE
+        if before.trainer.schedule == "constant"
+        else (*_DECIDE, "run.iterations", "trainer.max_steps")
+    )
     return [
         f"{key} was {old.get(key)}, now {new.get(key)}"
         for key in sorted(old.keys() | new.keys())

@@ -51,13 +51,16 @@ class Episodes:
         evaluation_data: DataConfig | None = None,
         *,
         note: Callable[[str], None] = lambda text: None,
+        gives_rewards: bool = True,
     ) -> None:
         """The prompts are of `data`, those of evaluations of data of their own, if any.
+
+        `gives_rewards`: what steps give is the reward; else `note` hears, once, of steps that give any.
 
         Raises ConfigError: there is no such environment.
         """
         self._tokenizer, self._pool, self._note = tokenizer, pool, note
-        self._settings = settings
+        self._settings, self._may_give = settings, gives_rewards
         example = environment_maker(settings)()
         self._renderers = {
             stream: ObservationRenderer(
@@ -199,6 +202,12 @@ class Episodes:
             self._note(f"{error}; the episode ends there")
             return episode.whole(completion, FinishReason.LENGTH)
         episode.add_parts(answer.parts)
+        if not self._may_give and (answer.reward or answer.parts):
+            self._may_give = True  # told
+            self._note(
+                f"environment {self._settings.kind} gives rewards or parts of them, and they are dropped: rewards are "
+                "what reward.kind or reward.parts name; set reward.kind: environment, or let steps give 0"
+            )
         return episode.goes_on(
             completion, given.token_ids, reward=answer.reward, done=answer.done, messages=given.messages
         )
@@ -252,4 +261,5 @@ def start_episodes(plan: RunPlan, context: PlacementContext, note: Callable[[str
         note=note,
     )
     data, evaluation = plan.config.data, plan.config.evaluation.data
-    return Episodes(settings, plan.inputs.tokenizer, pool, data, evaluation, note=note)
+    gives = plan.config.reward.kind == "environment"
+    return Episodes(settings, plan.inputs.tokenizer, pool, data, evaluation, note=note, gives_rewards=gives)

@@ -19,7 +19,7 @@ from rlhfspec.learning.data.template_variables import words_of
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 "What messages call what the assistant thought before its content."
-_OTHER = "what-stands-for-another-text"
+OTHER_WORDS = "what-stands-for-another-text"
 
 
 def render_chat(
@@ -147,7 +147,7 @@ def _require_content(
         if text.count(said) >= (sum(said in str(one.get("content")) for one in turns) if said else 0):
             continue
         try:
-            is_read = render([*turns[:index], {**turn, "content": _OTHER}, *turns[index + 1 :]]) != text
+            is_read = render([*turns[:index], {**turn, "content": OTHER_WORDS}, *turns[index + 1 :]]) != text
         except Exception:  # what is missed is read
             continue
         if not is_read:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhfspec.core.errors import DataError, ModelError
 from rlhfspec.core.outside import quote
 from rlhfspec.learning.data.chat_format import (
+    OTHER_WORDS,
     no_template,
     own_template,
     render_chat,
@@ -22,6 +24,7 @@ from rlhfspec.learning.data.messages import Tools, Turn
 from rlhfspec.learning.data.template_variables import require_variables
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TAG_AT_END = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _ASSISTANT = "assistant"
 _LEARNED = ("weight", "train", "training", "trainable", "learn", "loss", "loss_mask")
 "Keys of a message that say whether it is learned."
@@ -54,6 +57,8 @@ def conversation_tokens(
     require_all_written(tokenizer, turns, tools, origin=origin, note=note)
     if _GENERATION.search(own_template(tokenizer, tools=tools) or ""):
         text, spans = _by_marks(tokenizer, turns, origin, said, learned, tools)
+        if learned and note is not None:
+            _note_beginning(tokenizer, turns[: learned[-1]], text, tools, note)
         closings: tuple[Any, ...] = ()
     else:
         text, spans = _by_beginnings(tokenizer, turns, origin, learned, tools)
@@ -61,6 +66,7 @@ def conversation_tokens(
     ids, starts = _with_places(tokenizer, text)
     mask = np.zeros(len(ids), dtype=bool)
     for first, end in spans:
+        require_once(text[:first], text[first:end], origin)
         own = np.flatnonzero((starts >= first) & (starts < end))
         closing = own[np.isin(ids[own], closings)]
         mask[own if not len(closing) else own[own <= closing[-1]]] = True
@@ -79,6 +85,35 @@ def is_learned(turn: Turn, what: str) -> bool:
                 f"of the assistant's alone, got {quote(value)}; mend the row"
             )
     return all(said.values())
+
+
+def require_once(before: str, learned: str, origin: str) -> None:
+    """Raise DataError where what is learned begins with the mark, such as <think>, that a prompt ends with already."""
+    tag = _TAG_AT_END.search(before)
+    if tag is not None and learned.lstrip().startswith(tag[1]):
+        raise DataError(
+            f"{origin}: what is asked for an answer with ends with {tag[1]} and the answer begins with it again: "
+            "expected it once, or the model learns to write it twice; take it out of the row, or name another template "
+            "(model.chat_template)"
+        )
+
+
+def _note_beginning(
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Turn],
+    text: str,
+    tools: Tools,
+    note: Callable[[str], object],
+) -> None:
+    """Note where a turn that is learned begins otherwise than an answer is asked for."""
+    with suppress(DataError):  # of no turns, say
+        prompt = rendered(tokenizer, asked, ask=True, origin="", tools=tools) if asked else ""
+        if not text.startswith(prompt):
+            note(
+                f"the chat template asks for an answer with a text that ends {quote(prompt[-40:])}, and writes the "
+                "conversation that is learned otherwise: what is learned is no continuation of it; see what it writes "
+                "where add_generation_prompt is true (model.chat_template)"
+            )
 
 
 def _require_mask(
@@ -120,7 +155,8 @@ def require_all_written(
 ) -> None:
     """Raise DataError where what is said, tools, a call or all reasoning is in no token of what is learned."""
     template, key = own_template(tokenizer, tools=tools), "model.chat_template"
-    require_variables(template or "", {}, known=tokenizer.special_tokens_map, note=note)
+    known = tokenizer.special_tokens_map
+    require_variables(template or "", {}, known=known, note=note, advice=f"{key} names another template")
 
     def render(turns: Sequence[Turn], named: Tools) -> str:
         return render_chat(tokenizer, turns, ask=False, tools=named, template=template)
@@ -205,11 +241,18 @@ def _by_beginnings(
             if index
             else _before_the_first(tokenizer, through, origin)
         )
+        if index and through.startswith(before) and not whole.startswith(through):
+            # Qwen3 writes empty thoughts before the last turn alone: of an earlier one they are no loss
+            other = [*turns[:index], {"role": _ASSISTANT, "content": OTHER_WORDS}]
+            opening = rendered(tokenizer, other, ask=False, origin=origin, tools=tools).partition(
+                OTHER_WORDS
+            )[0]
+            through = before + through.removeprefix(opening) if opening.startswith(before) else through
         if not (whole.startswith(through) and through.startswith(before)):
             raise DataError(
                 f"{origin}: the chat template writes message {index} otherwise when more messages follow, or begins it "
-                "otherwise when it is to be generated, so its tokens cannot be told; put {% generation %} marks into "
-                "the template (model.chat_template)"
+                "otherwise when it is to be generated, so its tokens cannot be told; say weight: 0 of it, or put "
+                "{% generation %} marks into the template (model.chat_template)"
             )
         spans.append((len(before), len(through)))
     return whole, spans

@@ -80,7 +80,7 @@ class Remarks:
         lines = [*self._notes]
         if self._num_marked:
             lines.append(
-                f"{self._num_marked:,} prompts hold text that the tokenizer reads as a token of its own, the first "
+                f"{self._num_marked:,} rows hold text that the tokenizer reads as a token of its own, the first "
                 f"{self._first_marked}; mend the rows where that is no wish"
             )
         lines += [

@@ -235,10 +235,10 @@ def _calls_of(value: Any, what: str, padded: bool) -> list[dict[str, Any]]:
         raise DataError(
             f"{what}: its tool_calls must be a list of objects, got {cut(repr(value))}; mend the row"
         )
-    calls = [_call(_without_padding(one) if padded else one) for one in listed]
+    calls = [_without_padding(one) if padded else one for one in listed]
     for one in calls:
         _require_known(one, what, "message.call")
-    return calls
+    return [_call(one, f"{what}, tool_calls[{number}]") for number, one in enumerate(calls)]
 
 
 def _require_known(one: Mapping[str, Any], what: str, kind: str) -> None:
@@ -252,14 +252,18 @@ def _require_known(one: Mapping[str, Any], what: str, kind: str) -> None:
         surface(name).require(given, f"a {said}", error=lambda text: DataError(f"{what}: {text}"))
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """With arguments as the object that templates take; OpenAI's API has them as JSON text."""
+def _call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """With arguments as the object that templates take; OpenAI's API has them as JSON text, empty for none."""
     inner = call.get("function")
     if isinstance(inner, dict):
-        return {**call, "function": _call(inner)}
+        return {**call, "function": _call(inner, f"{what}.function")}
     given = call.get("arguments")
-    parsed = _json_of(given) if isinstance(given, str) else given
-    return {**call, "arguments": parsed} if isinstance(parsed, dict) else dict(call)
+    parsed = _json_of(given.strip() or "{}") if isinstance(given, str) else given
+    if not isinstance(parsed, dict | None) or (parsed is None and given is not None):
+        raise DataError(
+            f"{what}.arguments: expected an object, or JSON text of one, got {quote(given)}; mend the row"
+        )
+    return {**call, "arguments": parsed} if parsed is not None else dict(call)
 
 
 def _without_padding(value: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,10 +24,12 @@ from rlhfspec.learning.data.chat_masks import (
     is_learned,
     rendered,
     require_all_written,
+    require_once,
     require_template,
 )
 from rlhfspec.learning.data.encoding import prompt_ids
 from rlhfspec.learning.data.end_tokens import turn_end
+from rlhfspec.learning.data.left_out import Remarks
 from rlhfspec.learning.data.messages import Tools, Turn, role_and_content, turn_list
 from rlhfspec.learning.data.raw_records import iter_records
 from rlhfspec.learning.data.record import Columns, Record, named_columns, top_names
@@ -49,7 +52,10 @@ def read_raw_rows(
     columns = Columns(kind, data, note)
     rows = _some(data, data.path, "data.path", columns)
     if data.eval_path is not None:
-        return rows, _some(data, data.eval_path, "data.eval_path", columns)
+        held_out = _some(data, data.eval_path, "data.eval_path", columns)
+        if note is not None:
+            _note_overlap(rows, held_out, data, note)
+        return rows, held_out
     num_held_out = round(len(rows) * data.eval_share)
     if data.eval_share > 0.0:
         num_held_out = max(num_held_out, 1)
@@ -62,9 +68,24 @@ def read_raw_rows(
     prompts = [_prompt_of(row, data) for row in rows]
     if len(set(prompts)) == 1:  # of one prompt only rows can be held out
         prompts = [row.origin for row in rows]
-    held_out = _with_equals(order.tolist(), prompts, num_held_out)
-    learned = [row for index, row in enumerate(rows) if index not in held_out]
-    return learned, [rows[index] for index in sorted(held_out)]
+    chosen = _with_equals(order.tolist(), prompts, num_held_out)
+    learned = [row for index, row in enumerate(rows) if index not in chosen]
+    return learned, [rows[index] for index in sorted(chosen)]
+
+
+def _note_overlap(
+    rows: Sequence[Record], held_out: Sequence[Record], data: ExamplesConfig, note: Note
+) -> None:
+    trained = {_prompt_of(row, data) for row in rows}
+    of = partial(_prompt_of, data=data)
+    if len(trained) == 1:  # what is asked is no difference
+        trained, of = {repr(row.values) for row in rows}, lambda row: repr(row.values)
+    known = [row.origin for row in held_out if of(row) in trained]
+    if known:
+        note(
+            f"{len(known):,} of {len(held_out):,} rows of data.eval_path ask what training rows ask, the first "
+            f"{known[0]}: what they score is no measure of new ones; take them out of one of the two"
+        )
 
 
 def _with_equals(order: Sequence[int], prompts: Sequence[str], num_held_out: int) -> set[int]:
@@ -98,7 +119,16 @@ def _prompt_of(row: Record, data: ExamplesConfig) -> str:
         elif isinstance(given, list):
             answers = (isinstance(turn, dict) and role_and_content(turn)[0] == "assistant" for turn in given)
             given = given[: next((place for place, answer in enumerate(answers) if answer), len(given))]
+    given = turn_list(given)
+    if isinstance(given, list):
+        return "\n\n".join(_words(turn) for turn in given)
     return given.strip() if isinstance(given, str) else repr(given if given is not None else row.origin)
+
+
+def _words(turn: Any) -> str:
+    """A message as text, a user's as a plain prompt has it."""
+    role, content = role_and_content(turn) if isinstance(turn, dict) else (None, None)
+    return content.strip() if role in ("user", "human") and isinstance(content, str) else repr(turn)
 
 
 def messages_name(row: Record, data: DemonstrationsConfig) -> str | None:
@@ -198,10 +228,14 @@ def encode_demonstrations(
     examples: list[Demonstration] = []
     closing = turn_end(tokenizer)
     ends = () if closing is None else (closing,)
+    remarks = Remarks(tokenizer)
+
+    def of_conversation(turns: Sequence[Turn], **more: Any) -> tuple[np.ndarray, np.ndarray]:
+        remarks.turns(turns, more["origin"])
+        return conversation_tokens(tokenizer, turns, ends=ends, note=note, **more)
+
     for row in rows:
-        ids, mask = _tokens(
-            row, data, partial(conversation_tokens, tokenizer, ends=ends, note=note), tokenizer
-        )
+        ids, mask = _tokens(row, data, of_conversation, tokenizer)
         if len(ids) > data.token_limit and data.on_long == "fail":
             raise DataError(
                 f"{row.origin} has {len(ids)} tokens, data.max_tokens is {data.token_limit}; raise it, or set "
@@ -218,6 +252,8 @@ def encode_demonstrations(
             f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.token_limit}, or have no "
             "token to learn; raise data.max_tokens, or mend the rows"
         )
+    for line in remarks.lines if note is not None else ():
+        note(line)
     return examples, len(rows) - len(examples)
 
 
@@ -239,6 +275,7 @@ def _tokens(
         text = _asked(row, data, f"data.messages_field or data.prompt_field of {_FORMATS}")
         answer = row.text(data.reference_field, "data.reference_field")
         if not data.chat:
+            require_once(text, answer, row.origin)
             return _plain(text, answer, tokenizer)
         before, after = [{"role": "user", "content": text}], [{"role": "assistant", "content": answer}]
     if data.prompt_template != "{prompt}" and not data.chat:
@@ -321,8 +358,10 @@ def encode_preferences(
     or a response that alone is too long.
     """
     pairs: list[PreferencePair] = []
+    remarks = Remarks(tokenizer)
     for row in rows:
         texts = _texts(row, data, tokenizer, note)
+        remarks.turns(texts.turns, row.origin)
         if texts.chosen == texts.rejected:
             raise DataError(
                 f"{row.origin}: chosen and rejected are the same response; expected two, take it out"
@@ -352,6 +391,8 @@ def encode_preferences(
         raise DataError(
             f"no pair left of {len(rows)} rows: all are longer than data.max_tokens {data.token_limit}; raise it"
         )
+    for line in remarks.lines if note is not None else ():
+        note(line)
     return pairs, len(rows) - len(pairs)
 
 

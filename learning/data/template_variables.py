@@ -11,7 +11,7 @@ import jinja2
 from jinja2 import meta, nodes
 
 from rlhfspec.core.errors import DataError
-from rlhfspec.core.surfaces.surface import surface
+from rlhfspec.core.surfaces.surface import note_once, surface
 
 _MARKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _GIVEN = {"raise_exception", "strftime_now"}
@@ -46,28 +46,35 @@ def require_variables(
     *,
     known: Collection[str] = (),
     note: Callable[[str], object] | None = None,
+    advice: str = "data.chat_template_kwargs gives variables",
 ) -> None:
     """Raise DataError for one of data.chat_template_kwargs that changes nothing; `note` hears of what is not given.
 
-    `known`: what else the template is given, such as the tokenizer's special tokens.
+    `known`: what else the template is given, such as the tokenizer's special tokens. `advice`: what gives more.
     """
     read = template_variables(template)
     surface("chat_template_kwargs").require(
         dict.fromkeys(given, True), "data.chat_template_kwargs", error=DataError, also=sorted(read)
     )
     needed = {name: True for name in sorted(_needed(template)) if name not in known}
-    surface("chat_template").require(needed, "the chat template", error=DataError, also=given, note=note)
+    surface("chat_template").require(
+        needed,
+        "the chat template",
+        error=DataError,
+        also=given,
+        note=lambda text: (note or note_once)(f"{text}; {advice}"),
+    )
 
 
 @lru_cache(maxsize=64)
 def _needed(template: str) -> frozenset[str]:
-    """Variables that it reads without asking first whether they are there."""
+    """Variables that it reads without asking first whether they are there, and sets nowhere, in an `if` neither."""
     tree = parsed(template)
     if tree is None:
         return frozenset()
-    return template_variables(template) - {
-        name.name for part in _optional(tree) for name in part.find_all(nodes.Name)
-    }
+    optional = {name.name for part in _optional(tree) for name in part.find_all(nodes.Name)}
+    made = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    return template_variables(template) - optional - made
 
 
 def _optional(tree: nodes.Template) -> Iterator[nodes.Node]:

@@ -6,6 +6,7 @@ answers with observation, reward and done.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,21 @@ def prompt_check(environment: Environment) -> Callable[[Prompt], object] | None:
     """Return what raises for a prompt that no episode can have; None: the class does not say."""
     check = getattr(environment, "require_prompt", None)
     return check if callable(check) else None
+
+
+def misspelt_attributes(environment: Environment) -> list[str]:
+    """A line for each attribute of the class that is near to one that is read, or to a limit of the config."""
+    kind, limits = type(environment), ("max_turns", "max_turn_tokens", "timeout_s")
+    lines = []
+    for name, held in ((name, held) for one in kind.__mro__[:-1] for name, held in vars(one).items()):
+        known = ("require_prompt",) if callable(held) else ("stop_texts", "raw", *limits)
+        near = difflib.get_close_matches(name, known, 1, 0.8)
+        if near and (near[0] != name or name in limits):
+            meant = f"environment.{near[0]} of the config" if near[0] in limits else f"'{near[0]}'"
+            lines.append(
+                f"environment {kind.__name__} has '{name}', which nothing here reads: is it {meant}?"
+            )
+    return lines
 
 
 def checked_reset(first: Any) -> str | None:

@@ -6,6 +6,7 @@ hidden state, drawn from N(0, 1 / (d + 1))).
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ from rlhfspec.learning.trainer.training_forward import autocast
 HEAD = "score"
 "What Hugging Face calls the head of a sequence classifier over a causal LM."
 
+_OTHER_HEADS = re.compile(r"(^|[._])(v_?head|value|score|classif|reward|regress|rm_|rank)")
+"In names of weights: a head of somebody's that gives a number."
+
 
 def load_scorer(
     name: str, tokenizer: PreTrainedTokenizerBase, *, seed: int, trust_remote_code: bool = False
@@ -31,7 +35,7 @@ def load_scorer(
     """A sequence classifier with one output, float32, from a checkpoint of a causal LM or of such a classifier.
 
     Returns the model and whether its head is new. Raises ModelError: it cannot be loaded, lacks other weights than a
-    head, has another number of outputs, or is of a family without a head called `score`.
+    head, has another number of outputs or a head of another name, or is of a family without a head called `score`.
     """
     config = load_hf_config(name, trust_remote_code=trust_remote_code)
     is_classifier = any("SequenceClassification" in one for one in config.architectures or ())
@@ -64,6 +68,13 @@ def load_scorer(
     missing = [key for key in info["missing_keys"] if not key.startswith(f"{HEAD}.")]
     require_all_weights(name, missing)
     is_new = len(missing) < len(info["missing_keys"])
+    others = [key for key in sorted(info["unexpected_keys"]) if _OTHER_HEADS.search(key)]
+    if is_new and (is_classifier or others):
+        raise ModelError(
+            f"'{name}' is trained to score and has no {HEAD}.weight, so its head would be drawn at random: expected "
+            f"{HEAD}.weight, got {', '.join(others[:3]) or 'no other head either'}; rename the head in its weight "
+            "files, or take the causal language model to train a new one"
+        )
     if is_new:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

@@ -88,6 +88,15 @@ class RewardStage:
                     f"the reward function '{scorer.kind}' was given {len(asked)} responses and returned "
                     f"{num_answers} rewards; it must return one for each"
                 )
+        for index, request in enumerate(requests):
+            if index not in faults and not any(found[index]):
+                faults[index] = Unscored(
+                    reason=f"no part of reward.parts applies to {request.where}: all gave None, which would count as a "
+                    f"reward of 0; expected a number of one; {request.shown}; mend a function",
+                    is_none=True,
+                )
+                if fail:
+                    raise RewardError(faults[index].reason + self._advice)
         return [
             faults.get(index) or self._whole(request, found[index]) for index, request in enumerate(requests)
         ]

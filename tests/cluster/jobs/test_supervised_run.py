@@ -248,6 +248,12 @@ def test_other_rows_or_another_order_are_not_gone_on_with(files: Path, tmp_path:
     assert run("sft", "--resume", first.path, sets=("trainer.max_steps=3", changed)) == 2
     assert said in capsys.readouterr().err
     assert run("sft", "--resume", first.path, sets=("trainer.max_steps=3",)) == 0
+    if changed == "run.seed=7":
+        assert (
+            run("sft", "--resume", first.path, sets=("trainer.max_steps=4", "trainer.learning_rate=0.5")) == 0
+        )
+        out = capsys.readouterr().out
+        assert "trainer.learning_rate was" in out and "now 0.5: what follows" in out
 
 
 def test_a_run_that_may_still_be_running_is_left_alone(files: Path, tmp_path: Path, capsys):

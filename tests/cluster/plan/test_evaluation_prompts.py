@@ -72,7 +72,7 @@ def test_prompts_of_their_own_leave_the_training_data_alone_and_overlaps_are_tol
     own = {"path": write(tmp_path / "eval.jsonl", "cxd".replace("x", "j"))}
     trained, held = split(config(tmp_path, "abcd", data=own))
     assert held is not None and texts(held.prompts) == "cjd" and texts(trained.prompts) == "abcd"
-    assert "2 of 3 evaluation prompts are training prompts too" in held.lines[1]
+    assert "2 of 3 evaluation prompts are training prompts too, the first 'c'" in held.lines[1]
 
 
 def test_empty_evaluation_data_is_named(tmp_path):

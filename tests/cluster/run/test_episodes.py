@@ -18,7 +18,7 @@ from rlhfspec.core.records import (
     SamplingParams,
     WeightSpan,
 )
-from rlhfspec.learning.environments.environment_protocol import Step
+from rlhfspec.learning.environments.environment_protocol import Step, misspelt_attributes
 from rlhfspec.learning.models.tokenization import character_tokenizer
 
 TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
@@ -121,3 +121,28 @@ def test_parts_of_the_steps_are_summed_and_kept_with_the_reward():
     reward = episodes.reward(whole.key)
     assert reward.value == 1.5 and reward.parts == {"correct": 1.0, "calls": 2.0, "num_turns": 2.0}
     assert episodes.spoken(whole.key)[0] == "a\nc"
+
+
+def test_rewards_of_steps_that_nobody_takes_are_told_once():
+    pool, queued, notes = Pool(), [], []
+    settings = config("fail")
+    episodes = Episodes(
+        settings.environment, TOKENIZER, pool, settings.data, note=notes.append, gives_rewards=False
+    )  # type: ignore[arg-type]
+    episodes.begin([request()])
+    for answer in (None, Step("b"), Step("b", reward=0.5), Step(parts={"correct": 1.0}, done=True)):
+        assert not notes or answer.done
+        pool.answers = [answer]
+        episodes.advance([completion("a" * len(queued), queued[-1].key)] if queued else [], queued.extend)
+    assert len(notes) == 1 and "set reward.kind: environment" in notes[0]
+
+
+def test_attributes_that_are_near_to_those_that_are_read_are_told():
+    class Own:
+        stop_text, max_turn, raw, turns = ("a",), 3, True, 4
+
+        def require_prompts(self, prompt: Prompt) -> None: ...
+
+    said = misspelt_attributes(Own())  # type: ignore[arg-type]
+    assert [line.split("'")[1] for line in said] == ["stop_text", "max_turn", "require_prompts"]
+    assert "is it environment.max_turns of the config?" in said[1]

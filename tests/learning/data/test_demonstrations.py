@@ -75,6 +75,48 @@ def test_a_template_that_shortens_earlier_turns_still_learns_the_completion_alon
     assert "[" not in learned[0] + learned[1] and learned[2].strip().endswith("[me] [<end>]")
 
 
+THINKING = (  # as Qwen3's: thoughts stand before turns behind the last question alone
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' and "
+    "loop.index0 > ns.last and (loop.last or m.reasoning_content) %}<think> {{ m.reasoning_content or '' }} </think> "
+    "{% endif %}{{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def test_a_template_that_takes_empty_thoughts_out_of_earlier_turns_is_learned_as_it_writes_the_whole():
+    assert shown({"messages": TALK[1:]}, template=THINKING) == (
+        "<user> hi there <end> <assistant> [hi] [you] [<end>] "
+        "<user> who are you <end> <assistant> [<unk>] [<unk>] [me] [<end>]"
+    )
+    thought = [TALK[1], {**TALK[2], "reasoning_content": "be kind"}, *TALK[3:]]
+    with pytest.raises(DataError, match="message 1 otherwise"):
+        shown({"messages": [*thought[:3], {**TALK[4], "reasoning_content": "fine"}]}, template=THINKING)
+
+
+OPENED = PLAIN.replace("<assistant>", "<assistant> <think> ")
+
+
+def test_a_mark_that_the_prompt_ends_with_is_not_learned_again():
+    answer = {"role": "assistant", "content": "<think> be </think> me"}
+    with pytest.raises(
+        DataError, match=r"x\.jsonl:1: what is asked.*ends with <think> and the answer begins with it again"
+    ):
+        shown({"messages": [*TALK[:2], answer]}, template=OPENED)
+    with pytest.raises(DataError, match="<think>"):
+        shown({"prompt": "who <think>", "completion": "<think> be </think> me"})
+    assert shown({"messages": [*TALK[:2], {**answer, "content": "be </think> me"}]}, template=OPENED)
+
+
+def test_marks_of_a_turn_that_is_asked_for_otherwise_are_told():
+    opened = MARKED.replace("%}<assistant>{% endif", "%}<assistant> <think>{% endif")
+    notes = {}
+    data, row = DemonstrationsConfig(path="x"), Record("x:1", {"messages": TALK})
+    for template in (MARKED, opened):
+        assert not notes
+        encode_demonstrations([row], data, word_chat(template), notes.setdefault)
+    assert "ends" in (note := next(iter(notes))) and "<think>" in note and len(notes) == 1
+
+
 def test_what_no_template_reads_may_be_of_any_type():
     told = [{**turn, "timestamp": datetime(2026, 1, 2, tzinfo=UTC), "score": math.nan} for turn in TALK]
     assert shown({"messages": told}) == shown({"messages": TALK})

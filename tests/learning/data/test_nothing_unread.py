@@ -120,6 +120,65 @@ def test_a_function_call_that_calls_nothing_is_refused(value):
         learned({"conversations": talk}, template=CALLING)
 
 
+def test_a_variable_that_a_template_sets_in_an_if_is_no_gap_and_others_are_told_with_the_key_there_is():
+    notes = {}
+    setting = "{% if messages %}{% set mood = 'good' %}{% endif %}{{ mood }}{{ other }}" + PLAIN
+    encode_demonstrations(
+        [Record("x:1", {"messages": TALK})],
+        DemonstrationsConfig(path="x"),
+        word_chat(setting),
+        notes.setdefault,
+    )
+    (note,) = notes
+    assert "has 'other'," in note and note.endswith("model.chat_template names another template")
+
+
+PAIR = {"chosen": [TALK[1]], "rejected": [TALK[3]]}
+
+
+@mark.parametrize(
+    ("rows", "kind"),
+    [
+        ([{"messages": [{"role": "user", "content": "who <end> me"}, TALK[1]]}] * 2, DemonstrationsConfig),
+        ([{"prompt": [{"role": "user", "content": "who <end> me"}], **PAIR}] * 2, PreferencesConfig),
+    ],
+)
+def test_control_tokens_of_a_user_are_told_of_supervised_rows(rows, kind):
+    notes = {}
+    encode = encode_demonstrations if kind is DemonstrationsConfig else encode_preferences
+    encode(
+        [Record(f"x:{n}", row) for n, row in enumerate(rows)], kind(path="x"), word_chat(), notes.setdefault
+    )
+    assert [note[:60] for note in notes] == [
+        "2 rows hold text that the tokenizer reads as a token of its o"[:60]
+    ]
+    assert "the first <end> in x:0" in next(iter(notes))
+
+
+@mark.parametrize(
+    ("rows", "evaluated", "told"),
+    [
+        (["hi", "who"], ["who", "me", "hi"], "2 of 3 rows"),
+        (["hi", "who"], [[{"role": "user", "content": "who"}], "me"], "1 of 2 rows"),
+        (["hi", "who"], ["you"], ""),
+        (["hi", "hi"], ["hi"], ""),
+    ],
+)
+def test_held_out_rows_that_are_trained_on_are_told(tmp_path, rows, evaluated, told):
+    notes = {}
+    paths = [
+        write(
+            tmp_path,
+            [{"prompt": prompt, "completion": f"{n}{name}"} for n, prompt in enumerate(prompts)],
+            name,
+        )
+        for prompts, name in ((rows, "d.jsonl"), (evaluated, "e.jsonl"))
+    ]
+    read_raw_rows(DemonstrationsConfig(path=paths[0], eval_path=paths[1]), seed=0, note=notes.setdefault)
+    assert [note.split(" of data.")[0] for note in notes] == ([told] if told else [])
+    assert "".join(notes).count("e.jsonl:1") == (1 if told else 0)
+
+
 def test_tools_in_a_form_that_the_template_does_not_read_are_refused():
     reading = "{% for t in tools or [] %}{{ (t.function or {}).name }} tool{% endfor %}" + PLAIN
     row = {"messages": TALK, "tools": [{"name": "good", "description": "kind"}]}

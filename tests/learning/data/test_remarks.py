@@ -97,7 +97,7 @@ def test_control_tokens_in_what_a_user_says_are_told_with_the_first_row(tmp_path
     path = write(tmp_path / "d.jsonl", rows)
     (note,) = load_prompts(DataConfig(path=path, chat=True), tokenizer, seed=0).notes()
     assert note.startswith(
-        "2 prompts hold text that the tokenizer reads as a token of its own, the first <|mark|> in "
+        "2 rows hold text that the tokenizer reads as a token of its own, the first <|mark|> in "
     )
     assert f"{path}:2;" in note
     assert load_prompts(DataConfig(path=path), tokenizer, seed=0).notes() == [], (

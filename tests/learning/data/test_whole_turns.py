@@ -87,6 +87,15 @@ def test_every_form_of_a_call_gives_the_template_the_same(tmp_path, tokenizer, r
     assert prompt.messages == (("user", "High?"), ("assistant", ""), ("tool", "at 9"))
 
 
+@mark.parametrize("given", ["null", '{"port": ', '["Ely"]', "Ely", 3, [1]])
+def test_arguments_that_are_no_object_are_refused_by_row_and_path(tmp_path, tokenizer, given):
+    call = {"type": "function", "function": {"name": "tide", "arguments": given}}
+    with raises(
+        DataError, match=r"d\.jsonl:1.*message 1, tool_calls\[0\]\.function\.arguments: expected an object"
+    ):
+        load(tmp_path, tokenizer, {"messages": [ASKED, {**CALLING, "tool_calls": [call]}, TOLD]})
+
+
 def test_columns_of_parquet_give_no_message_the_keys_of_others(tmp_path, tokenizer):
     other = {"type": "function", "function": {"name": "moon", "arguments": {"day": 3}}}
     talks = [TALK, [ASKED, {**CALLING, "tool_calls": [other]}, TOLD]]

@@ -57,3 +57,16 @@ def test_a_classifier_with_several_outputs_and_a_damaged_checkpoint_are_refused(
         load_scorer(str(tmp_path / "three"), word_chat(), seed=0)
     with pytest.raises(ModelError, match="does not exist"):
         load_scorer(str(tmp_path / "none"), word_chat(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [("reward", "classifier"), ("reward", None), ("sft", "v_head.summary")]
+)
+def test_a_trained_head_of_another_name_is_refused_and_not_drawn_anew(tmp_path, kind, head):
+    model = tiny(kind)
+    state = {key: tensor for key, tensor in model.state_dict().items() if key != "score.weight"}
+    if head is not None:
+        state[f"{head}.weight"] = torch.ones(1, 32)
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ModelError, match=rf"drawn at random.*got {head or 'no other head'}"):
+        load_scorer(str(tmp_path), word_chat(), seed=1)

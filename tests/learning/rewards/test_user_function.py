@@ -120,6 +120,16 @@ def test_none_of_an_optional_part_adds_nothing_and_of_another_is_a_fault():
     assert [type(outcome) for outcome in outcomes(False)] == [Unscored, Reward]
 
 
+def test_a_response_to_which_no_part_applies_has_no_reward():
+    maybe = [{"name": n, "kind": "odd_rewards:gives_none", "optional": True} for n in ("a", "b")]
+    skipping = build_reward(RewardConfig.model_validate({"parts": maybe, "on_error": "skip"}))
+    none, some = skipping.score_each(*batch("bad", "three"))
+    assert isinstance(none, Unscored) and none.is_none and "no part of reward.parts applies" in none.reason
+    assert isinstance(some, Reward) and some.value == 10.0
+    with raises(RewardError, match=r"all gave None.*reward\.on_error: skip"):
+        build_reward(RewardConfig.model_validate({"parts": maybe})).score(*batch("bad"))
+
+
 @mark.parametrize("name", ["asks_for_a_column", "sees_a_column"])
 def test_a_function_gets_the_data_set_s_columns_by_name(name):
     fields = {"level": 3, "answer": "not by name", "messages": "our own go before"}
