@@ -103,19 +103,10 @@ def _require_numbers(profile: Profile) -> None:
     cost, one = profile.cost, Shape(**dict.fromkeys(Shape.__dataclass_fields__, 1.0))
     # another number of coefficients is an error of each of these
     cost.draft_s(one), cost.rest_s(one), profile.acceptance.coefficients(np.ones(1), np.ones(1))
-    seconds = [
-        *cost.draft,
-        *cost.verify,
-        *cost.rest,
-        *(value for each in profile.yields for value in each.curve),
-    ]
-    if not all(0.0 <= value < np.inf for value in seconds) or not cost.verify_s(one) > 0.0:
-        raise ValueError("costs or yields are negative or not finite")
-    if (
-        not np.isfinite([*profile.acceptance.first, *profile.acceptance.other]).all()
-        or profile.max_samples < 1
-    ):
-        raise ValueError("coefficients of acceptance are not finite, or max_samples is below 1")
+    costs = [*cost.draft, *cost.verify, *cost.rest, *sum((each.curve for each in profile.yields), ())]
+    every = [*costs, *profile.acceptance.first, *profile.acceptance.other]
+    if min(costs) < 0 or profile.max_samples < 1 or not (np.isfinite(every).all() and cost.verify_s(one) > 0):
+        raise ValueError("a cost, a yield or max_samples is negative, or a number is not finite")
 
 
 def _draft_table(draft: DraftRecording) -> pa.Table:

@@ -253,7 +253,7 @@ class TrlRollouts:
         draft = self._read_draft(speculation, trainer, dtype)
         longest = room + trainer.args.max_completion_length
         cache = _cache()
-        verdicts = None if cache is None else _ToldVerdicts(cache / "probes")
+        verdicts = None if cache is None else _NotedVerdicts(cache / "probes")
         if speculation.goes_by_profile and (self._profile is None or self._trainer is not trainer):
             # of batches and lengths as they come, not of all that may
             most = max(len(one.prompt.token_ids) for one in requests)
@@ -387,7 +387,7 @@ def _progress() -> Callable[[str, float], None]:
     return say
 
 
-class _ToldVerdicts(KeptVerdicts):
+class _NotedVerdicts(KeptVerdicts):
     """Says so where one is missing: finding it takes a while."""
 
     def read(self, facts: dict[str, Any]) -> Verdict | None:
