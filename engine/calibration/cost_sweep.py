@@ -19,9 +19,9 @@ SHAPES = ((1, 1, 16), (2, 2, 8), (3, 3, 5))
 "Branching, width, levels of the recorded drafts; the chain first."
 MAX_PROFILED_NODES = 40
 "Candidates of the largest recorded shape, all of them verified."
-REPEATS = 3
 MOST_STARTS = 100
 "Of a batch that is to be timed: each has one step at least, unless its samples end in the first."
+REPEATS = 3
 "Least decode steps of one drawn plan; a point of the sweep is the median of the later half."
 POINT_S = 0.05
 """Least seconds of them together: machines are slow for ten or twenty milliseconds at a time, and a step shorter than
