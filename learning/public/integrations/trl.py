@@ -8,8 +8,7 @@ gives, up to float32 rounding: TRL corrects for an engine's mismatch only with `
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, DataError, ProfileError, RlhfSpecError
+from rlhfspec.core.errors import ConfigError, DataError, RlhfSpecError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.core.settings.run import CACHE_DIR
 from rlhfspec.core.surfaces.surface import surface
@@ -33,7 +32,6 @@ from rlhfspec.engine.calibration.measured_profile import measured_profile
 from rlhfspec.engine.calibration.profiler import MadeProfile
 from rlhfspec.engine.drafters.head.head_weights import HeadWeights, is_head_folder, load_head
 from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.invariance_probe import KeptVerdicts, Verdict
 from rlhfspec.engine.numerics import on_threads
 from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
 from rlhfspec.engine.weights.chunks import checksum_of
@@ -41,9 +39,14 @@ from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from rlhfspec.learning.data.messages import pairs_of, parse_turns, readable
 from rlhfspec.learning.public.integrations.engine_episodes import EngineEpisodes
+from rlhfspec.learning.public.integrations.measured_once import (
+    NotedVerdicts,
+    kept_profile,
+    named_profile,
+    said_now_and_then,
+)
 from rlhfspec.learning.public.integrations.whole_weights import whole_weights
-from rlhfspec.profiles.profile import Profile, load_profile, save_profile
-from rlhfspec.profiles.provenance import Provenance
+from rlhfspec.profiles.profile import Profile
 
 logger = logging.getLogger(__name__)
 OLDEST = (1, 0)
@@ -52,7 +55,6 @@ MAX_PROMPT_TOKENS = 512
 "Room that an engine has at least; a longer prompt gets one with more."
 PROFILE_S = 20.0
 "What measuring a profile may take."
-_SAID_EVERY_S = 5.0
 _WORDS = {
     "or set models.tokenizer to where it is": "in the folder of the draft",
     "sampling.max_new_tokens": "max_completion_length",
@@ -253,7 +255,7 @@ class TrlRollouts:
         draft = self._read_draft(speculation, trainer, dtype)
         longest = room + trainer.args.max_completion_length
         cache = _cache()
-        verdicts = None if cache is None else _NotedVerdicts(cache / "probes")
+        verdicts = None if cache is None else NotedVerdicts(cache / "probes")
         if speculation.goes_by_profile and (self._profile is None or self._trainer is not trainer):
             # of batches and lengths as they come, not of all that may
             most = max(len(one.prompt.token_ids) for one in requests)
@@ -278,18 +280,18 @@ class TrlRollouts:
                     speculation=speculation,
                     vocab_size=None,
                     budget_s=PROFILE_S,
-                    progress=_progress(),
+                    progress=said_now_and_then(),
                     backend=backend,
                     verdicts=verdicts,
                 )
 
             if speculation.profile != "auto":
-                self._profile = _named_profile(Path(speculation.profile).expanduser(), described)
+                self._profile = named_profile(Path(speculation.profile).expanduser(), described)
             else:
                 if draft is not None:
                     # what is accepted depends on the weights
                     described = replace(described, target_weights=checksum_of(tensors.values()))
-                self._profile = _kept_profile(cache, described, measure)
+                self._profile = kept_profile(cache, described, measure, PROFILE_S)
         if speculation.goes_by_profile and self._profile is None:
             speculation = speculation.model_copy(update={"policy": "bandit"})
         return build_engine(
@@ -333,71 +335,6 @@ def _cache() -> Path | None:
     """Where what is measured is kept; None: this user has no home folder."""
     with suppress(RuntimeError):
         return Path(CACHE_DIR).expanduser()
-
-
-def _named_profile(folder: Path, described: Provenance) -> Profile:
-    """The profile in a folder; a warning where it is of something else. Raises ProfileError: there is none."""
-    profile = load_profile(folder)
-    made = profile.provenance
-    # any batch and length that it was measured for may serve
-    described = replace(described, num_slots=made.num_slots, max_total_tokens=made.max_total_tokens)
-    try:
-        made.require_match(described, where=str(folder), weights=False)
-    except ProfileError as error:
-        logger.warning("rollout_func: how much is drafted may not be what pays: %s", error)
-    return profile
-
-
-def _kept_profile(
-    cache: Path | None, described: Provenance, measure: Callable[[], MadeProfile]
-) -> Profile | None:
-    """The profile in the cache, else one measured now; None: it cannot be, which is warned of."""
-    folder = None if cache is None else cache / "profiles" / described.key
-    if folder is not None and (folder / "profile.json").exists():
-        try:
-            return load_profile(folder)
-        except (ProfileError, OSError) as error:
-            logger.warning("rollout_func: what was measured before is damaged: %s", error)
-    logger.warning(
-        "rollout_func: what drafting costs on this machine is measured once: about %d s", PROFILE_S
-    )
-    try:
-        made = measure()
-    except ConfigError as error:
-        logger.warning("rollout_func: how much to draft is found by trying (bandit): %s", error)
-        return None
-    if folder is not None:
-        try:
-            save_profile(made.profile, folder, made.costs, made.drafts)
-        except OSError as error:
-            logger.warning("rollout_func: it is not kept for the next start in %s: %s", folder, error)
-    return made.profile
-
-
-def _progress() -> Callable[[str, float], None]:
-    """Says now and then how far measuring is."""
-    said_s = time.monotonic()
-
-    def say(what: str, share: float) -> None:
-        nonlocal said_s
-        if time.monotonic() - said_s >= _SAID_EVERY_S:
-            said_s = time.monotonic()
-            logger.warning("rollout_func: %s, %d%%", what, 100 * share)
-
-    return say
-
-
-class _NotedVerdicts(KeptVerdicts):
-    """Says so where one is missing: finding it takes a while."""
-
-    def read(self, facts: dict[str, Any]) -> Verdict | None:
-        verdict = super().read(facts)
-        if verdict is None:
-            logger.warning(
-                "rollout_func: that a response does not depend on its batch is proven once for a model, a machine and "
-                "these sizes: up to a minute"
-            )
-        return verdict
 
 
 @contextmanager
