@@ -102,7 +102,9 @@ def profile_from_tree(tree: dict[str, Any]) -> Profile:
 def _require_numbers(profile: Profile) -> None:
     cost, one = profile.cost, Shape(**dict.fromkeys(Shape.__dataclass_fields__, 1.0))
     # another number of coefficients is an error of each of these
-    cost.draft_s(one), cost.rest_s(one), profile.acceptance.coefficients(np.ones(1), np.ones(1))
+    for call in (cost.draft_s, cost.rest_s):
+        call(one)
+    profile.acceptance.coefficients(np.ones(1), np.ones(1))
     costs = [*cost.draft, *cost.verify, *cost.rest, *sum((each.curve for each in profile.yields), ())]
     every = [*costs, *profile.acceptance.first, *profile.acceptance.other]
     if min(costs) < 0 or profile.max_samples < 1 or not (np.isfinite(every).all() and cost.verify_s(one) > 0):

@@ -107,15 +107,12 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     if config.engine.kv_cache_mb is not None:
         limit = int(config.engine.kv_cache_mb * MB)
         require_room_for_one(limit, needed=memory.longest_sample_bytes, num_tokens=inputs.max_total_tokens)
-    notes = (
-        _describe_adapter(models.target, memory),
-        correction_warning(config.algorithm.correction, config.rollout.max_staleness),
-        *reward.functions,
-        *pattern_notes(config.reward, inputs.dataset.prompts, models.tokenizer),
-    )
-    adapter, correction, *functions = notes
-    told = misspelt_attributes(environment) if environment is not None else []
-    told += [f"{key} has no effect: {why}" for key, why in idle_keys(config)]
+    adapter = _describe_adapter(models.target, memory)
+    correction = correction_warning(config.algorithm.correction, config.rollout.max_staleness)
+    patterns = pattern_notes(config.reward, inputs.dataset.prompts, models.tokenizer)
+    notes = (adapter, correction, *reward.functions, *patterns)
+    remarks = [f"{key} has no effect: {why}" for key, why in idle_keys(config)]
+    remarks += misspelt_attributes(environment) if environment is not None else []
     on_gpus = [f"{key} is {value}, the default on GPUs" for key, value in config.device_defaults.items()]
     dataset = f"{len(inputs.dataset)} prompts, the longest {inputs.dataset.max_prompt_tokens} tokens"
     evaluation = () if inputs.evaluation is None else inputs.evaluation.lines
@@ -134,15 +131,15 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
             {
                 "models": (*models.lines, adapter),
                 "data": (dataset, *inputs.notes(), *evaluation),
-                "reward": functions,
+                "reward": notes[2:],
                 "numerics": (numerics, *on_gpus, correction),
-                "settings": told,
+                "settings": remarks,
                 f"memory, of {have} available here": rows,
                 "disk": (f"{gib(memory.disk_bytes)} of {gib(room.disk_bytes)} free",),
                 "placement": topology.describe().splitlines(),
             }
         ),
-        notes=(*models.doubts, *told, *(note for note in notes if note is not None)),
+        notes=(*models.doubts, *remarks, *(note for note in notes if note is not None)),
     )
 
 

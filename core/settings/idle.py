@@ -16,22 +16,20 @@ _Row = tuple[str, Callable[[Any, Any], object], str]
 "Section and names in it (`*`: all but those behind it), whether they are idle (of config, section), why."
 
 
-def _one_step(config: Config, _: Section) -> bool:
+def _one_step(config: Any) -> bool:
+    """Of a run's Config."""
     num_samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
     is_one = config.trainer.epochs == 1 and num_samples <= config.trainer.minibatch_size
     return is_one and not config.rollout.max_staleness
-
-
-def _only_step(config: Config, section: AlgorithmConfig) -> bool:
-    return _one_step(config, section) and config.run.iterations == 1 and section.kl_coef > 0.0
 
 
 _RATIOS = "a batch is learned from in one step of the policy that sampled it: ratios are 1"
 _KL = "in the only step the policy is the reference model: the KL and its gradient are 0"
 _RUN: tuple[_Row, ...] = (
     ("algorithm.kl_estimator kl_placement", lambda c, s: not s.kl_coef, "algorithm.kl_coef is 0"),
-    ("algorithm.kl_coef kl_estimator kl_placement kl_target", _only_step, _KL),
-    ("algorithm.clip_ratio clip_ratio_high dual_clip", _one_step, _RATIOS),
+    ("algorithm.kl_coef kl_estimator kl_placement kl_target",
+     lambda c, s: c.run.iterations == 1 and s.kl_coef > 0 and _one_step(c), _KL),
+    ("algorithm.clip_ratio clip_ratio_high dual_clip", lambda c, s: _one_step(c), _RATIOS),
     ("trainer.value_learning_rate value_epochs", lambda c, s: not c.algorithm.has_critic, "there is no critic"),
     ("trainer.strategy", lambda c, s: c.cluster.trainer.num_actors == 1, "there is one trainer"),
     ("evaluation.* every", lambda c, s: not s.every, "evaluation.every is 0"),

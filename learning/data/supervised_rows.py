@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.outside import cut
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
+from rlhfspec.core.surfaces.surface import note_once
 from rlhfspec.learning.data.chat_masks import (
     conversation_tokens,
     is_learned,
@@ -252,8 +253,8 @@ def encode_demonstrations(
             f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.token_limit}, or have no "
             "token to learn; raise data.max_tokens, or mend the rows"
         )
-    for line in remarks.lines if note is not None else ():
-        note(line)
+    for line in remarks.lines:
+        (note or note_once)(line)
     return examples, len(rows) - len(examples)
 
 
@@ -391,8 +392,8 @@ def encode_preferences(
         raise DataError(
             f"no pair left of {len(rows)} rows: all are longer than data.max_tokens {data.token_limit}; raise it"
         )
-    for line in remarks.lines if note is not None else ():
-        note(line)
+    for line in remarks.lines:
+        (note or note_once)(line)
     return pairs, len(rows) - len(pairs)
 
 
