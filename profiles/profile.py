@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from rlhfspec.core.errors import ProfileError
 from rlhfspec.profiles.acceptance import AcceptanceModel
-from rlhfspec.profiles.cost import CostModel, CostTable
+from rlhfspec.profiles.cost import CostModel, CostTable, Shape
 from rlhfspec.profiles.provenance import Provenance
 from rlhfspec.profiles.recording import DraftRecording
 
@@ -87,7 +87,7 @@ def profile_from_tree(tree: dict[str, Any]) -> Profile:
     """Return the profile that `asdict` took apart. Raises ValueError for another version, KeyError, TypeError."""
     if tree["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema_version {tree['schema_version']}, expected {SCHEMA_VERSION}")
-    return Profile(
+    profile = Profile(
         provenance=Provenance(**tree["provenance"]),
         cost=CostModel(**{name: tuple(values) for name, values in tree["cost"].items()}),
         acceptance=AcceptanceModel(**{name: tuple(values) for name, values in tree["acceptance"].items()}),
@@ -95,6 +95,18 @@ def profile_from_tree(tree: dict[str, Any]) -> Profile:
         max_samples=tree["max_samples"],
         quality=tree["quality"],
     )
+    _require_numbers(profile)
+    return profile
+
+
+def _require_numbers(profile: Profile) -> None:
+    cost, one = profile.cost, Shape(**dict.fromkeys(Shape.__dataclass_fields__, 1.0))
+    # another number of coefficients is an error of each of these
+    cost.draft_s(one), cost.rest_s(one), profile.acceptance.coefficients(np.ones(1), np.ones(1))
+    costs = [*cost.draft, *cost.verify, *cost.rest, *sum((each.curve for each in profile.yields), ())]
+    every = [*costs, *profile.acceptance.first, *profile.acceptance.other]
+    if min(costs) < 0 or profile.max_samples < 1 or not (np.isfinite(every).all() and cost.verify_s(one) > 0):
+        raise ValueError("a cost, a yield or max_samples is negative, or a number is not finite")
 
 
 def _draft_table(draft: DraftRecording) -> pa.Table:

@@ -19,15 +19,19 @@ SHAPES = ((1, 1, 16), (2, 2, 8), (3, 3, 5))
 "Branching, width, levels of the recorded drafts; the chain first."
 MAX_PROFILED_NODES = 40
 "Candidates of the largest recorded shape, all of them verified."
-REPEATS = 3
 MOST_STARTS = 100
 "Of a batch that is to be timed: each has one step at least, unless its samples end in the first."
+REPEATS = 3
 "Least decode steps of one drawn plan; a point of the sweep is the median of the later half."
 POINT_S = 0.05
 """Least seconds of them together: machines are slow for ten or twenty milliseconds at a time, and a step shorter than
 those before it takes a dozen to settle, because weights that are read more often stay in the processor's caches."""
+SLOW_POINT_S = 0.5
+"Seconds of them together after which fewer steps do."
 CONTEXT_SHARES = (0.2, 0.6)
 "Prompt lengths of the sweep, of the longest sample."
+_CORNERS = 2
+"Of the grid, that are timed in any case: the least and the most."
 
 
 def sweep_costs(
@@ -41,6 +45,8 @@ def sweep_costs(
 ) -> CostTable:
     """Time decode steps with drawn plans, at batches of 1, 2, 4, .. and at short and long contexts.
 
+    From the corners inwards: what the time no longer suffices for is left out, so a slow machine has a coarser grid.
+
     `chains_only`: for a drafter that knows no trees.
     """
     slots = engine.runner.pool.num_slots
@@ -53,8 +59,13 @@ def sweep_costs(
         # those that do not run together cannot be timed together
         if size <= room.num_of(prompt_tokens_of(longest, share))
     ]
+    last = len(cells) - 1
+    cells = [cells[place] for place in sorted(range(len(cells)), key=lambda place: min(place, last - place))]
     rows: list[StepRecord] = []
+    ends_s = time.perf_counter() + budget_s
     for number, (size, share) in enumerate(cells):
+        if number >= _CORNERS and time.perf_counter() > ends_s:
+            break
         progress(number / len(cells))
         plans = _DrawnPlans(random, chains_only=chains_only)
         rows += _cell(engine, _tiled(requests, size, share, engine), plans, budget_s / len(cells))
@@ -93,7 +104,7 @@ def _cell(
         plans.draw()
         group: list[StepRecord] = []
         starts, lasted_s = 0, 0.0
-        while len(group) < REPEATS or lasted_s < POINT_S:
+        while lasted_s < POINT_S or (len(group) < REPEATS and lasted_s < SLOW_POINT_S):
             if engine.num_running < len(requests):
                 starts += 1
                 if starts > MOST_STARTS:

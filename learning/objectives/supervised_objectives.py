@@ -103,6 +103,11 @@ class MeanBatch:
     means: dict[str, float] = field(default_factory=dict)
     "of all trainers; filled by `finish`"
     _sums: dict[str, Tensor] = field(default_factory=dict)
+    _weight: float = 0.0
+    "of all items, counted once: every pack asks"
+
+    def __post_init__(self) -> None:
+        self._weight = sum(self.objective.weight(item) for item in self.items)
 
     @property
     def packs(self) -> list[Pack]:
@@ -111,8 +116,7 @@ class MeanBatch:
 
     def loss(self, model: PreTrainedModel, pack: Pack) -> Tensor:
         """See `Batch`."""
-        total = sum(self.objective.weight(item) for item in self.items)
-        share = 0.0 if pack.is_filler else 1.0 / total
+        share = 0.0 if pack.is_filler else 1.0 / self._weight
         found = self.objective.sums(model, [self.items[row] for row in pack.rows], self.forward)
         for name, value in found.items():
             part = value.detach().float() * share

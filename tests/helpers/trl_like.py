@@ -40,6 +40,10 @@ def trl_like(
         state=SimpleNamespace(global_step=0),
         is_in_train=True,
         accelerator=SimpleNamespace(
-            device=torch.device("cpu"), num_processes=ranks, process_index=rank, unwrap_model=lambda one: one
+            device=torch.device("cpu"),
+            num_processes=ranks,
+            process_index=rank,
+            unwrap_model=lambda one: one,
+            gather=lambda one: one,
         ),
     )

@@ -1,4 +1,4 @@
-"""Adapters of a trainer's model, through what merges them for the engine: their settings and their tensors."""
+"""TRL's settings, and adapters of its model: what merges them for the engine gets their settings and tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from trl_like import ARGUMENTS
 
+from rlhfspec.learning.public.integrations.trl import sampling_of
 from rlhfspec.learning.public.integrations.whole_weights import whole_weights
 
 
@@ -37,4 +39,8 @@ def tensors(name: str, value: Any, _: Path) -> None:
     merge(model)
 
 
-FEEDS = {"adapter_config": settings, "adapter_tensors": tensors}
+def trl(name: str, value: Any, _: Path) -> None:
+    sampling_of(SimpleNamespace(args=SimpleNamespace(**ARGUMENTS | {name: value}), eos_token_ids=[1]))
+
+
+FEEDS = {"adapter_config": settings, "adapter_tensors": tensors, "trl_config": trl}

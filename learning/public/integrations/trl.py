@@ -8,8 +8,8 @@ gives, up to float32 rounding: TRL corrects for an engine's mismatch only with `
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,19 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import TrainingArguments
 
 from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, DataError, ProfileError
+from rlhfspec.core.errors import ConfigError, DataError, RlhfSpecError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.core.settings.run import CACHE_DIR
+from rlhfspec.core.surfaces.surface import surface
 from rlhfspec.core.weight_records import TensorSpec, WeightManifest
 from rlhfspec.engine.build import backend_for, build_engine, published_model
 from rlhfspec.engine.calibration.engine_provenance import provenance_of
 from rlhfspec.engine.calibration.measured_profile import measured_profile
 from rlhfspec.engine.calibration.profiler import MadeProfile
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head
+from rlhfspec.engine.drafters.head.head_weights import HeadWeights, is_head_folder, load_head
 from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.invariance_probe import KeptVerdicts
 from rlhfspec.engine.numerics import on_threads
 from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
 from rlhfspec.engine.weights.chunks import checksum_of
@@ -38,16 +39,29 @@ from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from rlhfspec.learning.data.messages import pairs_of, parse_turns, readable
 from rlhfspec.learning.public.integrations.engine_episodes import EngineEpisodes
+from rlhfspec.learning.public.integrations.measured_once import (
+    NotedVerdicts,
+    kept_profile,
+    named_profile,
+    said_now_and_then,
+)
 from rlhfspec.learning.public.integrations.whole_weights import whole_weights
-from rlhfspec.profiles.profile import Profile, load_profile, save_profile
-from rlhfspec.profiles.provenance import Provenance
+from rlhfspec.profiles.profile import Profile
 
 logger = logging.getLogger(__name__)
 OLDEST = (1, 0)
 "Release of TRL; earlier ones call a rollout function with other arguments."
 MAX_PROMPT_TOKENS = 512
+"Room that an engine has at least; a longer prompt gets one with more."
 PROFILE_S = 20.0
 "What measuring a profile may take."
+_WORDS = {
+    "or set models.tokenizer to where it is": "in the folder of the draft",
+    "sampling.max_new_tokens": "max_completion_length",
+    "data.max_prompt_tokens": "rollout_func's max_prompt_tokens",
+    "sampling.": "GRPOConfig.",
+}
+"What a user of TRL reads in the place of our keys."
 _INDICES_A_STEP = 1 << 32
 "Sample indices from one `global_step` to the next."
 _INDICES_A_RANK = 1 << 20
@@ -72,8 +86,8 @@ def rollout_func(
         engine: slots, threads, numerics.
         environment: what answers between turns; its tokens are marked in `env_mask`, and the sum of its rewards reaches
             reward functions as `environment_reward`.
-        max_prompt_tokens: of the longest prompt, templated; None: 512, or what the model's context leaves beside
-            `max_completion_length`.
+        max_prompt_tokens: of the longest prompt, templated; None: what the model's context leaves beside
+            `max_completion_length`. The engine has room for 512, and is built anew where a prompt has more.
 
     Raises:
         ConfigError: TRL is not installed, or older than 1.0; settings that do not go together.
@@ -106,8 +120,11 @@ class TrlRollouts:
         self._speculation, self._settings, self._environment = speculation, engine, environment
         self._max_prompt_tokens = max_prompt_tokens
         self._trainer: Any = None
-        self._published: tuple[int, bool] | None = None
-        "whose weights the engine has: the step, and whether training went on, whose end may load the best ones"
+        self._published: int | None = None
+        "the step of training whose weights the engine has; outside training anybody may change them at any time"
+        self._room = 0
+        "prompt tokens that the engine has room for"
+        self._profile: Profile | None = None
         self._used: dict[tuple[int, Stream], int] = {}
         "sample indices that a step has given out on this rank"
 
@@ -124,25 +141,24 @@ class TrlRollouts:
 
         Raises:
             ConfigError: sampling, or a trainer, that this engine does not serve.
-            DataError: no prompt, one that is too long, or holds images.
+            DataError: a prompt that is too long, or holds images.
         """
-        if not prompts:
-            raise DataError(
-                "rollout_func: expected at least one prompt, got none; look at the trainer's data set"
-            )
-        sampling = sampling_of(trainer)
-        prompt_ids = tokenized(prompts, trainer)
-        longest, most = max(map(len, prompt_ids)), self._most_prompt_tokens(trainer)
-        if longest > most:
-            raise DataError(
-                f"rollout_func: a prompt has {longest} tokens, expected at most {most}; shorten it, or give "
-                f"rollout_func max_prompt_tokens={longest}"
-            )
+        with _in_trls_words():
+            sampling = sampling_of(trainer)
+            if prompts:
+                return self._generated(prompts, tokenized(prompts, trainer), sampling, trainer)
+        more = () if self._environment.kind is None else ("env_mask", "environment_reward")
+        return {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", *more)}
+
+    def _generated(
+        self, prompts: list[Any], prompt_ids: list[list[int]], sampling: SamplingParams, trainer: Any
+    ) -> dict[str, list[Any]]:
+        room = self._room_for(prompt_ids, trainer)
         with torch.no_grad(), on_threads(self._settings.num_threads):
             before = self._used
             requests = self._requests(prompts, prompt_ids, sampling, trainer)
             try:
-                engine = self._with_weights_of(trainer, requests)
+                engine = self._with_weights_of(trainer, requests, room)
             except BaseException:
                 # no response has been made: the next call has these keys
                 self._used = before
@@ -185,31 +201,48 @@ class TrlRollouts:
             for number, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
         ]
 
-    def _with_weights_of(self, trainer: Any, requests: Sequence[SampleRequest]) -> Engine:
+    def _room_for(self, prompt_ids: list[list[int]], trainer: Any) -> int:
+        """Prompt tokens that the engine must have room for, the same on all ranks. Collective. Raises DataError."""
+        here = torch.tensor([max(map(len, prompt_ids))], device=trainer.accelerator.device)
+        longest, new = int(trainer.accelerator.gather(here).max()), trainer.args.max_completion_length
+        if (most := self._max_prompt_tokens) is not None:
+            if longest > most:
+                raise DataError(
+                    f"rollout_func: a prompt has {longest} tokens, expected at most {most}; shorten it, or give "
+                    f"rollout_func max_prompt_tokens={longest}"
+                )
+            return most
+        room = max(MAX_PROMPT_TOKENS, 1 << (longest - 1).bit_length())
+        context = max_context_tokens(trainer.model.config) or room + new
+        if longest + new > context:
+            raise DataError(
+                f"rollout_func: a prompt has {longest} tokens and max_completion_length is {new}, expected at most the "
+                f"{context} of the model's context together; shorten the prompt, or lower max_completion_length"
+            )
+        return min(room, context - new)
+
+    def _with_weights_of(self, trainer: Any, requests: Sequence[SampleRequest], room: int) -> Engine:
         """The engine, with the trainer's weights of this step. Collective where they are sharded."""
         step = int(trainer.state.global_step)
-        now = step, bool(trainer.is_in_train)
-        if self.engine is None or self._trainer is not trainer:
-            self.engine = self._build(trainer, step, requests)
-            self._trainer = trainer
-        elif self._published != now:
+        now = step if trainer.is_in_train else None
+        if self.engine is None or self._trainer is not trainer or room > self._room:
+            # two would not have room
+            self.engine = None
+            self.engine = self._build(trainer, step, requests, room)
+            self._trainer, self._room = trainer, room
+        elif now is None or self._published != now:
             tensors = whole_weights(trainer)
             self.engine.load_weights(_manifest(trainer, tensors, step), tensors)
         self._published = now
         return self.engine
 
-    def _build(self, trainer: Any, step: int, requests: Sequence[SampleRequest]) -> Engine:
+    def _build(self, trainer: Any, step: int, requests: Sequence[SampleRequest], room: int) -> Engine:
         tensors = whole_weights(trainer)
         dtype = dtype_of(trainer, tensors)
         settings = self._settings
         if settings.device == "auto":
             settings = settings.model_copy(update={"device": trainer.accelerator.device.type})
-        speculation = self._speculation or SpeculationConfig(
-            drafter="suffix" if self._draft is None else "model"
-        )
-        if speculation.goes_by_profile and speculation.profile == "auto" and settings.device != "cpu":
-            # nothing is measured on GPUs yet
-            speculation = speculation.model_copy(update={"policy": "bandit"})
+        speculation = self._drafting(settings)
         backend = backend_for(settings)
         target = published_model(
             _manifest(trainer, tensors, step),
@@ -220,11 +253,10 @@ class TrlRollouts:
             stock=settings.forward == "stock",
         )
         draft = self._read_draft(speculation, trainer, dtype)
-        longest = self._most_prompt_tokens(trainer) + trainer.args.max_completion_length
+        longest = room + trainer.args.max_completion_length
         cache = _cache()
-        verdicts = None if cache is None else KeptVerdicts(cache / "probes")
-        profile = None
-        if speculation.goes_by_profile:
+        verdicts = None if cache is None else NotedVerdicts(cache / "probes")
+        if speculation.goes_by_profile and (self._profile is None or self._trainer is not trainer):
             # of batches and lengths as they come, not of all that may
             most = max(len(one.prompt.token_ids) for one in requests)
             slots = min(settings.max_running_samples, len(requests))
@@ -248,21 +280,20 @@ class TrlRollouts:
                     speculation=speculation,
                     vocab_size=None,
                     budget_s=PROFILE_S,
+                    progress=said_now_and_then(),
                     backend=backend,
                     verdicts=verdicts,
                 )
 
             if speculation.profile != "auto":
-                profile = _named_profile(Path(speculation.profile).expanduser(), described)
+                self._profile = named_profile(Path(speculation.profile).expanduser(), described)
             else:
                 if draft is not None:
                     # what is accepted depends on the weights
                     described = replace(described, target_weights=checksum_of(tensors.values()))
-                try:
-                    profile = _kept_profile(cache, described, measure)
-                except ConfigError as error:
-                    logger.warning("rollout_func: how much to draft is found by trying (bandit): %s", error)
-                    speculation = speculation.model_copy(update={"policy": "bandit"})
+                self._profile = kept_profile(cache, described, measure, PROFILE_S)
+        if speculation.goes_by_profile and self._profile is None:
+            speculation = speculation.model_copy(update={"policy": "bandit"})
         return build_engine(
             target,
             draft,
@@ -271,17 +302,20 @@ class TrlRollouts:
             max_total_tokens=longest,
             instance="TRL",
             weight_version=step,
-            profile=profile,
+            profile=self._profile if speculation.goes_by_profile else None,
             backend=backend,
             verdicts=verdicts,
         )
 
-    def _most_prompt_tokens(self, trainer: Any) -> int:
-        if self._max_prompt_tokens is not None:
-            return self._max_prompt_tokens
-        new = trainer.args.max_completion_length
-        context = max_context_tokens(trainer.model.config) or MAX_PROMPT_TOKENS + new
-        return max(min(MAX_PROMPT_TOKENS, context - new), 1)
+    def _drafting(self, settings: EngineConfig) -> SpeculationConfig:
+        """What drafts where nothing else is said: a head in a folder of one, and by trying on GPUs."""
+        chosen = self._speculation or SpeculationConfig(drafter="suffix" if self._draft is None else "model")
+        if self._draft and chosen.drafter == "model" and is_head_folder(Path(self._draft).expanduser()):
+            chosen = chosen.model_copy(update={"drafter": "head"})
+        if chosen.goes_by_profile and chosen.profile == "auto" and settings.device != "cpu":
+            # nothing is measured on GPUs yet
+            chosen = chosen.model_copy(update={"policy": "bandit"})
+        return chosen
 
     def _read_draft(
         self, speculation: SpeculationConfig, trainer: Any, dtype: str
@@ -303,33 +337,17 @@ def _cache() -> Path | None:
         return Path(CACHE_DIR).expanduser()
 
 
-def _named_profile(folder: Path, described: Provenance) -> Profile:
-    """The profile in a folder; a warning where it is of something else. Raises ProfileError: there is none."""
-    profile = load_profile(folder)
-    made = profile.provenance
-    # any batch and length that it was measured for may serve
-    described = replace(described, num_slots=made.num_slots, max_total_tokens=made.max_total_tokens)
+@contextmanager
+def _in_trls_words() -> Iterator[None]:
+    """Let errors name what a script of TRL can change."""
     try:
-        made.require_match(described, where=str(folder), weights=False)
-    except ProfileError as error:
-        logger.warning("rollout_func: how much is drafted may not be what pays: %s", error)
-    return profile
-
-
-def _kept_profile(cache: Path | None, described: Provenance, measure: Callable[[], MadeProfile]) -> Profile:
-    """The profile in the cache, else one measured now."""
-    folder = None if cache is None else cache / "profiles" / described.key
-    if folder is not None:
-        with suppress(ProfileError, OSError):
-            return load_profile(folder)
-    logger.warning("rollout_func: what drafting costs on this machine is measured once: a minute or so")
-    made = measure()
-    if folder is not None:
-        try:
-            save_profile(made.profile, folder, made.costs, made.drafts)
-        except OSError as error:
-            logger.warning("rollout_func: it is not kept for the next start in %s: %s", folder, error)
-    return made.profile
+        yield
+    except RlhfSpecError as error:
+        text = str(error)
+        for ours, theirs in _WORDS.items():
+            text = text.replace(ours, theirs)
+        error.args = (text,)
+        raise
 
 
 def _lists(done: Sequence[Completion]) -> dict[str, list[Any]]:
@@ -354,20 +372,19 @@ def _prompt(number: int, prompt: Any, ids: list[int]) -> Prompt:
 def sampling_of(trainer: Any) -> SamplingParams:
     """How TRL's own generation would sample. Raises ConfigError naming what our engine does not serve."""
     args = trainer.args
-    refused = {
-        "use_vllm": (args.use_vllm, "vLLM would run beside this engine; leave it out"),
-        "min_p": (args.min_p, "leave it out, or set top_p"),
-        "repetition_penalty": (args.repetition_penalty not in (None, 1.0), "set it to 1.0"),
-        "generation_kwargs": (args.generation_kwargs, "set temperature, top_p, top_k, max_completion_length"),
-        "tools": (
-            getattr(trainer, "tools", None),
-            "TRL generates further turns of tools by itself; leave it out",
-        ),
-    }
-    for name, (is_set, mend) in refused.items():
-        if is_set:
-            value = getattr(args, name, is_set)
-            raise ConfigError(f"rollout_func: {name} is {value!r}, which this engine does not serve; {mend}")
+    # whoever trains reads those of transformers' own
+    trains = TrainingArguments.__dataclass_fields__.keys() - {"fp16_full_eval"}
+    names = [name for name in getattr(args, "__dataclass_fields__", vars(args)) if name not in trains]
+    given = {name: getattr(args, name) for name in names}
+    surface("trl_config").require(given, "rollout_func: GRPOConfig", error=ConfigError)
+    if getattr(trainer, "tools", None):
+        raise ConfigError(
+            "rollout_func: GRPOTrainer has tools, whose further turns TRL generates by itself; leave them out"
+        )
+    if args.max_completion_length is None:
+        raise ConfigError(
+            "rollout_func: max_completion_length is None, expected the most tokens that a response may have; set it"
+        )
     stops = getattr(trainer, "eos_token_ids", None) or [trainer.processing_class.eos_token_id]
     return SamplingParams(
         temperature=args.temperature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from copy import deepcopy
@@ -11,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 from byte_chat import save_byte_pair
+from tiny_heads import tiny_head
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from trl_like import trl_like
 
 from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, DataError
+from rlhfspec.core.errors import ConfigError, DataError, ModelError
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.drafters.head.head_weights import save_head
 from rlhfspec.engine.weights.chunks import unique_tensors
 from rlhfspec.engine.weights.loading import load_causal_lm
 from rlhfspec.learning.public.integrations import trl
@@ -93,12 +96,19 @@ def test_responses_are_those_of_our_engine_alone(pair, model, tokenizer, prompts
     assert got["completion_ids"][0] != got["completion_ids"][1], "one prompt's samples have keys of their own"
 
 
-def test_what_drafting_costs_is_measured_once(model, tokenizer, tmp_path, monkeypatch):
+def test_what_drafting_costs_is_measured_once(model, tokenizer, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trl, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(trl, "PROFILE_S", 0.5)
     got = rollouts(None, None)(CHATS, trl_like(model, tokenizer))
     assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
-    assert len(list(tmp_path.glob("profiles/*/profile.json"))) == 1
+    (kept,) = tmp_path.glob("profiles/*/profile.json")
+    tree = json.loads(kept.read_text())
+    kept.write_text(
+        json.dumps(tree | {"cost": tree["cost"] | {"verify": [-1.0] * len(tree["cost"]["verify"])}})
+    )
+    rollouts(None, None)(CHATS, trl_like(model, tokenizer))
+    assert caplog.text.count("what was measured before is damaged: ") == 1
+    assert caplog.text.count("is measured once: about 0 s") == 2, "and is measured anew"
     monkeypatch.setattr(trl, "measured_profile", lambda *_, **__: pytest.fail("measured again"))
     moved(model)  # other weights cost the same
     got = rollouts(None, None)(CHATS, trl_like(model, tokenizer))
@@ -164,12 +174,13 @@ def test_weights_are_published_when_the_step_changes_and_not_before(model, token
     trainer.state.global_step = 1
     after = ours(CHATS, trainer)
     assert (after["completion_ids"], after["logprobs"]) == alone(model, first["prompt_ids"], first=1 << 32)
-    moved(model)  # as load_best_model_at_end does, at the last step
     trainer.is_in_train = False
-    best = ours(CHATS, trainer)
-    assert (best["completion_ids"], best["logprobs"]) == alone(
-        model, first["prompt_ids"], first=4 + (1 << 32)
-    )
+    for number in (1, 2):
+        moved(model)  # as load_best_model_at_end does, at the last step, or a user between two evaluations
+        best = ours(CHATS, trainer)
+        assert (best["completion_ids"], best["logprobs"]) == alone(
+            model, first["prompt_ids"], first=4 * number + (1 << 32)
+        )
 
 
 def test_bfloat16_is_decoded_where_trl_computes_in_it_and_what_differs_is_said(
@@ -312,12 +323,10 @@ def test_an_environments_tokens_are_marked_and_between_turns_that_are_ours_alone
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_vllm": True}, "use_vllm is True"),
-        ({"min_p": 0.1}, "min_p is 0.1"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty is 1.2"),
-        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs is {'num_beams': 2}"),
         ({"fp16": True}, "fp16 is True"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 0.0}, r"^GRPOConfig\.top_p must be"),
+        ({"max_completion_length": 0}, r"^max_completion_length must be an integer of at least 1"),
+        ({"max_completion_length": None}, "max_completion_length is None, expected the most tokens"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(model, tokenizer, changes, message):
@@ -325,13 +334,42 @@ def test_what_is_not_served_is_refused_by_name(model, tokenizer, changes, messag
         rollouts()(CHATS, trl_like(model, tokenizer, **changes))
 
 
-def test_prompts_that_are_too_long_or_none_are_refused(model, tokenizer):
+def test_prompts_of_any_length_are_taken_up_to_the_context_or_to_what_was_said(model, tokenizer, caplog):
     with pytest.raises(
         DataError, match=r"a prompt has 100 tokens, expected at most 64.*max_prompt_tokens=100"
     ):
         rollouts()(["x" * 100], trl_like(model, tokenizer))
-    with pytest.raises(DataError, match="expected at least one prompt, got none"):
-        rollouts()([], trl_like(model, tokenizer))
+    model.config.max_position_embeddings = 1024
+    ours, trainer = TrlRollouts(None, LOOK_UP, ENGINE, EnvironmentConfig(), None), trl_like(model, tokenizer)
+    assert len(ours(["x" * 20], trainer)["logprobs"][0]) > 0 and ours._room == 512
+    built = ours.engine
+    for length, room in ((512, 512), (700, 1012), (1012, 1012)):
+        assert len(ours(["x" * length], trainer)["prompt_ids"][0]) == length and ours._room == room
+        assert (ours.engine is built) == (room == 512), "it is built anew only where it must"
+    with pytest.raises(
+        DataError, match=r"1013 tokens and max_completion_length is 12, expected at most the 1024"
+    ):
+        ours(["x" * 1013], trainer)
+    said = TrlRollouts(None, LOOK_UP, ENGINE, EnvironmentConfig(), 2000)
+    with pytest.raises(ModelError, match=r"lower rollout_func's max_prompt_tokens or max_completion_length$"):
+        said(["x"], trainer)
+
+
+def test_no_prompt_has_no_response(model, tokenizer):
+    nothing = rollouts()([], trl_like(model, tokenizer))
+    assert nothing == {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+
+
+def test_a_folder_of_a_head_drafts_as_one_and_a_draft_without_tokenizer_is_named(tmp_path, model, tokenizer):
+    (tmp_path / "head").mkdir()
+    save_head(tmp_path / "head", tiny_head(model, 2))
+    bandit = SpeculationConfig(policy="bandit")
+    got = rollouts(tmp_path / "head", bandit)(CHATS, trl_like(model, tokenizer))
+    assert (got["completion_ids"], got["logprobs"]) == alone(model, got["prompt_ids"])
+    model.save_pretrained(tmp_path / "draft")
+    with pytest.raises(ModelError, match=r"tokenizer") as told:
+        rollouts(tmp_path / "draft", bandit)(CHATS, trl_like(model, tokenizer))
+    assert "models." not in str(told.value)
 
 
 @pytest.mark.parametrize("release", ["0.29.1", "1.0.0"])

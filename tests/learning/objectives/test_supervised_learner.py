@@ -63,6 +63,23 @@ def test_loss_and_gradient_of_packs_are_those_of_single_sequences(kind):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("kind", list(DENSE))
+def test_an_evaluation_looks_at_each_row_once(kind, monkeypatch):
+    learner, items = new_learner(kind, None), items_of(kind)
+    weigh, weighed, rows = type(learner.objective).weight, [], []
+    monkeypatch.setattr(
+        type(learner.objective), "weight", lambda self, one: weighed.append(one) or weigh(self, one)
+    )
+    sums = type(learner.objective).sums
+    monkeypatch.setattr(
+        type(learner.objective),
+        "sums",
+        lambda self, model, some, how: rows.extend(some) or sums(self, model, some, how),
+    )
+    learner.evaluate(items)
+    assert len(weighed) == len(rows) == len(items) > 2
+
+
 def test_gradient_checkpointing_changes_nothing():
     items = items_of("reward")
     plain = new_learner("reward", None).step(items)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 from supervised_items import STEPS, items_of, new_learner, tiny
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from rlhfspec.core.checkpoint_manifest import verify_checkpoint
-from rlhfspec.core.errors import NotAsLearned
+from rlhfspec.core.errors import ConfigError, NotAsLearned
 from rlhfspec.core.settings.supervised import (
     PreferenceLossConfig,
     SupervisedModelConfig,
@@ -22,9 +24,12 @@ from rlhfspec.core.settings.supervised import (
 from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.engine.weights.chunks import model_checksum
 from rlhfspec.learning.models.tokenization import character_tokenizer
+from rlhfspec.learning.trainer.adapter_merge import Wrapped
 from rlhfspec.learning.trainer.finished_model import ModelForm, save_model
 from rlhfspec.learning.trainer.reloaded import TOLERATED, own_log_probs, require_reloads
 from rlhfspec.learning.trainer.supervised_job import SupervisedJob, last_state, run_job
+
+MERGED = Wrapped.merged
 
 TOKENIZER = character_tokenizer("abcdefghijklmnopq")
 Fault = Callable[[Path], None]
@@ -150,20 +155,50 @@ def test_a_nan_is_not_within_rounding(tmp_path: Path) -> None:
         require_reloads(tmp_path / "model", said=said)
 
 
-def test_a_job_whose_model_is_refused_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = tmp_path / "start"
-    tiny("sft").save_pretrained(start)
-    job = SupervisedJob(
+def job_in(folder: Path, **trainer: Any) -> SupervisedJob:
+    tiny("sft").save_pretrained(folder / "start")
+    return SupervisedJob(
         kind="sft",
-        model=SupervisedModelConfig(name=str(start), dtype="float32"),
-        trainer=SupervisedTrainerConfig(max_steps=2, batch_size=4),
+        model=SupervisedModelConfig(name=str(folder / "start"), dtype="float32"),
+        trainer=SupervisedTrainerConfig(max_steps=2, batch_size=4, **trainer),
         loss=PreferenceLossConfig(),
         seed=0,
         tokenizer=TOKENIZER,
         train=items_of("sft"),
         held_out=[],
-        folder=tmp_path / "out",
+        folder=folder / "out",
     )
+
+
+def left_out(wrapped: Wrapped, owner: tuple[str, str], tensor: torch.Tensor) -> torch.Tensor:
+    """A merge that forgets the modules of one layer."""
+    return tensor.float() if "layers.1" in owner[0] else MERGED(wrapped, owner, tensor)
+
+
+def failing(wrapped: Wrapped, owner: tuple[str, str], tensor: torch.Tensor) -> torch.Tensor:
+    raise ConfigError("cannot be merged")
+
+
+@pytest.mark.parametrize(
+    ("merged", "error"), [(left_out, r"nats away from the trainer's"), (failing, "cannot be merged")]
+)
+def test_a_merge_that_leaves_something_out_ends_a_job_whose_adapter_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merged: Any, error: str
+) -> None:
+    monkeypatch.setattr(Wrapped, "merged", merged)
+    job = job_in(tmp_path, lora=LoraConfig(rank=4), learning_rate=0.1)
+    with pytest.raises((NotAsLearned, ConfigError), match=error):
+        list(run_job(job, device=torch.device("cpu")))
+    monkeypatch.undo()
+    assert verify_checkpoint(tmp_path / "out" / "adapter")["weight_version"] == 2
+    assert not (tmp_path / "out" / "model").exists()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    loaded = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").state_dict()
+    assert all(one.abs().max() > 0 for name, one in loaded.items() if "lora_B" in name)
+
+
+def test_a_job_whose_model_is_refused_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_in(tmp_path)
     with monkeypatch.context() as patch:
         spoils(patch, turned)
         with pytest.raises(NotAsLearned, match="rope_parameters"):
