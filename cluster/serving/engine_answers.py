@@ -189,7 +189,9 @@ class AnswerWriter:
         if self.is_chat:
             # a token that the text skips has none: those of all join to the text's
             parts = [
-                _bytes(self.tokenizer.convert_ids_to_tokens(one), text) if self._decode([one, one]) else []
+                _bytes(str(self.tokenizer.convert_ids_to_tokens(one)), text)
+                if self._decode([one, one])
+                else []
                 for one, text in zip(ids, texts, strict=True)
             ]
             return {
