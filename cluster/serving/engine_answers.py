@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rlhfspec.cluster.serving.engine_requests import Asked
 from rlhfspec.cluster.serving.request_bodies import ChatBody
@@ -18,6 +20,10 @@ from rlhfspec.core.records import Completion, FinishReason
 
 _UNFINISHED = "\ufffd"
 "What a text ends with where a character's bytes are not all there."
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"SentencePiece's token of one byte."
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"By the letters of byte-level tokens."
 _NO_CHOICES = '"choices": []'
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CUT: "abort"}
 
@@ -163,6 +169,13 @@ class AnswerWriter:
             )
         )
 
+    def _added(self, one: int, *, is_first: bool) -> str:
+        """What a token adds to a text, whose first one may lose the space before it."""
+        alone, twice = (
+            str(self.tokenizer.decode([one] * count, clean_up_tokenization_spaces=False)) for count in (1, 2)
+        )
+        return alone if is_first or _UNFINISHED in alone else twice[len(alone) :]
+
     def _logprobs(self, place: int, completion: Completion, first: int) -> dict[str, Any]:
         """Of the distribution that was sampled from: behind temperature, top-k and top-p; at temperature 0 the model's.
 
@@ -171,14 +184,20 @@ class AnswerWriter:
         is_greedy = self.asked.requests[place].sampling.temperature == 0.0
         values = (completion.policy_logprobs if is_greedy else completion.sampling_logprobs)[first:].tolist()
         ids = completion.token_ids[first:].tolist()
-        texts = [str(self.tokenizer.decode([one], clean_up_tokenization_spaces=False)) for one in ids]
+        texts = [self._added(one, is_first=first + at == 0) for at, one in enumerate(ids)]
         names = [f"token_id:{one}" for one in ids] if self.asked.body.return_tokens_as_token_ids else texts
         if self.is_chat:
-            rows = zip(names, texts, values, strict=True)
+            # a token that the text skips has none: those of all join to the text's
+            parts = [
+                _bytes(str(self.tokenizer.convert_ids_to_tokens(one)), text)
+                if self._decode([one, one])
+                else []
+                for one, text in zip(ids, texts, strict=True)
+            ]
             return {
                 "content": [
-                    {"token": name, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                    for name, text, value in rows
+                    {"token": name, "logprob": value, "bytes": part, "top_logprobs": []}
+                    for name, value, part in zip(names, values, parts, strict=True)
                 ]
             }
         sent = self._sent.setdefault(place, _Sent())
@@ -189,6 +208,15 @@ class AnswerWriter:
             "top_logprobs": [{name: value} for name, value in zip(names, values, strict=True)],
             "text_offset": offsets,
         }
+
+
+def _bytes(token: str, text: str) -> list[int]:
+    """A token's own where it is a part of a character, which its text is not; else its text's."""
+    if _UNFINISHED in text and (byte := _BYTE_TOKEN.fullmatch(token)):
+        return [int(byte[1], 16)]
+    if _UNFINISHED in text and _BYTES.keys() >= set(token):
+        return [_BYTES[letter] for letter in token]
+    return list(text.encode())
 
 
 def event(data: dict[str, Any]) -> str:

@@ -62,8 +62,9 @@ _SPLITS: dict[str, Callable[[], list[Any]]] = {
 
 Source: llama.cpp, src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_*."""
 _PART = re.compile(r"-[0-9]{5}-of-([0-9]{5})\.gguf$")
-_NFC, _IGNORES_MERGES = ("qwen2",), ("llama-bpe",)
-"Splits of families whose text is normalised first; whose words that are tokens are not merged."
+_NFC, _LLAMA3 = ("qwen2",), ("llama-bpe",)
+"""Splits of families whose text is normalised first; of those whose words that are tokens are not merged, and whose
+texts begin with the bos token where a file does not say (llama.cpp, as above)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,8 @@ class GgufHead:
     "by id"
     control_ids: tuple[int, ...]
     split: str
+    adds_bos: bool
+    "whether texts begin with the bos token"
     eos_id: int
     turn_ends: tuple[int, ...]
     "further tokens that end a turn"
@@ -112,10 +115,12 @@ def read_head(file: Path) -> GgufHead:
         raise ModelError(
             f"{file.name} was expected to be a GGUF file with a BPE vocabulary, got: {error}; take another file"
         ) from error
+    adds_bos = reader.fields.get("tokenizer.ggml.add_bos_token")
     return GgufHead(
         tokens=tuple(field["tokens"]),
         control_ids=tuple(index for index, kind in enumerate(field["token_type"]) if kind == _CONTROL),
         split=field["pre"],
+        adds_bos=field["pre"] in _LLAMA3 if adds_bos is None else bool(adds_bos.contents()),
         eos_id=int(field["eos_token_id"]),
         turn_ends=tuple(
             int(reader.fields[key].contents())
@@ -238,14 +243,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, head: GgufHead) -> None:
 def _mend_tokenizer(tokenizer: Any, head: GgufHead) -> None:
     backend, before = tokenizer.backend_tokenizer, _SPLITS[head.split]()
     # GPT-2's own split, unless a pattern has split already
-    bytes_of = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=head.split not in (*_NFC, *_IGNORES_MERGES)
-    )
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=head.split not in (*_NFC, *_LLAMA3))
     backend.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of])
     if head.split in _NFC:
         backend.normalizer = normalizers.NFC()
-    if head.split in _IGNORES_MERGES:
+    if head.split in _LLAMA3:
         backend.model.ignore_merges = True
+    tokenizer.add_bos_token = head.adds_bos
     if tokenizer.chat_template is None and set(_CHATML_TOKENS) <= set(head.tokens):
         tokenizer.chat_template = CHATML
 

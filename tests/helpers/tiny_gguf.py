@@ -47,6 +47,7 @@ def write_tiny_gguf(
     chat_template: str | None = TEMPLATE,
     split: str = "smollm",
     eos_id: int = 2,
+    adds_bos: bool | None = False,
     tensors: tuple[str, ...] = (),
     without: str = "",
     metadata: Mapping[str, int] | None = None,
@@ -75,6 +76,8 @@ def write_tiny_gguf(
     writer = gguf.GGUFWriter(file, "llama")
     _write_head(writer, config)
     _write_vocabulary(writer, tokens, merges, chat_template=chat_template, split=split, eos_id=eos_id)
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
     for key, value in (metadata or {}).items():
         writer.add_uint32(key, value)
     for name, parameter in model.named_parameters():
@@ -158,7 +161,6 @@ def _write_vocabulary(
     writer.add_eos_token_id(eos_id)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
-    writer.add_add_bos_token(False)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
 

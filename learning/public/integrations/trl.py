@@ -24,7 +24,7 @@ from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationCon
 from rlhfspec.core.errors import ConfigError, DataError, RlhfSpecError
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.core.settings.run import CACHE_DIR
-from rlhfspec.core.surfaces.surface import surface
+from rlhfspec.core.surfaces.surface import note_once, surface
 from rlhfspec.core.weight_records import TensorSpec, WeightManifest
 from rlhfspec.engine.build import backend_for, build_engine, published_model
 from rlhfspec.engine.calibration.engine_provenance import provenance_of
@@ -36,8 +36,11 @@ from rlhfspec.engine.numerics import on_threads
 from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
 from rlhfspec.engine.weights.chunks import checksum_of
 from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
+from rlhfspec.engine.weights.generation_settings import as_ids
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from rlhfspec.learning.data.chat_format import own_template
 from rlhfspec.learning.data.messages import pairs_of, parse_turns, readable
+from rlhfspec.learning.data.template_variables import require_variables
 from rlhfspec.learning.public.integrations.engine_episodes import EngineEpisodes
 from rlhfspec.learning.public.integrations.measured_once import (
     NotedVerdicts,
@@ -59,6 +62,7 @@ _WORDS = {
     "or set models.tokenizer to where it is": "in the folder of the draft",
     "sampling.max_new_tokens": "max_completion_length",
     "data.max_prompt_tokens": "rollout_func's max_prompt_tokens",
+    "data.chat_template_kwargs": "GRPOConfig.chat_template_kwargs",
     "sampling.": "GRPOConfig.",
 }
 "What a user of TRL reads in the place of our keys."
@@ -385,7 +389,15 @@ def sampling_of(trainer: Any) -> SamplingParams:
         raise ConfigError(
             "rollout_func: max_completion_length is None, expected the most tokens that a response may have; set it"
         )
-    stops = getattr(trainer, "eos_token_ids", None) or [trainer.processing_class.eos_token_id]
+    stops = getattr(trainer, "eos_token_ids", None)
+    if not stops:
+        stops = [trainer.processing_class.eos_token_id]
+        ends = as_ids(getattr(getattr(trainer.model, "generation_config", None), "eos_token_id", None))
+        if unread := [token for token in ends if token not in stops]:
+            note_once(
+                f"rollout_func: the model's generation_config ends responses at {unread} too, and this release of TRL, "
+                f"so its responses here, at the tokenizer's {stops[0]} alone; a later TRL (1.16) reads them"
+            )
     return SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k or 0,
@@ -396,22 +408,34 @@ def sampling_of(trainer: Any) -> SamplingParams:
 
 
 def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """Token ids of texts, or of conversations as TRL's chat template renders them. Raises DataError for images."""
+    """Token ids of texts, or of conversations as TRL's chat template renders them.
+
+    Raises DataError for images, and for a variable that the template does not read.
+    """
     tokenizer = trainer.processing_class
     if hasattr(tokenizer, "image_processor"):
         raise DataError(
             f"rollout_func: {type(tokenizer).__name__} reads images, which this engine does not; "
             "give GRPOTrainer a tokenizer as processing_class"
         )
-    if isinstance(prompts[0], str):
+    template, variables = (getattr(trainer, f"chat_template{name}", None) for name in ("", "_kwargs"))
+    is_text = isinstance(prompts[0], str)
+    if variables or not is_text:
+        require_variables(
+            template or own_template(tokenizer) or "",
+            variables or {},
+            known=tokenizer.special_tokens_map,
+            advice="GRPOConfig.chat_template_kwargs gives variables",
+        )
+    if is_text:
         return tokenizer(text=list(prompts))["input_ids"]
     return tokenizer.apply_chat_template(
         conversation=list(prompts),
-        chat_template=getattr(trainer, "chat_template", None),
+        chat_template=template,
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
-        **(getattr(trainer, "chat_template_kwargs", None) or {}),
+        **(variables or {}),
     )["input_ids"]
 
 

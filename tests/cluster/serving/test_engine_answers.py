@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from byte_chat import save_byte_pair
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from rlhfspec.cluster.serving.engine_answers import AnswerWriter
 from rlhfspec.cluster.serving.engine_requests import RequestReader
-from rlhfspec.cluster.serving.request_bodies import CompletionBody, read_body
+from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body
 from rlhfspec.core.records import Completion, FinishReason, as_asked
 from rlhfspec.engine.weights.loading import load_tokenizer
 
@@ -130,3 +132,33 @@ def test_greedy_log_probabilities_are_the_models_own(model: Path):
             sampling_logprobs=np.array([-0.25], dtype=np.float32),
         )
         assert json.loads(writer.choice(0, said))["logprobs"]["token_logprobs"] == [expected]
+
+
+def sentencepiece(_: Path) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    words = ["</s>", "▁a", "▁▁", "<0xE6>", "<0x9D>", "<0xB1>", "<0x0A>", "京", "b"]
+    made = Tokenizer(models.WordLevel({word: one for one, word in enumerate(words)}, unk_token="b"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>"), [1, 1, 2, 3, 4, 5, 6, 7, 8, 0]
+
+
+def byte_level(model: Path) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    tokenizer = load_tokenizer(str(model))
+    return tokenizer, [*tokenizer.encode("a a  東\n京b"), tokenizer.eos_token_id]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("made", [sentencepiece, byte_level])
+def test_bytes_of_tokens_join_to_those_of_the_text_in_a_stream_too(model: Path, made: Any):
+    tokenizer, ids = made(model)
+    reader = RequestReader(load_tokenizer(str(model)), model=str(model), served_name="t", max_total_tokens=99)
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
+    writer = AnswerWriter(reader.read(read_body(json.dumps(body).encode(), ChatBody)), tokenizer, "t")
+    events = []
+    for count in range(1, len(ids) + 1):
+        so_far = completion_of(writer, ids[:count], FinishReason.LENGTH)
+        events += writer.parts(0, so_far, is_last=count == len(ids))
+    choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in events]
+    told = [one for choice in choices for one in choice["logprobs"]["content"]]
+    text = "".join(choice["delta"]["content"] for choice in choices)
+    assert len(told) == len(ids) and text == "a a  東\n京b"
+    assert bytes(byte for one in told for byte in one["bytes"]) == text.encode()

@@ -334,6 +334,28 @@ def test_what_is_not_served_is_refused_by_name(model, tokenizer, changes, messag
         rollouts()(CHATS, trl_like(model, tokenizer, **changes))
 
 
+@pytest.mark.parametrize("prompts", [CHATS, TEXTS])
+def test_a_variable_that_the_template_does_not_read_is_refused(model, tokenizer, prompts):
+    trainer = trl_like(model, tokenizer)
+    trainer.chat_template = "{% if enable_thinking %}+{% endif %}{{ messages[0].content }}"
+    trainer.chat_template_kwargs = {"enable_thinking": True}
+    assert len(trl.tokenized(prompts, trainer)) == len(prompts)
+    trainer.chat_template_kwargs = {"enable_thinkin": True}
+    said = r"^GRPOConfig\.chat_template_kwargs has 'enable_thinkin'.*did you mean 'enable_thinking'"
+    with pytest.raises(DataError, match=said):
+        rollouts()(prompts, trainer)
+
+
+def test_end_tokens_that_a_release_of_trl_does_not_read_are_told(model, tokenizer, caplog):
+    trainer, own = trl_like(model, tokenizer), tokenizer.eos_token_id
+    model.generation_config.eos_token_id = [own, 99, 98]
+    assert trl.sampling_of(trainer).stop_token_ids == (own,)
+    assert "ends responses at [99, 98] too" in caplog.text
+    caplog.clear()
+    trainer.eos_token_ids = [own, 99, 98]
+    assert trl.sampling_of(trainer).stop_token_ids == (own, 99, 98) and not caplog.text
+
+
 def test_prompts_of_any_length_are_taken_up_to_the_context_or_to_what_was_said(model, tokenizer, caplog):
     with pytest.raises(
         DataError, match=r"a prompt has 100 tokens, expected at most 64.*max_prompt_tokens=100"

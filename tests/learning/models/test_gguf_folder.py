@@ -105,6 +105,20 @@ def test_text_is_split_as_the_originals_split_it(tmp_path: Path, split: str, ori
         assert pieces == [place for _, place in pattern.pre_tokenize_str(text)]
 
 
+@pytest.mark.parametrize(
+    ("split", "given", "adds"),
+    [("llama-bpe", None, True), ("smollm", None, False), ("llama-bpe", False, False), ("qwen2", True, True)],
+)
+def test_a_text_begins_with_the_bos_token_where_the_file_or_else_llama_cpp_says_so(
+    tmp_path: Path, split: str, given: bool | None, adds: bool
+) -> None:
+    tiny = write_tiny_gguf(tmp_path / "tiny.gguf", split=split, adds_bos=given)
+    convert_gguf(tiny.file, tmp_path / "out")
+    tokenizer = load_tokenizer(str(tmp_path / "out"))
+    bare = tokenizer.encode("a dog", add_special_tokens=False)
+    assert tokenizer.encode("a dog") == [1] * adds + bare
+
+
 def test_a_file_of_several_parts_is_refused_by_its_name_and_by_its_count(tmp_path: Path) -> None:
     named = tmp_path / "tiny-00001-of-00002.gguf"
     write_tiny_gguf(named)
