@@ -133,8 +133,9 @@ def set_end_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
 
 
 def open_end(examples: Sequence[Demonstration], tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """A line where what is learned ends with a special token that does not end a response of the saved model."""
-    special = set(tokenizer.all_special_ids)
+    """A line where what is learned ends with a special token that is not the tokenizer's end token."""
+    known: Any = tokenizer  # such as <|im_end|> that was added and not called special
+    special = {*tokenizer.all_special_ids, *known.get_added_vocab().values()}
     for example in examples:
         learned = example.token_ids[example.is_learned].tolist()
         last = next((token for token in reversed(learned) if token in special), None)
@@ -143,8 +144,9 @@ def open_end(examples: Sequence[Demonstration], tokenizer: PreTrainedTokenizerBa
         if last is not None:
             name = tokenizer.convert_ids_to_tokens(last)
             return (
-                f"the learned turns end with {name}, but the tokenizer's end token is {tokenizer.eos_token}: the model "
-                f"will not stop there; set model.eos_token to '{name}'",
+                f"the learned turns end with {name}, but the tokenizer's end token is {tokenizer.eos_token}: the saved "
+                f"generation_config.json names both where the chat template closes turns so; set model.eos_token to "
+                f"'{name}' for whoever reads the tokenizer alone",
             )
     return ()
 

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -143,7 +143,19 @@ class AnswerWriter:
         # as vLLM: among the tokens and their log-probabilities, not in the text
         ids = ids[:-1] if ids[-1] in self.asked.requests[place].sampling.stop_token_ids else ids
         text, stops = self._decode(ids), self.asked.body.stops
-        return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+        places = [at for stop in stops if (at := text.find(stop)) >= 0]
+        return text[: min(places)] if places else self._before_special(ids, stops)
+
+    def _before_special(self, ids: list[int], stops: Sequence[str]) -> str:
+        """The text before a stop string that has a special token, which the text does not show."""
+        whole = self._decode(ids, skips=False)
+        at = min((at for stop in stops if (at := whole.find(stop)) >= 0), default=len(whole))
+        last: list[int] = []
+        while len(shown := self._decode(ids, skips=False)) > at:
+            ids, last = ids[:-1], ids[-1:]
+        # of the token in which it begins
+        begun = whole[len(shown) : at] if len(shown) < at and self._decode(last) else ""
+        return self._decode(ids) + begun
 
     def _text_so_far(self, sent: _Sent, completion: Completion) -> str:
         """Of a response that goes on, what no further token changes.
@@ -160,11 +172,11 @@ class AnswerWriter:
         held = max((len(stop) - 1 for stop in stops), default=0)
         return sent.settled[: len(sent.settled) - held]
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int], *, skips: bool = True) -> str:
         return str(
             self.tokenizer.decode(
                 ids,
-                skip_special_tokens=self.asked.body.skip_special_tokens,
+                skip_special_tokens=skips and self.asked.body.skip_special_tokens,
                 clean_up_tokenization_spaces=False,
             )
         )

@@ -45,7 +45,10 @@ def _declared(config: Any) -> set[str]:
     kind = type(config)
     parts = getattr(kind, "sub_configs", None) or {}
     fields = getattr(kind, "__dataclass_fields__", {})
-    return {*inspect.signature(kind.__init__).parameters, *fields, *(kind.attribute_map or {}), *parts}
+    parameters = {*inspect.signature(kind.__init__).parameters} - {"self"}
+    # files are written with either name
+    names = kind.attribute_map or {}
+    return {*parameters, *fields, *names, *names.values(), *parts}
 
 
 def _forms(rope: Any) -> list[Mapping[str, Any]]:

@@ -26,7 +26,8 @@ from rlhfspec.core.weight_records import WeightManifest
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import WeightPacker, checksum_of, load_into, model_checksum
 from rlhfspec.engine.weights.config_json import write_older_names
-from rlhfspec.engine.weights.generation_settings import write_generation_settings
+from rlhfspec.engine.weights.generation_settings import as_ids, write_generation_settings
+from rlhfspec.learning.data.end_tokens import turn_end
 from rlhfspec.learning.trainer.reloaded import Said, refused_kept, require_reloads
 from rlhfspec.learning.trainer.trainer_core import Trainer
 
@@ -163,15 +164,18 @@ def write_model_folder(
 
 
 def _name_end(config: Any, settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let config and generation_config.json name the tokenizer's end token, which was learned, before all others."""
-    end = tokenizer.eos_token_id
-    if not isinstance(end, int):
-        return
-    known = settings.eos_token_id
-    others = [] if known is None else [known] if isinstance(known, int) else list(known)
-    if end not in others:
-        settings.eos_token_id = [end, *others] if others else end
+    """Let generation_config.json name the tokenizer's end token before all others, and what closes a turn behind them.
+
+    config.json names the tokenizer's, where none of the others is it.
+    """
+    end, closing, known = tokenizer.eos_token_id, turn_end(tokenizer), as_ids(settings.eos_token_id)
+    named = [end, *known] if isinstance(end, int) and end not in known else [*known]
+    if len(named) > len(known):
         config.eos_token_id = end
+    if closing is not None and closing not in named:
+        named.append(closing)
+    if named != known:
+        settings.eos_token_id = named if len(named) > 1 else named[0]
 
 
 def write_adapter_folder(

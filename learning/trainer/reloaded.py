@@ -24,6 +24,7 @@ from rlhfspec.core.errors import ModelError, NotAsLearned
 from rlhfspec.engine.weights.chunks import model_checksum
 from rlhfspec.engine.weights.generation_settings import FILE, as_ids
 from rlhfspec.engine.weights.left_over import require_taken
+from rlhfspec.engine.weights.loading import load_hf_config
 from rlhfspec.engine.weights.weight_files import first_line, require_all_weights
 from rlhfspec.learning.trainer.batching import PackedSequences
 from rlhfspec.learning.trainer.training_forward import response_statistics
@@ -158,6 +159,8 @@ def refused_kept(partial: Path, folder: Path) -> Iterator[None]:
 
 def _loaded(folder: Path, auto_class: Any) -> Any:
     with _refused(folder):
+        # as we read it ourselves
+        load_hf_config(str(folder))
         # weights are mapped from the files: this takes no memory of its own
         model, info = auto_class.from_pretrained(str(folder), dtype="auto", output_loading_info=True)
         require_all_weights(str(folder), info["missing_keys"], info["unexpected_keys"])

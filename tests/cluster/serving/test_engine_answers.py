@@ -93,6 +93,16 @@ def test_no_part_holds_what_may_be_the_stop_string(model: Path):
     assert "".join(parts) == "abcde abc"
 
 
+@pytest.mark.parametrize(("stop", "said"), [("{end}cd", "ab"), ("b{end}c", "a")])
+def test_a_stop_string_with_a_special_token_is_cut_off_whole(model: Path, stop: str, said: str):
+    end = load_tokenizer(str(model)).eos_token
+    writer, tokenizer = writer_of(model, stop=stop.format(end=end))
+    encode = tokenizer.tokenizer.encode
+    ids = [*encode("ab"), tokenizer.tokenizer.eos_token_id, *encode("cd" if stop.endswith("d") else "c")]
+    parts = parts_of(writer, completion_of(writer, ids, FinishReason.STOP))
+    assert "".join(parts) == said
+
+
 def test_a_whole_answer_joins_its_choices_whatever_a_name_looks_like(model: Path):
     writer, tokenizer = writer_of(model, name='"choices": []', n=2, logprobs=0, return_token_ids=True)
     made = [

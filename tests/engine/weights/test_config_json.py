@@ -139,6 +139,20 @@ def test_nothing_is_said_of_the_most_used_models(tmp_path: Path, caplog: Any, wh
     ]
 
 
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_a_mixture_is_read_by_either_name_of_its_experts(tmp_path: Path, caplog: Any, name: str) -> None:
+    note_once.cache_clear()
+    mixture = {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 16,
+        name: 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+    }
+    config = load_hf_config(write(tmp_path, SIZES | mixture))
+    assert config.num_experts == 4 and not [one for one in caplog.records if "head_dim" in one.getMessage()]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
