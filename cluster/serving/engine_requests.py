@@ -109,7 +109,7 @@ class RequestReader:
                 f"best_of must equal n ({body.n}), got {body.best_of}; all responses are returned", "best_of"
             )
         prompts = self._chat_prompt(body) if isinstance(body, ChatBody) else self._prompts(body)
-        seed = secrets.randbits(63) if body.seed is None else body.seed
+        seed = secrets.randbits(63) if body.seed in (None, -1) else body.seed
         seen: Counter[tuple[int, ...]] = Counter()
         requests = []
         for place, ids in enumerate(prompts):

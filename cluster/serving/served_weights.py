@@ -16,7 +16,7 @@ from ray.experimental import internal_kv
 
 from rlhfspec.cluster.weights.first_weights import load_and_put
 from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.errors import ModelError
+from rlhfspec.core.errors import ModelError, RlhfSpecError
 from rlhfspec.core.outside import quote, user_path
 from rlhfspec.core.settings.run import ModelsConfig
 from rlhfspec.core.surfaces.surface import surface
@@ -69,7 +69,13 @@ def read_version(
         with tempfile.TemporaryDirectory(prefix="rlhfspec-weights-") as folder:
             (Path(folder) / "config.json").write_text(present.manifest.hf_config_json)
             (Path(folder) / "model.safetensors").symlink_to(path)
-            found = load_and_put(folder, "target", models, weight_version=version)
+            try:
+                found = load_and_put(folder, "target", models, weight_version=version)
+            except RlhfSpecError as error:
+                # a client knows its own path
+                text = str(error).replace(f"{folder}/model.safetensors", str(path))
+                error.args = (text.replace(folder, str(path)),)
+                raise
     elif path.is_dir():
         config = load_hf_config(str(path), trust_remote_code=models.trust_remote_code)
         given = json.loads(config.to_json_string(use_diff=False))

@@ -141,6 +141,11 @@ def test_what_a_chat_would_lose_is_refused_by_its_path(
     assert words in str(refused.value)
 
 
+def test_a_seed_of_minus_one_is_none_as_in_vllm(tmp_path: Path):
+    ask = chatting(tmp_path)
+    assert ask(seed=-1).seed != ask(seed=-1).seed and ask(seed=-2).seed == -2
+
+
 @pytest.mark.parametrize(
     "body",
     [

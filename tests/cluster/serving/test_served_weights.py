@@ -39,6 +39,21 @@ def test_what_weights_are_computed_by_is_compared(tmp_path: Path, key: str, valu
         read_version(str(folder), ModelsConfig(target=str(folder)), present, version=1)
 
 
+@pytest.mark.parametrize("content", [b"no tensors", None])
+def test_errors_of_a_file_name_the_file_that_was_sent(tmp_path: Path, content: bytes | None):
+    save_byte_pair(tmp_path)
+    manifest, _ = pack_weights(
+        load_causal_lm(str(tmp_path / "target"), "float32"), name="target", weight_version=0
+    )
+    present: Any = SimpleNamespace(manifest=manifest)
+    file = tmp_path / "new.safetensors"
+    # the draft has other layers
+    file.write_bytes(content or (tmp_path / "draft" / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match=r"new\.safetensors") as refused:
+        read_version(str(file), ModelsConfig(target=str(tmp_path / "target")), present, version=1)
+    assert "rlhfspec-weights-" not in str(refused.value)
+
+
 def test_what_computes_nothing_may_differ():
     served = {"use_cache": True, "dtype": "float32", "text_config": {"hidden_size": 8, "_name_or_path": "a"}}
     given = {"use_cache": False, "eos_token_id": 3, "text_config": {"hidden_size": 8, "_name_or_path": "b"}}
