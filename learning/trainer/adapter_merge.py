@@ -127,7 +127,9 @@ class Wrapped:
         if layer.merged_adapters:
             raise ConfigError(f"{what} is merged into its weight already; call unmerge_adapter() first")
         if "bias" in _changed(layer, self._adapter) and getattr(layer.get_base_layer(), "bias", None) is None:
-            raise ConfigError(f"{what} has a bias (lora_bias) and its weight has none to merge it into; leave lora_bias off")
+            raise ConfigError(
+                f"{what} has a bias (lora_bias) and its weight has none to merge it into; leave lora_bias off"
+            )
         own = [name for name in layer.state_dict() if not name.startswith("base_layer.")]
         surface("adapter_tensors").require({name.split(".")[0]: 1 for name in own}, what, error=ConfigError)
         self._hidden |= {f"{path}.{name}": None for name in own}

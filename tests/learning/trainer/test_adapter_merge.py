@@ -185,6 +185,7 @@ def test_kinds_of_layers_that_are_merged_exist_in_peft():
     assert known >= adapter_merge._KINDS
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 def test_a_bias_that_no_weight_of_the_model_has_room_for_is_refused():
     model = get_peft_model(dense(), Recipe(target_modules=["down_proj"], lora_bias=True, r=2))
     with pytest.raises(ConfigError, match=r"down_proj has a bias \(lora_bias\) and its weight has none"):
