@@ -37,8 +37,9 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> None:
+    # jobs that other folders' tests run in the same process have set it
     torch.set_num_threads(1)
 
 
