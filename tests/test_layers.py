@@ -210,7 +210,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # They rose for what a run of today has more: sequences as trees, its page and explanation, stop strings, update parts;
 # rollouts for TRL.
 MAX_SOURCE_FILES = 537
-MAX_SOURCE_LINES = 83_724
+MAX_SOURCE_LINES = 83_726
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15
 

@@ -144,7 +144,9 @@ class AnswerWriter:
         ids = ids[:-1] if ids[-1] in self.asked.requests[place].sampling.stop_token_ids else ids
         text, stops = self._decode(ids), self.asked.body.stops
         places = [at for stop in stops if (at := text.find(stop)) >= 0]
-        return text[: min(places)] if places else self._before_special(ids, stops)
+        if places or not stops:
+            return text[: min(places, default=len(text))]
+        return self._before_special(ids, stops)
 
     def _before_special(self, ids: list[int], stops: Sequence[str]) -> str:
         """The text before a stop string that has a special token, which the text does not show."""
