@@ -10,13 +10,7 @@ TEST_PROCESSES ?= 2
 .PHONY: setup demo demo-real quick test test-avx2 durations test-long fmt check docs bench-peers bench-readme check-cuda-fake
 .DEFAULT_GOAL := demo
 
-setup: $(STAMP) build/source/rlhfspec/__init__.py
-
-# The package as a static reader wants it, who does not run rlhfspec.py.
-SOURCE := core profiles policies engine learning actors cluster
-build/source/rlhfspec/__init__.py: Makefile
-	@mkdir -p $(@D); for folder in $(SOURCE); do ln -sfn ../../../$$folder $(@D)/$$folder; done; \
-	ln -sfn ../../../learning/public/integrations $(@D)/integrations; ln -sfn ../../benchmarks build/source/benchmarks; touch $@
+setup: $(STAMP)
 
 # Keyed on the content of the dependency lists: a second run, or a fresh date on a file, installs nothing.
 # --no-compile: of thousands of modules a small part is ever imported, and compiled then.
@@ -88,12 +82,12 @@ docs: setup
 
 # Engines that `rlhfspec bench engine` compares with, each in an environment of its own (gigabytes; minutes), and TRL.
 bench-peers: setup
-	$(BIN)/python -m benchmarks.peers.build
+	$(BIN)/python -m rlhfspec.benchmarks.peers.build
 
 # Every figure and picture of the README anew, into benchmarks/results: under an hour on two quiet cores, of what is
 # committed. It goes on where it was broken off. SIZE=--quick tries the parts and files nothing.
 bench-readme: setup
-	$(BIN)/python -m benchmarks.pages.measure $(SIZE)
+	$(BIN)/python -m rlhfspec.benchmarks.pages.measure $(SIZE)
 
 # Decode step, update and publication on pretended CUDA tensors, without a GPU: by hand, not in CI.
 # Makes an environment with a CUDA build of torch (2.5 GB to get, 6 GB on the disk).

@@ -1,32 +1,23 @@
-"""What `pyproject.toml` cannot say: each folder at the top is a package inside `rlhfspec`."""
-
-from pathlib import Path
+"""What `pyproject.toml` cannot say: the root of the checkout is the package `rlhfspec`."""
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-PACKAGE = '"""RLHF on Ray."""\n\n__path__.append(__path__[0] + "/learning/public")\n'
-FOLDERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
-PUBLIC = Path("learning/public")
-SHORT = {f"rlhfspec.{name}": str(PUBLIC / name.replace(".", "/")) for name in find_packages(str(PUBLIC))}
-"Packages of a second, short name. An editable install has no `__path__` of ours and is told their folders."
+FOLDERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster", "integrations")
 
 
 class BuildPackage(build_py):
-    """A wheel has `rlhfspec/__init__.py` where a checkout has `rlhfspec.py`."""
+    """`setup.py` and `rlhfspec.py` are a checkout's."""
 
-    def run(self) -> None:
-        """Build, and add that file, by whose path packages have their short name: no second copy."""
-        if not self.editable_mode:
-            self.packages = [name for name in self.packages if name not in SHORT]
-        super().run()
-        if not self.editable_mode:
-            Path(self.build_lib, "rlhfspec", "__init__.py").write_text(PACKAGE)
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """The modules of one package; of the root its `__init__.py` alone."""
+        found = super().find_package_modules(package, package_dir)
+        return [one for one in found if one[:2] == ("rlhfspec", "__init__") or one[0] != "rlhfspec"]
 
 
 setup(
-    package_dir={"rlhfspec": ".", **SHORT},
-    packages=["rlhfspec.configs", *SHORT]
+    package_dir={"rlhfspec": "."},
+    packages=["rlhfspec", "rlhfspec.configs"]
     + [f"rlhfspec.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])],
     package_data={
         "rlhfspec.configs": ["**/*.yaml"],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rlhfspec.core.config import (
+from ..core.config import (
     AlgorithmConfig,
     DrafterTrainingConfig,
     EngineConfig,
@@ -16,18 +16,18 @@ from rlhfspec.core.config import (
     SpeculationConfig,
     TrainerConfig,
 )
-from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
-from rlhfspec.core.records import Completion, SampleKey
-from rlhfspec.core.weight_records import DigestKind, WeightManifest
-from rlhfspec.policies.migration.move_messages import MoveReport
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
-from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
-from rlhfspec.policies.scaling.scaling_records import Resize
-from rlhfspec.policies.scheduling.events import Alarm, Left, MoveRecord
-from rlhfspec.profiles.profile import Profile
+from ..core.decode_records import GenerationStats, InstanceLoad
+from ..core.records import Completion, SampleKey
+from ..core.weight_records import DigestKind, WeightManifest
+from ..policies.migration.move_messages import MoveReport
+from ..policies.reallocation.pool_records import ReallocationPolicy
+from ..policies.scaling.scaling_policy import ScalingPolicy
+from ..policies.scaling.scaling_records import Resize
+from ..policies.scheduling.events import Alarm, Left, MoveRecord
+from ..profiles.profile import Profile
 
 if TYPE_CHECKING:
-    from rlhfspec.engine.decoding.stop_strings import StopStrings
+    from ..engine.decoding.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Three seeds of the preference task: its base model has learned nothing, demonstrations slip, pairs are ordered by the
 rule. With `--real` a few steps of SmolLM2-135M-Instruct with LoRA through the same commands, and no measure.
 
-python -m benchmarks.chain DIR [SEED]      writes the task's files, and the commands that use them
+python -m rlhfspec.benchmarks.chain DIR [SEED]      writes the task's files, and the commands that use them
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.support.harness import Bench
-from benchmarks.support.preference_task import (
+from ..core.metrics import read_metrics
+from ..engine.weights.loading import load_causal_lm, load_tokenizer
+from ..learning.models.demo_pair import sample_responses
+from ..learning.models.tokenization import token_id
+from ..learning.tasks.one_sentence import draw_prompts
+from .support.harness import Bench
+from .support.preference_task import (
     MAX_ANSWER_WORDS,
     chat_tokenizer,
     draw_answer,
@@ -30,13 +35,8 @@ from benchmarks.support.preference_task import (
     draw_question,
     gold_score,
 )
-from benchmarks.support.processes import run_command
-from benchmarks.support.workload import REAL_MODEL, job, real_model
-from rlhfspec.core.metrics import read_metrics
-from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
-from rlhfspec.learning.models.demo_pair import sample_responses
-from rlhfspec.learning.models.tokenization import token_id
-from rlhfspec.learning.tasks.one_sentence import draw_prompts
+from .support.processes import run_command
+from .support.workload import REAL_MODEL, job, real_model
 
 NUM_DEMONSTRATIONS, NUM_PAIRS, NUM_HELD_OUT, NUM_PROMPTS = 6000, 4000, 500, 1024
 

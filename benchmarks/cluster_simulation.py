@@ -11,12 +11,12 @@ from itertools import chain
 
 from rich.table import Table
 
-from benchmarks.published.papers import Row, nemo_8b_rows, nemo_235b_rows, rlhfspec_rows, tlt_rows
-from benchmarks.simulated_runs.compared_runs import own_runs
-from benchmarks.support.harness import Bench
-from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.simulate.cluster_simulation import RolloutSimulation
-from rlhfspec.policies.simulate.described_cluster import describe
+from ..core.settings.simulated_cluster import SimulatedClusterConfig
+from ..policies.simulate.cluster_simulation import RolloutSimulation
+from ..policies.simulate.described_cluster import describe
+from .published.papers import Row, nemo_8b_rows, nemo_235b_rows, rlhfspec_rows, tlt_rows
+from .simulated_runs.compared_runs import own_runs
+from .support.harness import Bench
 
 LARGE = {"instances": 1024, "samples": 100_000}
 

@@ -25,10 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.support.harness import Bench
-from benchmarks.support.workload import demo_workload
-from rlhfspec.core.config import AlgorithmConfig, SpeculationConfig, TrainerConfig
-from rlhfspec.core.records import (
+from ..core.config import AlgorithmConfig, SpeculationConfig, TrainerConfig
+from ..core.records import (
     Prompt,
     Reward,
     Rollout,
@@ -39,25 +37,27 @@ from rlhfspec.core.records import (
     WeightSpan,
     as_asked,
 )
-from rlhfspec.engine.attention.backends import ATTENTION
-from rlhfspec.engine.cuda.cuda_backend import CudaBackend
-from rlhfspec.engine.decode_step import decode_step
-from rlhfspec.engine.decoding.noise import Noise, NoiseSource
-from rlhfspec.engine.draft_policies import build_policy
-from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model import linears, llama_model
-from rlhfspec.engine.model import runner as runner_module
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.cuda_graphs import Run
-from rlhfspec.engine.model.prefill import fill_committed
-from rlhfspec.engine.model.prefill_plan import PrefillPiece
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.recorded_step import StepRecordings
-from rlhfspec.engine.weights.loading import freeze
-from rlhfspec.learning.trainer import packed_attention
-from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.training_forward import forwards_made
+from ..engine.attention.backends import ATTENTION
+from ..engine.cuda.cuda_backend import CudaBackend
+from ..engine.decode_step import decode_step
+from ..engine.decoding.noise import Noise, NoiseSource
+from ..engine.draft_policies import build_policy
+from ..engine.drafters.model_drafter import ModelDrafter
+from ..engine.engine import Engine
+from ..engine.model import linears, llama_model
+from ..engine.model import runner as runner_module
+from ..engine.model.compute_backend import ComputeBackend
+from ..engine.model.cuda_graphs import Run
+from ..engine.model.prefill import fill_committed
+from ..engine.model.prefill_plan import PrefillPiece
+from ..engine.model.runner import ModelRunner
+from ..engine.recorded_step import StepRecordings
+from ..engine.weights.loading import freeze
+from ..learning.trainer import packed_attention
+from ..learning.trainer.learner import Learner
+from ..learning.trainer.training_forward import forwards_made
+from .support.harness import Bench
+from .support.workload import demo_workload
 
 META = torch.device("meta")
 LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"}

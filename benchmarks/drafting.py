@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.adaptive.policies import (
+from ..core.config import SpeculationConfig
+from ..policies.drafting.adaptive import AdaptiveDrafting
+from ..profiles.profile import Profile
+from ..profiles.recording import DraftRecording
+from .adaptive.policies import (
     FIXED,
     GOODPUT,
     MAIN_FIXED,
@@ -24,15 +28,11 @@ from benchmarks.adaptive.policies import (
     whole_rollout,
     with_other_draft,
 )
-from benchmarks.adaptive.recorded import World, oracle_goodput, policy_goodput
-from benchmarks.support.harness import Bench
-from benchmarks.support.runs import PPO, train
-from benchmarks.support.timing import rate_rows, ratios
-from benchmarks.support.workload import DRAFT_LAYERS, Workload, real_workload
-from rlhfspec.core.config import SpeculationConfig
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
-from rlhfspec.profiles.profile import Profile
-from rlhfspec.profiles.recording import DraftRecording
+from .adaptive.recorded import World, oracle_goodput, policy_goodput
+from .support.harness import Bench
+from .support.runs import PPO, train
+from .support.timing import rate_rows, ratios
+from .support.workload import DRAFT_LAYERS, Workload, real_workload
 
 BATCH_SIZES = {"quick": (8,), "default": (1, 8, 64), "full": (1, 2, 4, 8, 16, 32, 64)}
 ROUNDS = {"quick": 1, "default": 3, "full": 6}

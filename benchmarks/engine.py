@@ -11,11 +11,11 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.peers.client import available_peers
-from benchmarks.speed.rates import paging, plain_decoding, real_decoding, rollout, speculation
-from benchmarks.speed.steps import draft_share, memory, prefill, step_breakdown, step_shares
-from benchmarks.support.harness import Bench
-from benchmarks.support.workload import default_cache_dir, demo_workload, real_workload
+from .peers.client import available_peers
+from .speed.rates import paging, plain_decoding, real_decoding, rollout, speculation
+from .speed.steps import draft_share, memory, prefill, step_breakdown, step_shares
+from .support.harness import Bench
+from .support.workload import default_cache_dir, demo_workload, real_workload
 
 ROLLOUT_PROMPTS = 32
 ROUNDS = {"quick": 1, "default": 2, "full": 5}

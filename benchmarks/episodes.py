@@ -17,28 +17,28 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from benchmarks.moving.exact import SPECULATION
-from benchmarks.moving.forced import ForcedMoves
-from benchmarks.support.actor_pool import ActorPool, ask, bench_ray
-from benchmarks.support.harness import Bench
-from benchmarks.support.reference import count_mismatches
-from benchmarks.support.workload import BENCH_SEED, Workload
-from rlhfspec.actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
-from rlhfspec.cluster.run.episodes import Episodes
-from rlhfspec.core.config import Config, EngineConfig, ReallocationConfig
-from rlhfspec.core.config_io import config_from_dict
-from rlhfspec.core.errors import WaitTimeout
-from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
-from rlhfspec.engine.engine import Engine
-from rlhfspec.learning.environments.environment_protocol import Environment, environment_maker, stop_texts
-from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
-from rlhfspec.learning.environments.observations import ObservationRenderer, ending_with
-from rlhfspec.learning.models.make import PairPaths
-from rlhfspec.learning.models.tokenization import character_tokenizer
-from rlhfspec.learning.rewards.written_text import written_text
-from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
-from rlhfspec.policies.scheduling.events import Alarm, MoveRecord
+from ..actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
+from ..cluster.run.episodes import Episodes
+from ..core.config import Config, EngineConfig, ReallocationConfig
+from ..core.config_io import config_from_dict
+from ..core.errors import WaitTimeout
+from ..core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
+from ..engine.engine import Engine
+from ..learning.environments.environment_protocol import Environment, environment_maker, stop_texts
+from ..learning.environments.episode import Episode, EpisodeLimits
+from ..learning.environments.observations import ObservationRenderer, ending_with
+from ..learning.models.make import PairPaths
+from ..learning.models.tokenization import character_tokenizer
+from ..learning.rewards.written_text import written_text
+from ..policies.migration.move_messages import MoveOutcome
+from ..policies.reallocation.pool_records import ReallocationPolicy
+from ..policies.scheduling.events import Alarm, MoveRecord
+from .moving.exact import SPECULATION
+from .moving.forced import ForcedMoves
+from .support.actor_pool import ActorPool, ask, bench_ray
+from .support.harness import Bench
+from .support.reference import count_mismatches
+from .support.workload import BENCH_SEED, Workload
 
 ALPHABET = "0123456789+-*/=<>#. abcdefghijklmnopqrstuvwxyz"
 MAX_TURNS = 24

@@ -21,28 +21,28 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks.moving.between_groups import groups, move_between
-from benchmarks.moving.exact import run_real
-from benchmarks.support.actor_pool import bench_ray, generate_on_two_actors
-from benchmarks.support.draft_head import bench_head
-from benchmarks.support.harness import Bench
-from benchmarks.support.reference import compare_with_reference, count_mismatches
-from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload, model_p
-from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.core.config import (
+from ..cluster.observe.console import PipeConsole
+from ..core.config import (
     EngineConfig,
     SpeculationConfig,
 )
-from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.drafters.head.published_head import pack_head
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.group.ranks import GroupRanks
-from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
-from rlhfspec.profiles.profile import Profile
+from ..core.decode_records import GenerationStats
+from ..core.records import Completion, SampleKey, SampleRequest
+from ..core.weight_records import WeightManifest
+from ..engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder
+from ..engine.drafters.head.head_weights import HeadWeights
+from ..engine.drafters.head.published_head import pack_head
+from ..engine.engine import Engine
+from ..engine.group.ranks import GroupRanks
+from ..engine.weights.chunks import pack_weights, unpack_weights
+from ..profiles.profile import Profile
+from .moving.between_groups import groups, move_between
+from .moving.exact import run_real
+from .support.actor_pool import bench_ray, generate_on_two_actors
+from .support.draft_head import bench_head
+from .support.harness import Bench
+from .support.reference import compare_with_reference, count_mismatches
+from .support.workload import Workload, demo_workload, gsm8k_workload, model_p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

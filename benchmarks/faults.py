@@ -17,9 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faulty import network
-from benchmarks.faulty.group_moves import group_moves
-from benchmarks.faulty.injection import (
+from ..cluster.folder.layout import RunDir
+from ..cluster.observe.console import PipeConsole
+from ..core.errors import RlhfSpecError
+from ..core.metrics import read_metrics
+from .faulty import network
+from .faulty.group_moves import group_moves
+from .faulty.injection import (
     HEARTBEAT_LIMIT_S,
     NETWORK_KINDS,
     ORDER_LIMIT_S,
@@ -28,7 +32,7 @@ from benchmarks.faulty.injection import (
     deal,
     inject,
 )
-from benchmarks.faulty.outcome import (
+from .faulty.outcome import (
     Comparison,
     Disturbed,
     Resumed,
@@ -37,14 +41,10 @@ from benchmarks.faulty.outcome import (
     kept,
     problems,
 )
-from benchmarks.support.harness import Bench
-from benchmarks.support.processes import run_command, setting_words, start_command
-from benchmarks.support.result import ROOT, machine_provenance
-from benchmarks.support.runs import DEMO, GRPO, PPO, newest_run, train, train_words
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.metrics import read_metrics
+from .support.harness import Bench
+from .support.processes import run_command, setting_words, start_command
+from .support.result import ROOT, machine_provenance
+from .support.runs import DEMO, GRPO, PPO, newest_run, train, train_words
 
 ITERATIONS = {"quick": 6, "default": 75, "full": 75}
 MOST_ROUNDS = 5

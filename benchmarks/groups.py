@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from benchmarks.moving.between_groups import groups
-from benchmarks.support.harness import Bench
-from benchmarks.support.timing import Rate, engine_rate, interleaved, ratios
-from benchmarks.support.workload import PLAIN, Workload, model_p, real_workload
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.group.ranks import GroupRanks
-from rlhfspec.engine.weights.chunks import unique_tensors
-from rlhfspec.policies.simulate.model_dimensions import dimensions_of
-from rlhfspec.policies.simulate.roofline import DeviceSheet, Reached, Roofline
+from ..engine.engine import Engine
+from ..engine.group.ranks import GroupRanks
+from ..engine.weights.chunks import unique_tensors
+from ..policies.simulate.model_dimensions import dimensions_of
+from ..policies.simulate.roofline import DeviceSheet, Reached, Roofline
+from .moving.between_groups import groups
+from .support.harness import Bench
+from .support.timing import Rate, engine_rate, interleaved, ratios
+from .support.workload import PLAIN, Workload, model_p, real_workload
 
 ROUNDS = {"quick": 2, "default": 5, "full": 12}
 SLOTS = 8

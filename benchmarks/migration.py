@@ -12,13 +12,13 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from benchmarks.moving.downtime import Moved, move_while_decoding
-from benchmarks.moving.exact import MoveTally, forced_moves
-from benchmarks.moving.gate_grid import Cell, measure_grid
-from benchmarks.support.actor_pool import bench_ray
-from benchmarks.support.harness import Bench
-from benchmarks.support.timing import Figures
-from benchmarks.support.workload import demo_workload, gsm8k_workload
+from .moving.downtime import Moved, move_while_decoding
+from .moving.exact import MoveTally, forced_moves
+from .moving.gate_grid import Cell, measure_grid
+from .support.actor_pool import bench_ray
+from .support.harness import Bench
+from .support.timing import Figures
+from .support.workload import demo_workload, gsm8k_workload
 
 MIGRATIONS = {"quick": 60, "default": 1000, "full": 4000}
 OVER_OBJECT_STORE = {"quick": 0, "default": 100, "full": 1000}

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from benchmarks.support.harness import Bench
-from benchmarks.support.runs import GRPO, PPO, Metrics, train
-from rlhfspec.cluster.folder.rollouts import locations_in, rollout_files
-from rlhfspec.cluster.verify.verify_run import verify_run
+from ..cluster.folder.rollouts import locations_in, rollout_files
+from ..cluster.verify.verify_run import verify_run
+from .support.harness import Bench
+from .support.runs import GRPO, PPO, Metrics, train
 
 ONE_CORE_EACH = (
     "cluster.generation.num_actors=1",

@@ -21,32 +21,32 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.support.actor_pool import ask
-from benchmarks.support.harness import Bench
-from benchmarks.support.processes import descendants
-from benchmarks.support.starting import seconds
-from benchmarks.support.timing import Figures
-from benchmarks.support.workload import real_model
-from rlhfspec.actors.actor_messages import GenerationSpec, TrainerSpec
-from rlhfspec.actors.generation.generation_actor import GenerationActor
-from rlhfspec.actors.workers.trainer_actor import TrainerActor
-from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.cluster.placement import machine
-from rlhfspec.cluster.placement.ray_session import ray_session
-from rlhfspec.cluster.system.trainer_pool import TrainerPool
-from rlhfspec.cluster.weights.group_publication import Broadcast
-from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights, publish
-from rlhfspec.core.config import (
+from ..actors.actor_messages import GenerationSpec, TrainerSpec
+from ..actors.generation.generation_actor import GenerationActor
+from ..actors.workers.trainer_actor import TrainerActor
+from ..cluster.observe.console import PipeConsole
+from ..cluster.placement import machine
+from ..cluster.placement.ray_session import ray_session
+from ..cluster.system.trainer_pool import TrainerPool
+from ..cluster.weights.group_publication import Broadcast
+from ..cluster.weights.publish import Fetching, PublishedWeights, publish
+from ..core.config import (
     AlgorithmConfig,
     ClusterConfig,
     EngineConfig,
     SpeculationConfig,
     TrainerConfig,
 )
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.settings.cluster import PublicationConfig
-from rlhfspec.engine.weights.chunks import pack_weights
-from rlhfspec.engine.weights.loading import load_causal_lm
+from ..core.errors import RlhfSpecError
+from ..core.settings.cluster import PublicationConfig
+from ..engine.weights.chunks import pack_weights
+from ..engine.weights.loading import load_causal_lm
+from .support.actor_pool import ask
+from .support.harness import Bench
+from .support.processes import descendants
+from .support.starting import seconds
+from .support.timing import Figures
+from .support.workload import real_model
 
 TIMEOUT_S = 300.0
 WARM_COPIES = 5

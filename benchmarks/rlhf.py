@@ -14,11 +14,11 @@ from pathlib import Path
 
 from transformers import AutoModelForSequenceClassification
 
-from benchmarks.support.harness import Bench
-from benchmarks.support.result import ROOT
-from benchmarks.support.runs import DEMO, PPO, SMOLLM2, train
-from benchmarks.support.workload import demo_workload, real_model
-from rlhfspec.cluster.observe.summary import amdahl_bound, summarise
+from ..cluster.observe.summary import amdahl_bound, summarise
+from .support.harness import Bench
+from .support.result import ROOT
+from .support.runs import DEMO, PPO, SMOLLM2, train
+from .support.workload import demo_workload, real_model
 
 CONFIGS: Mapping[str, Path] = {"ppo": PPO} | {
     kind: ROOT / "configs" / "algorithms" / f"{kind}.yaml"

@@ -13,9 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.adaptive.policies import pair_workload, profile_of
-from benchmarks.moving.rates import Rates, measured_rates
-from benchmarks.moving.rollouts import (
+from ..cluster.observe.console import PipeConsole
+from ..core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from ..engine.cache.kv_pool import KVShape
+from ..engine.weights.loading import load_causal_lm
+from ..policies.migration.move_messages import MoveOutcome
+from ..policies.reallocation.pool_records import ReallocationPolicy
+from ..policies.simulate.compare import perfect_finish_s
+from ..policies.simulate.simulated_pool import simulate
+from ..policies.simulate.simulation_records import (
+    MoveTruth,
+    PoolSetup,
+    Samples,
+    WorkloadName,
+    drawn_lengths,
+    samples_of,
+)
+from ..profiles.profile import Profile
+from .adaptive.policies import pair_workload, profile_of
+from .moving.rates import Rates, measured_rates
+from .moving.rollouts import (
     OURS,
     PAPER,
     PULL,
@@ -27,27 +44,10 @@ from benchmarks.moving.rollouts import (
     policy_of,
     requests_of,
 )
-from benchmarks.support.actor_pool import ActorPool, RolloutOutcome, bench_ray
-from benchmarks.support.harness import Bench
-from benchmarks.support.timing import Figures
-from benchmarks.support.workload import Workload, real_workload
-from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from rlhfspec.engine.cache.kv_pool import KVShape
-from rlhfspec.engine.weights.loading import load_causal_lm
-from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
-from rlhfspec.policies.simulate.compare import perfect_finish_s
-from rlhfspec.policies.simulate.simulated_pool import simulate
-from rlhfspec.policies.simulate.simulation_records import (
-    MoveTruth,
-    PoolSetup,
-    Samples,
-    WorkloadName,
-    drawn_lengths,
-    samples_of,
-)
-from rlhfspec.profiles.profile import Profile
+from .support.actor_pool import ActorPool, RolloutOutcome, bench_ray
+from .support.harness import Bench
+from .support.timing import Figures
+from .support.workload import Workload, real_workload
 
 INSTANCES = 2
 REAL_SAMPLES = {"quick": 16, "default": 48, "full": 64}

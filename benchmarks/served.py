@@ -22,11 +22,16 @@ from typing import Any
 import numpy as np
 import requests
 
-from benchmarks.faulty.injection import serving_actors
-from benchmarks.soak import MEMORY_LIMIT, growth
-from benchmarks.support.harness import Bench
-from benchmarks.support.malformed import malformed
-from benchmarks.support.processes import (
+from ..cluster.placement.ray_session import TERMINATED, free_port
+from ..cluster.serving.engine_requests import sample_key
+from ..core.config import SpeculationConfig
+from ..core.errors import RlhfSpecError
+from ..core.records import Completion, SampleRequest, SamplingParams
+from .faulty.injection import serving_actors
+from .soak import MEMORY_LIMIT, growth
+from .support.harness import Bench
+from .support.malformed import malformed
+from .support.processes import (
     command_line,
     descendants,
     left_of,
@@ -34,14 +39,9 @@ from benchmarks.support.processes import (
     setting_words,
     start_command,
 )
-from benchmarks.support.result import ROOT
-from benchmarks.support.timing import interleaved, rate_rows, ratios
-from benchmarks.support.workload import Workload, demo_workload, real_workload
-from rlhfspec.cluster.placement.ray_session import TERMINATED, free_port
-from rlhfspec.cluster.serving.engine_requests import sample_key
-from rlhfspec.core.config import SpeculationConfig
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.records import Completion, SampleRequest, SamplingParams
+from .support.result import ROOT
+from .support.timing import interleaved, rate_rows, ratios
+from .support.workload import Workload, demo_workload, real_workload
 
 BATCH = 8
 CONTEXT = 512

@@ -16,21 +16,21 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.faulty.injection import serving_actors
-from benchmarks.support.harness import Bench
-from benchmarks.support.processes import (
+from ..cluster.placement.ray_session import TERMINATED
+from ..core.errors import RlhfSpecError
+from ..core.metrics import read_metrics
+from ..core.proc_files import PROC, sizes
+from .faulty.injection import serving_actors
+from .support.harness import Bench
+from .support.processes import (
     command_line,
     descendants,
     left_of,
     private_mib,
     start_command,
 )
-from benchmarks.support.result import ROOT
-from benchmarks.support.runs import PPO, newest_run, train_words
-from rlhfspec.cluster.placement.ray_session import TERMINATED
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.metrics import read_metrics
-from rlhfspec.core.proc_files import PROC, sizes
+from .support.result import ROOT
+from .support.runs import PPO, newest_run, train_words
 
 Sample = dict[str, float]
 "Of one moment: figures by name, memory in MiB."

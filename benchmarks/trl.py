@@ -24,17 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.build import TRL_RELEASES, trl_folder
-from benchmarks.peers.trl_trainer import LEARNING_RATE, NEW_TOKENS, PROMPTS_A_STEP, SAMPLES
-from benchmarks.support.harness import Bench
-from benchmarks.support.processes import descendants, run_command, setting_words
-from benchmarks.support.result import ROOT
-from benchmarks.support.runs import SMOLLM2, train
-from benchmarks.support.workload import real_model
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.metrics import read_metrics
-from rlhfspec.core.proc_files import PROC, sizes
-from rlhfspec.learning.tasks.one_sentence import SUBJECTS, draw_prompts
+from ..core.errors import RlhfSpecError
+from ..core.metrics import read_metrics
+from ..core.proc_files import PROC, sizes
+from ..learning.tasks.one_sentence import SUBJECTS, draw_prompts
+from .peers.build import TRL_RELEASES, trl_folder
+from .peers.trl_trainer import LEARNING_RATE, NEW_TOKENS, PROMPTS_A_STEP, SAMPLES
+from .support.harness import Bench
+from .support.processes import descendants, run_command, setting_words
+from .support.result import ROOT
+from .support.runs import SMOLLM2, train
+from .support.workload import real_model
 
 STEPS = {"quick": 1, "default": 1, "full": 8}
 "Measured in a run; the first step before them is left out."
@@ -58,7 +58,9 @@ def run(bench: Bench) -> int:
     """Write OUT/trl.json; returns 0. Nothing where TRL or the model cannot be had."""
     folder, model = trl_folder(TRL_RELEASES[-1]), real_model(bench.console)
     if folder is None or model is None:
-        bench.console.print("skipped: no TRL; run python -m benchmarks.peers.build --only trl", markup=False)
+        bench.console.print(
+            "skipped: no TRL; run python -m rlhfspec.benchmarks.peers.build --only trl", markup=False
+        )
         return 0
     out, steps = bench.out, STEPS[bench.mode] + 1
     prompts, examples = _write_prompts(out / "prompts.jsonl", steps), _write_examples(out / "examples.jsonl")
@@ -128,7 +130,7 @@ def _write_examples(path: Path) -> Path:
 
 def _by_trl(trl: Path, order: Mapping[str, Any]) -> list[Row]:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.peers.trl_trainer", json.dumps(order)],
+        [sys.executable, "-m", "rlhfspec.benchmarks.peers.trl_trainer", json.dumps(order)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{trl}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": str(order["threads"])},
         capture_output=True,

@@ -19,32 +19,32 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.support.harness import Bench
-from benchmarks.support.processes import begin_peak, peak_bytes
-from benchmarks.support.timing import Rate, interleaved, ratios
-from benchmarks.support.workload import (
+from ..cluster.plan.memory_plan import MIB
+from ..core.config import (
+    AlgorithmConfig,
+    EngineConfig,
+    SpeculationConfig,
+    TrainerConfig,
+)
+from ..core.records import Rollout
+from ..engine.decoding.logprobs import token_logprobs
+from ..engine.model.linears import has_bfloat16
+from ..learning.objectives.losses import clipped_policy_loss
+from ..learning.trainer.engine_scoring import EngineScorer
+from ..learning.trainer.experience import collate
+from ..learning.trainer.learner import Learner
+from ..learning.trainer.policy_forward import PolicyForward
+from ..learning.trainer.training_forward import prepare_for_training, response_logits
+from .support.harness import Bench
+from .support.processes import begin_peak, peak_bytes
+from .support.timing import Rate, interleaved, ratios
+from .support.workload import (
     Workload,
     alternating_rollouts,
     demo_workload,
     grouped_requests,
     real_workload,
 )
-from rlhfspec.cluster.plan.memory_plan import MIB
-from rlhfspec.core.config import (
-    AlgorithmConfig,
-    EngineConfig,
-    SpeculationConfig,
-    TrainerConfig,
-)
-from rlhfspec.core.records import Rollout
-from rlhfspec.engine.decoding.logprobs import token_logprobs
-from rlhfspec.engine.model.linears import has_bfloat16
-from rlhfspec.learning.objectives.losses import clipped_policy_loss
-from rlhfspec.learning.trainer.engine_scoring import EngineScorer
-from rlhfspec.learning.trainer.experience import collate
-from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.policy_forward import PolicyForward
-from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
 
 ROUNDS = {"quick": 2, "default": 4, "full": 8}
 ROUNDS_REAL = {"quick": 1, "default": 2, "full": 4}

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhfspec.cluster.placement.origin import NAME, shadowed_packages, version
-from rlhfspec.cluster.system.machine_faults import explain_os_error
+from .placement.origin import NAME, shadowed_packages, version
+from .system.machine_faults import explain_os_error
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.commands.declare import Command, Group
+    from .commands.declare import Command, Group
 
 _INTRO = """\
 RLHF on Ray with lossless tree speculative decoding.
@@ -38,17 +38,17 @@ _INTERRUPTED = 130
 
 def commands() -> dict[str, Command | Group]:
     """Every command, by what the user types."""
-    from rlhfspec.cluster.commands import data, kube, models, serve
-    from rlhfspec.cluster.commands.bench import bench, gpu_selftest
-    from rlhfspec.cluster.commands.declare import Group
-    from rlhfspec.cluster.commands.evaluate import evaluate, profile
-    from rlhfspec.cluster.commands.observe import explain, monitoring, report, status, trace
-    from rlhfspec.cluster.commands.show import show
-    from rlhfspec.cluster.commands.simulate import simulate
-    from rlhfspec.cluster.commands.simulate_cluster import cluster
-    from rlhfspec.cluster.commands.supervised import sft, train_reward
-    from rlhfspec.cluster.commands.train import check, demo, train
-    from rlhfspec.cluster.commands.verify import compare, replay, verify
+    from .commands import data, kube, models, serve
+    from .commands.bench import bench, gpu_selftest
+    from .commands.declare import Group
+    from .commands.evaluate import evaluate, profile
+    from .commands.observe import explain, monitoring, report, status, trace
+    from .commands.show import show
+    from .commands.simulate import simulate
+    from .commands.simulate_cluster import cluster
+    from .commands.supervised import sft, train_reward
+    from .commands.train import check, demo, train
+    from .commands.verify import compare, replay, verify
 
     return {
         "demo": demo,
@@ -83,7 +83,7 @@ def commands() -> dict[str, Command | Group]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    from rlhfspec.cluster.commands.declare import add_commands
+    from .commands.declare import add_commands
 
     parser = argparse.ArgumentParser(
         prog=NAME,
@@ -106,19 +106,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if faults:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
         return 1
-    from rlhfspec.actors.serving.loopback import spare_loopback
-    from rlhfspec.cluster.observe.visible_stream import show_escape_sequences
-    from rlhfspec.core.errors import RlhfSpecError, describe_error
+    from ..actors.serving.loopback import spare_loopback
+    from ..core.errors import RlhfSpecError, describe_error
+    from .observe.visible_stream import show_escape_sequences
 
     show_escape_sequences()
     spare_loopback()  # before anything is started or asked
     try:
         args = build_parser().parse_args(argv)
         # not for --version, --help: it loads the config's classes
-        from rlhfspec.cluster.placement.quiet import quiet_libraries
+        from .placement.quiet import quiet_libraries
 
         quiet_libraries()
-        from rlhfspec.cluster.commands.declare import call
+        from .commands.declare import call
 
         code = call(args)
         sys.stdout.flush()  # here, where a closed pipe can be told, not when Python ends

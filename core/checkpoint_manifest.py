@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.core.errors import ModelError
+from .errors import ModelError
 
 MANIFEST = "rlhfspec-manifest.json"
 SCHEMA_VERSION = 1

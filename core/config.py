@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import model_validator
 
-from rlhfspec.core.settings.algorithm import AlgorithmConfig, require_groups
-from rlhfspec.core.settings.cluster import ClusterConfig, require_publication
-from rlhfspec.core.settings.correction import require_correction
-from rlhfspec.core.settings.data import DataConfig
-from rlhfspec.core.settings.environment import EnvironmentConfig
-from rlhfspec.core.settings.evaluation import EvaluationConfig, require_metric
-from rlhfspec.core.settings.generation import (
+from .settings.algorithm import AlgorithmConfig, require_groups
+from .settings.cluster import ClusterConfig, require_publication
+from .settings.correction import require_correction
+from .settings.data import DataConfig
+from .settings.environment import EnvironmentConfig
+from .settings.evaluation import EvaluationConfig, require_metric
+from .settings.generation import (
     EngineConfig,
     ReallocationConfig,
     RolloutConfig,
@@ -26,11 +26,11 @@ from rlhfspec.core.settings.generation import (
     require_schedule,
     require_training_temperature,
 )
-from rlhfspec.core.settings.reward import RewardConfig, require_reward
-from rlhfspec.core.settings.run import ModelsConfig, RunConfig
-from rlhfspec.core.settings.section import Section
-from rlhfspec.core.settings.tracking import TrackingConfig
-from rlhfspec.core.settings.trainer import (
+from .settings.reward import RewardConfig, require_reward
+from .settings.run import ModelsConfig, RunConfig
+from .settings.section import Section
+from .settings.tracking import TrackingConfig
+from .settings.trainer import (
     DrafterTrainingConfig,
     TrainerConfig,
     require_cotrain,

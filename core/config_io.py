@@ -11,14 +11,14 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhfspec.core.config import Config
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.files import write_whole
-from rlhfspec.core.outside import cut, is_dir, is_file, quote
-from rlhfspec.core.settings.generation import DRAFTERS_ELSEWHERE
-from rlhfspec.core.settings.removed import without_removed
-from rlhfspec.core.settings.section import Section
-from rlhfspec.core.yaml_text import YamlFault, parse_yaml
+from .config import Config
+from .errors import ConfigError
+from .files import write_whole
+from .outside import cut, is_dir, is_file, quote
+from .settings.generation import DRAFTERS_ELSEWHERE
+from .settings.removed import without_removed
+from .settings.section import Section
+from .yaml_text import YamlFault, parse_yaml
 
 _MAX_FAULTS = 8
 "Faults of one config that are spelled out."

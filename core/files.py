@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlhfspec.core.errors import StorageError
+from .errors import StorageError
 
 PARTIAL = ".partial-"
 "Begins the name of what is still being written; whoever wrote it is dead if it stays."

@@ -17,8 +17,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.files import append_whole
+from .errors import RlhfSpecError
+from .files import append_whole
 
 PREFIX = "rlhfspec_"
 "Ray puts `ray_` before it."

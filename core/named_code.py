@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhfspec.core.errors import ConfigError, one_line
-from rlhfspec.core.settings.removed import REMOVED_CODE
+from .errors import ConfigError, one_line
+from .settings.removed import REMOVED_CODE
 
 _MAX_CHARS = 200
 _ROOT = Path(__file__).resolve().parents[1]

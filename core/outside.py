@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.core.errors import ConfigError
+from .errors import ConfigError
 
 MAX_QUOTED_CHARS = 80
 _LONGEST_POINTER = 1024

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from rlhfspec.core.records import SampleKey, Stream
+from .records import SampleKey, Stream
 
 
 class Progress(Mapping[SampleKey, int]):

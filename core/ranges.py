@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rlhfspec.core.errors import ConfigError
+from .errors import ConfigError
 
 LEAST_TEMPERATURE = 1e-5
 "Below it logits over T overflow; 0 is meant."

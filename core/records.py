@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.core.config import SamplingConfig
-from rlhfspec.core.ranges import require_sampling_ranges
+from .config import SamplingConfig
+from .ranges import require_sampling_ranges
 
 
 class Stream(StrEnum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.core.records import SampleRequest, WeightSpan
+from .records import SampleRequest, WeightSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

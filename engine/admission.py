@@ -13,10 +13,10 @@ from collections.abc import Collection
 import numpy as np
 from jaxtyping import Int
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.cache.kept_caches import KeptCaches
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.decoding.running_batch import RunningBatch
+from ..core.errors import ConfigError
+from .cache.kept_caches import KeptCaches
+from .cache.kv_pool import KVPool
+from .decoding.running_batch import RunningBatch
 
 MB = 10**6
 

@@ -10,42 +10,44 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
-from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.engine.admission import MB
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cache.shared_memory import SharedFile
-from rlhfspec.engine.decode_step import DecodeStep, decode_step
-from rlhfspec.engine.draft_policies import build_policy
-from rlhfspec.engine.drafters.drafter import Drafter, part_of
-from rlhfspec.engine.drafters.drafter_list import DrafterList
-from rlhfspec.engine.drafters.head.head_drafter import HeadDrafter
-from rlhfspec.engine.drafters.head.head_forward import HeadForward, MtpForward
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
-from rlhfspec.engine.drafters.head.mtp_weights import MtpConfig
-from rlhfspec.engine.drafters.head.published_head import head_checksum
-from rlhfspec.engine.drafters.head.tapping import tap_for_head
-from rlhfspec.engine.drafters.level_drafter import LevelDrafter
-from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.drafters.refinement import Scorer
-from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.group.dealing import require_dealt
-from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.cuda_graphs import CudaRecorder
-from rlhfspec.engine.model.invariance_probe import (
+from ..core.config import EngineConfig, SpeculationConfig
+from ..core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
+from ..core.weight_records import WeightManifest
+from ..policies.drafting.draft_policy import DraftPolicy
+from ..profiles.profile import Profile
+from .admission import MB
+from .cache.kv_pool import KVPool
+from .cache.shared_memory import SharedFile
+from .decode_step import DecodeStep, decode_step
+from .draft_policies import build_policy
+from .drafters.drafter import Drafter, part_of
+from .drafters.drafter_list import DrafterList
+from .drafters.head.head_drafter import HeadDrafter
+from .drafters.head.head_forward import HeadForward, MtpForward
+from .drafters.head.head_weights import HeadWeights, require_fit
+from .drafters.head.mtp_weights import MtpConfig
+from .drafters.head.published_head import head_checksum
+from .drafters.head.tapping import tap_for_head
+from .drafters.level_drafter import LevelDrafter
+from .drafters.model_drafter import ModelDrafter
+from .drafters.refinement import Scorer
+from .drafters.suffix_drafter import SuffixDrafter
+from .engine import Engine
+from .group.dealing import require_dealt
+from .group.group_probe import require_bits_of_one_rank
+from .model.compute_backend import ComputeBackend
+from .model.cuda_graphs import CudaRecorder
+from .model.invariance_probe import (
     KeptVerdicts,
     Verdict,
     check_invariance,
     facts_of,
 )
-from rlhfspec.engine.model.linears import Ranks
-from rlhfspec.engine.model.llama_model import LlamaModel, known_config
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.model.support import not_held
-from rlhfspec.engine.numerics import (
+from .model.linears import Ranks
+from .model.llama_model import LlamaModel, known_config
+from .model.runner import ModelRunner
+from .model.support import not_held
+from .numerics import (
     Numerics,
     attention_for,
     choose_backend,
@@ -55,11 +57,9 @@ from rlhfspec.engine.numerics import (
     resolve_numerics,
     use_threads,
 )
-from rlhfspec.engine.recorded_step import StepRecordings
-from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
-from rlhfspec.engine.weights.chunks import model_checksum
-from rlhfspec.policies.drafting.draft_policy import DraftPolicy
-from rlhfspec.profiles.profile import Profile
+from .recorded_step import StepRecordings
+from .weights.causal_lm import DTYPES, CausalLM, max_context_tokens
+from .weights.chunks import model_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ def published_model(
         model: CausalLM = own
     else:
         # takes as long as all the rest of a start
-        from rlhfspec.engine.model.stock_forward import load_module
-        from rlhfspec.engine.weights.loading import build_causal_lm
+        from .model.stock_forward import load_module
+        from .weights.loading import build_causal_lm
 
         module = build_causal_lm(manifest.hf_config_json, dtype).to(backend.device)  # type: ignore[arg-type]
         altered, model = load_module(module, shapes, parts), module

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from rlhfspec.core.decode_records import GenerationStats, StepRecord
+from ..core.decode_records import GenerationStats, StepRecord
 
 
 class Tally:

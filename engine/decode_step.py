@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.core.decode_records import Budget
-from rlhfspec.engine.attention.packing import RaggedRows
-from rlhfspec.engine.attention.visibility import count_up
-from rlhfspec.engine.decoding.answers import Answers, WholeAnswers
-from rlhfspec.engine.decoding.draft_tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.decoding.step_phases import Phases
-from rlhfspec.engine.decoding.verify import verify
-from rlhfspec.engine.drafters.drafter import Drafter
-from rlhfspec.engine.drafters.refinement import Refinement
-from rlhfspec.engine.group.split_answers import Wanted, split_answers
-from rlhfspec.engine.model.forward_plan import TreePlan
-from rlhfspec.engine.model.runner import ModelRunner
+from ..core.decode_records import Budget
+from .attention.packing import RaggedRows
+from .attention.visibility import count_up
+from .decoding.answers import Answers, WholeAnswers
+from .decoding.draft_tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
+from .decoding.noise import Noise
+from .decoding.running_batch import RunningBatch
+from .decoding.step_phases import Phases
+from .decoding.verify import verify
+from .drafters.drafter import Drafter
+from .drafters.refinement import Refinement
+from .group.split_answers import Wanted, split_answers
+from .model.forward_plan import TreePlan
+from .model.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rlhfspec.core.config import SpeculationConfig
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
-from rlhfspec.policies.drafting.baselines import BanditPolicy, FixedPolicy, OffPolicy
-from rlhfspec.policies.drafting.draft_policy import DraftPolicy
-from rlhfspec.profiles.profile import Profile
+from ..core.config import SpeculationConfig
+from ..core.errors import ConfigError
+from ..policies.drafting.adaptive import AdaptiveDrafting
+from ..policies.drafting.baselines import BanditPolicy, FixedPolicy, OffPolicy
+from ..policies.drafting.draft_policy import DraftPolicy
+from ..profiles.profile import Profile
 
 
 def build_policy(speculation: SpeculationConfig, profile: Profile | None = None) -> DraftPolicy:

@@ -15,28 +15,28 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import numpy as np
 from torch import Tensor
 
-from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, GenerationStats, InstanceLoad, StepRecord
-from rlhfspec.core.errors import ConfigError, WeightsError
-from rlhfspec.core.progress import Progress
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.core.sample_state import SampleState
-from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.engine.counters import Tally
-from rlhfspec.engine.decode_step import DecodeStep, decode_step
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.decoding.stop_strings import StopStrings
-from rlhfspec.engine.drafters.drafter import Drafter, part_of
-from rlhfspec.engine.drafters.level_drafter import LevelDrafter
-from rlhfspec.engine.drafters.refinement import Refinement, Scorer
-from rlhfspec.engine.exchange import SampleExchange
-from rlhfspec.engine.model.prefill import fill_committed
-from rlhfspec.engine.model.prefill_plan import PrefillPiece
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.numerics import Numerics
-from rlhfspec.engine.outcomes import completion_of, not_finite_error, where_not_finite
-from rlhfspec.engine.requests import require_can_go_on, require_distinct
-from rlhfspec.engine.weights.chunks import require_loadable
-from rlhfspec.policies.drafting.draft_policy import DraftLaw, DraftPolicy
+from ..core.decode_records import PLAIN, Budget, DecodeState, GenerationStats, InstanceLoad, StepRecord
+from ..core.errors import ConfigError, WeightsError
+from ..core.progress import Progress
+from ..core.records import Completion, SampleKey, SampleRequest
+from ..core.sample_state import SampleState
+from ..core.weight_records import WeightManifest
+from ..policies.drafting.draft_policy import DraftLaw, DraftPolicy
+from .counters import Tally
+from .decode_step import DecodeStep, decode_step
+from .decoding.running_batch import RunningBatch
+from .decoding.stop_strings import StopStrings
+from .drafters.drafter import Drafter, part_of
+from .drafters.level_drafter import LevelDrafter
+from .drafters.refinement import Refinement, Scorer
+from .exchange import SampleExchange
+from .model.prefill import fill_committed
+from .model.prefill_plan import PrefillPiece
+from .model.runner import ModelRunner
+from .numerics import Numerics
+from .outcomes import completion_of, not_finite_error, where_not_finite
+from .requests import require_can_go_on, require_distinct
+from .weights.chunks import require_loadable
 
 logger = logging.getLogger(__name__)
 STEP_LOG_LENGTH = 4096

@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.records import SampleKey
-from rlhfspec.core.sample_state import SampleState
-from rlhfspec.engine.admission import KVAdmission
-from rlhfspec.engine.cache.kept_caches import CachePiece, KeptCaches
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cache.leases import Lease, Leases, as_cells
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.drafters.drafter import Drafter
-from rlhfspec.engine.model.prefill import fill_committed
-from rlhfspec.engine.model.prefill_plan import PrefillPiece
-from rlhfspec.engine.model.runner import ModelRunner
+from ..core.errors import RlhfSpecError
+from ..core.records import SampleKey
+from ..core.sample_state import SampleState
+from .admission import KVAdmission
+from .cache.kept_caches import CachePiece, KeptCaches
+from .cache.kv_pool import KVPool
+from .cache.leases import Lease, Leases, as_cells
+from .decoding.running_batch import RunningBatch
+from .drafters.drafter import Drafter
+from .model.prefill import fill_committed
+from .model.prefill_plan import PrefillPiece
+from .model.runner import ModelRunner
 
 TARGET = "target"
 DRAFT = "draft"

@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
-from rlhfspec.core.config import EngineConfig
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.attention.backends import ATTENTION, Attention, plan_attention_once
-from rlhfspec.engine.attention.xformers import require_xformers, xformers_attention
-from rlhfspec.engine.model.compute_backend import ComputeBackend, PoolAttention
-from rlhfspec.engine.triton_here import can_run_triton
+from ..core.config import EngineConfig
+from ..core.errors import ConfigError
+from .attention.backends import ATTENTION, Attention, plan_attention_once
+from .attention.xformers import require_xformers, xformers_attention
+from .model.compute_backend import ComputeBackend, PoolAttention
+from .triton_here import can_run_triton
 
 Numerics = Literal["invariant", "fast"]
 logger = logging.getLogger(__name__)
@@ -83,13 +83,13 @@ def choose_backend(
     """
     if device.type == "cpu" and (num_threads or torch.get_num_threads()) == 1 and _has_llvm():
         # needs the extra `cpu`
-        from rlhfspec.engine.cpu.backend import CpuBackend
-        from rlhfspec.engine.cpu.jit import can_make_code
+        from .cpu.backend import CpuBackend
+        from .cpu.jit import can_make_code
 
         if can_make_code():
             return CpuBackend(device)
     if kernels and can_run_triton(device):
-        from rlhfspec.engine.cuda.cuda_backend import CudaBackend
+        from .cuda.cuda_backend import CudaBackend
 
         return CudaBackend(device)
     return ComputeBackend(device)
@@ -134,7 +134,7 @@ def attention_for(
                 f"engine.attention split needs engine.device cuda, Triton and a C compiler, got {backend.device.type}; "
                 "use auto, ordered or sdpa"
             )
-        from rlhfspec.engine.cuda.attention_kernel import split_attention
+        from .cuda.attention_kernel import split_attention
 
         return split_attention
     return ATTENTION[engine.attention]

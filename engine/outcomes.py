@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfspec.core.errors import NotFiniteError
-from rlhfspec.core.records import Completion, FinishReason, as_asked
-from rlhfspec.core.sample_state import SampleState
+from ..core.errors import NotFiniteError
+from ..core.records import Completion, FinishReason, as_asked
+from ..core.sample_state import SampleState
 
 
 def completion_of(

@@ -23,19 +23,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.core.decode_records import Budget
-from rlhfspec.engine.decode_step import StepOutput, decode_step, forward_and_accept
-from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only, select_best
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.running_batch import LAST_TOKENS, RunningBatch, StepInputs
-from rlhfspec.engine.decoding.sampling_rule import RowSampling
-from rlhfspec.engine.decoding.step_phases import Phases
-from rlhfspec.engine.drafters.drafter import Drafter
-from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.drafters.refinement import Refinement
-from rlhfspec.engine.model.cuda_graphs import SAMPLE_COUNTS, VIEW_LENGTHS, Recordings, Run, at_least
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.upload import pack, unpack
+from ..core.decode_records import Budget
+from .decode_step import StepOutput, decode_step, forward_and_accept
+from .decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only, select_best
+from .decoding.noise import Noise
+from .decoding.running_batch import LAST_TOKENS, RunningBatch, StepInputs
+from .decoding.sampling_rule import RowSampling
+from .decoding.step_phases import Phases
+from .drafters.drafter import Drafter
+from .drafters.model_drafter import ModelDrafter
+from .drafters.refinement import Refinement
+from .model.cuda_graphs import SAMPLE_COUNTS, VIEW_LENGTHS, Recordings, Run, at_least
+from .model.runner import ModelRunner
+from .upload import pack, unpack
 
 CATCH_UPS = (2, LAST_TOKENS)
 "Committed tokens that the drafter runs of each sample: rounded up, a recording for each."

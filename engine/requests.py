@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.records import SampleKey, SampleRequest, Stream
-from rlhfspec.core.sample_state import SampleState
+from ..core.errors import DataError
+from ..core.records import SampleKey, SampleRequest, Stream
+from ..core.sample_state import SampleState
 
 
 def require_can_be_sampled(request: SampleRequest, *, vocab_size: int, max_total_tokens: int) -> None:

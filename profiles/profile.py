@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhfspec.core.errors import ProfileError
-from rlhfspec.profiles.acceptance import AcceptanceModel
-from rlhfspec.profiles.cost import CostModel, CostTable, Shape
-from rlhfspec.profiles.provenance import Provenance
-from rlhfspec.profiles.recording import DraftRecording
+from ..core.errors import ProfileError
+from .acceptance import AcceptanceModel
+from .cost import CostModel, CostTable, Shape
+from .provenance import Provenance
+from .recording import DraftRecording
 
 SCHEMA_VERSION = 2
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, fields
 
-from rlhfspec.core.errors import ProfileError
+from ..core.errors import ProfileError
 
 _NOT_COMPARED = ("date", "versions")
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfspec.profiles.acceptance import (
+from .acceptance import (
     AcceptanceModel,
     NodeTable,
     fit_acceptance,
     fit_paper_form,
     paper_features,
 )
-from rlhfspec.profiles.cost import CostModel, CostTable
-from rlhfspec.profiles.recording import DraftRecording, join_nodes
+from .cost import CostModel, CostTable
+from .recording import DraftRecording, join_nodes
 
 BINS = 10
 SELECTED_SCORE = 0.5

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.profiles.acceptance import AcceptanceModel, NodeTable
+from .acceptance import AcceptanceModel, NodeTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhfspec.core.config import SpeculationConfig
-from rlhfspec.core.decode_records import Budget, DecodeState, DraftLog, LookUpLog, StepRecord
-from rlhfspec.core.errors import DataError, one_line
-from rlhfspec.profiles.profile import Profile, profile_from_tree
+from ..core.config import SpeculationConfig
+from ..core.decode_records import Budget, DecodeState, DraftLog, LookUpLog, StepRecord
+from ..core.errors import DataError, one_line
+from .profile import Profile, profile_from_tree
 
 VERSION = b"4"
 _VERSION_KEY = b"step_log_version"

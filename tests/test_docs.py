@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.pages.reference import COMMAND, pages
+from rlhfspec.benchmarks.pages.reference import COMMAND, pages
 from rlhfspec.core.settings.algorithm import ALGORITHMS, AlgorithmConfig
 from rlhfspec.core.settings.correction import CORRECTIONS, CorrectionConfig
 

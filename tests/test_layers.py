@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
+LAYERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster", "integrations")
 MAX_LINES = 500
 MAX_FILES = 20
 
@@ -29,6 +29,7 @@ ALLOWED = {
     "cluster": _TORCH
     | {"ray", "pyarrow", "rich", "yaml", "fsspec", "jinja2"}
     | {"fastapi", "pydantic", "prometheus_client"},
+    "integrations": _TORCH,
 }
 """Third-party packages a folder may import, besides the standard library."""
 
@@ -42,39 +43,43 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_names(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every absolute import below `tree`: the module and the names taken from it."""
+def folder_of(path: Path) -> tuple[str, ...]:
+    """What a module's relative imports start from."""
+    return ("rlhfspec", *path.relative_to(ROOT).parts[:-1])
+
+
+def imported_names(tree: ast.AST, folder: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every import below `tree`, a module of `folder`: the module in full and the names taken from it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"relative import at line {node.lineno}"
-            yield node.module, tuple(alias.name for alias in node.names)
+            above = folder[: len(folder) - node.level + 1] if node.level else ()
+            yield ".".join((*above, *filter(None, [node.module]))), tuple(alias.name for alias in node.names)
 
 
-def imports_at_load(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+def imports_at_load(tree: ast.Module, folder: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Imports that run when the module is loaded: not in functions, not for type checkers only."""
     for node in tree.body:
         is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         is_type_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         if not (is_function or is_type_checking):
-            yield from imported_names(node)
+            yield from imported_names(node, folder)
 
 
-def layer_faults(source: str, folder: str) -> list[str]:
+def layer_faults(source: str, folder: tuple[str, ...]) -> list[str]:
     """What the source text of a module of `folder` may not import."""
     faults = []
-    for name, _ in imported_names(ast.parse(source)):
-        top = name.split(".")[0]
-        if top == "rlhfspec":
-            if LAYERS.index(name.split(".")[1]) > LAYERS.index(folder):
-                faults.append(f"{folder} imports {name}, which is to its right")
-        elif top in LAYERS:
-            faults.append(f"{folder} imports {name}, which is rlhfspec.{name}")
-        elif top in ("benchmarks", "tests"):
-            faults.append(f"{folder} imports {name}")
-        elif top not in sys.stdlib_module_names and top not in ALLOWED[folder]:
-            faults.append(f"{folder} imports {name}, which is not on its list")
+    layer = folder[1]
+    for name, _ in imported_names(ast.parse(source), ("its package", *folder[1:])):
+        top, *rest = name.split(".")
+        if top == "its package":
+            if rest[0] not in LAYERS or LAYERS.index(rest[0]) > LAYERS.index(layer):
+                faults.append(f"{layer} imports {rest[0]}, which is to its right")
+        elif top in ("rlhfspec", "benchmarks", "tests", *LAYERS):
+            faults.append(f"{layer} imports {name}, which is relative inside the package")
+        elif top not in sys.stdlib_module_names and top not in ALLOWED[layer]:
+            faults.append(f"{layer} imports {name}, which is not on its list")
     return faults
 
 
@@ -84,7 +89,7 @@ def import_graph() -> dict[str, set[str]]:
     graph = {}
     for name, path in known.items():
         targets = set()
-        for module, members in imports_at_load(ast.parse(path.read_text())):
+        for module, members in imports_at_load(ast.parse(path.read_text()), folder_of(path)):
             targets |= {module, *(f"{module}.{member}" for member in members)}
         graph[name] = (targets & set(known)) - {name}
     return graph
@@ -113,22 +118,37 @@ def test_a_folder_imports_only_from_its_left(folder: str) -> None:
     faults = [
         f"{path.relative_to(ROOT)}: {fault}"
         for path in modules(folder)
-        for fault in layer_faults(path.read_text(), folder)
+        for fault in layer_faults(path.read_text(), folder_of(path))
     ]
     assert not faults, "\n".join(faults)
 
 
 def test_the_layer_rule_catches_planted_faults() -> None:
-    assert layer_faults("from rlhfspec.actors.actor_messages import Order", "policies")
-    assert layer_faults("def f():\n    import ray", "learning")
-    assert layer_faults("import torch.nn", "policies")
-    assert not layer_faults("import json\nfrom rlhfspec.core.records import Prompt", "policies")
+    policies, learning = ("rlhfspec", "policies", "scaling"), ("rlhfspec", "learning")
+    assert layer_faults("from ...actors.actor_messages import Order", policies)
+    assert layer_faults("from rlhfspec.core.records import Prompt", policies)
+    assert layer_faults("from ..benchmarks.engine import run", learning)
+    assert layer_faults("def f():\n    import ray", learning)
+    assert layer_faults("import torch.nn", policies)
+    assert not layer_faults("import json\nfrom ...core.records import Prompt", policies)
 
 
-def test_the_type_checker_sees_every_folder() -> None:
-    """It finds no fault where it finds no file: `make build/source/rlhfspec/__init__.py` links the folders."""
-    for folder in LAYERS:
-        assert (ROOT / "build" / "source" / "rlhfspec" / folder).resolve() == ROOT / folder
+def test_every_import_of_ours_is_found_by_its_path_alone() -> None:
+    """By an editor or a drawing that runs nothing and knows nothing of this project."""
+    checked = 0
+    for path in modules(*LAYERS, "benchmarks"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                found = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                for name in node.names:
+                    is_module = (found / f"{name.name}.py").is_file()
+                    assert (
+                        is_module or found.with_suffix(".py").is_file() or (found / "__init__.py").is_file()
+                    )
+                    checked += 1
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                assert "rlhfspec" not in ast.unparse(node), f"{path}:{node.lineno}"
+    assert checked > 3000
 
 
 def test_no_module_can_reach_itself() -> None:
@@ -163,7 +183,7 @@ def test_portable_code_imports_nothing_from_a_back_end(own: str) -> None:
         f"{module_name(path)} imports {name}"
         for path in modules(*LAYERS)
         if not module_name(path).startswith(own + ".")
-        for name, _ in imported_names(ast.parse(path.read_text()))
+        for name, _ in imported_names(ast.parse(path.read_text()), folder_of(path))
         if name.startswith((own + ".", *(("llvmlite",) if own == "rlhfspec.engine.cpu" else ())))
     ]
     assert {line.split()[0] for line in reached} <= {"rlhfspec.engine.numerics"}, "\n".join(reached)
@@ -206,11 +226,67 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
         assert not twice, f"{path.relative_to(ROOT)}: {sorted(twice)}"
 
 
-# Ratchets: these figures may only fall. Whoever makes the tree smaller lowers them.
-# They rose for what a run of today has more: sequences as trees, its page and explanation, stop strings, update parts;
-# rollouts for TRL.
-MAX_SOURCE_FILES = 537
-MAX_SOURCE_LINES = 83_726
+# Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
+# elsewhere, or raises the row of its room in the commit that adds it.
+MAX_SOURCE_FILES = 536
+MAX_LINES_OF_A_ROOM = {
+    "core": 2392,
+    "core/settings": 2221,
+    "core/surfaces": 177,
+    "profiles": 1052,
+    "policies": 5,
+    "policies/drafting": 2170,
+    "policies/migration": 564,
+    "policies/reallocation": 1281,
+    "policies/scaling": 353,
+    "policies/schedule": 689,
+    "policies/scheduling": 1456,
+    "policies/simulate": 2997,
+    "engine": 2276,
+    "engine/attention": 457,
+    "engine/cache": 1054,
+    "engine/calibration": 764,
+    "engine/cpu": 2677,
+    "engine/cuda": 503,
+    "engine/decoding": 1433,
+    "engine/drafters": 3075,
+    "engine/group": 955,
+    "engine/model": 3887,
+    "engine/weights": 1940,
+    "learning": 5,
+    "learning/data": 4202,
+    "learning/drafts": 2971,
+    "learning/environments": 595,
+    "learning/models": 1416,
+    "learning/objectives": 1556,
+    "learning/rewards": 1917,
+    "learning/tasks": 241,
+    "learning/trainer": 4066,
+    "actors": 311,
+    "actors/generation": 1943,
+    "actors/migration": 947,
+    "actors/scheduling": 464,
+    "actors/serving": 559,
+    "actors/transport": 1664,
+    "actors/waiting": 1402,
+    "actors/workers": 837,
+    "cluster": 154,
+    "cluster/commands": 2599,
+    "cluster/folder": 2460,
+    "cluster/jobs": 1445,
+    "cluster/kuberay": 520,
+    "cluster/observe": 3221,
+    "cluster/placement": 816,
+    "cluster/plan": 2950,
+    "cluster/report": 735,
+    "cluster/resume": 1078,
+    "cluster/run": 1688,
+    "cluster/serving": 1766,
+    "cluster/system": 2142,
+    "cluster/verify": 1384,
+    "cluster/weights": 496,
+    "integrations": 790,
+}
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15
 
@@ -231,7 +307,13 @@ def takes_the_whole_config(function: ast.FunctionDef | ast.AsyncFunctionDef) -> 
 def test_the_source_only_shrinks() -> None:
     sources = modules(*LAYERS)
     assert len(sources) <= MAX_SOURCE_FILES
-    assert sum(len(path.read_text().splitlines()) for path in sources) <= MAX_SOURCE_LINES
+    lines: dict[str, int] = {}
+    for path in sources:
+        room = "/".join(path.relative_to(ROOT).parts[:-1][:2])
+        lines[room] = lines.get(room, 0) + len(path.read_text().splitlines())
+    grown = {room: n for room, n in lines.items() if n > MAX_LINES_OF_A_ROOM.get(room, 0)}
+    assert not grown, f"above their rows of MAX_LINES_OF_A_ROOM: {grown}"
+    assert lines.keys() == MAX_LINES_OF_A_ROOM.keys(), "a room that is gone keeps no row"
 
 
 def test_a_function_fits_on_a_page() -> None:

@@ -23,8 +23,7 @@ WHERE = (
 
 def where(package: Path) -> list[str]:
     """What `WHERE` prints of one that is whole."""
-    public = package / "learning" / "public"
-    return [str(package / "core" / "records.py"), str(public / "integrations" / "__init__.py"), "[]"]
+    return [str(package / "core" / "records.py"), str(package / "integrations" / "__init__.py"), "[]"]
 
 
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -37,7 +36,7 @@ def copy_of_the_tree(folder: Path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in (*LAYERS, "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in ("rlhfspec.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("__init__.py", "rlhfspec.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -101,7 +100,8 @@ def test_a_wheel_puts_one_name_into_site_packages_and_runs(tmp_path: Path) -> No
     data = ["configs/demo.yaml", "configs/algorithms/grpo.yaml", "cluster/kuberay/Dockerfile"]
     assert {f"rlhfspec/{each}" for each in data} <= set(names)
     files = {str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
-    assert {f"rlhfspec/{each}" for each in files} <= set(names)
+    modules = {name for name in names if name.endswith(".py")}
+    assert modules == {"rlhfspec/__init__.py", *(f"rlhfspec/{each}" for each in files)}
     assert run(["-c", WHERE], cwd=elsewhere, path=str(site)).split() == where(site / "rlhfspec")
     assert "rlhfspec" in run(["-m", "rlhfspec.cluster.cli", "--version"], cwd=elsewhere, path=str(site))
     config = str(site / "rlhfspec" / "configs" / "demo.yaml")

@@ -19,8 +19,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rlhfspec.actors.actor_messages import HeldSamples, PollReply
-from rlhfspec.actors.generation.loop_orders import (
+from ...core.decode_records import InstanceLoad, StepRecord
+from ...core.errors import RlhfSpecError
+from ...core.progress import Progress
+from ...core.records import Completion, SampleKey
+from ...policies.migration.move_messages import MoveReport
+from ..actor_messages import HeldSamples, PollReply
+from .loop_orders import (
     CallOrder,
     CutOrder,
     HoldOrder,
@@ -32,17 +37,12 @@ from rlhfspec.actors.generation.loop_orders import (
     StopOrder,
     SubmitOrder,
 )
-from rlhfspec.actors.generation.trace_events import TraceLog
-from rlhfspec.core.decode_records import InstanceLoad, StepRecord
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.progress import Progress
-from rlhfspec.core.records import Completion, SampleKey
-from rlhfspec.policies.migration.move_messages import MoveReport
+from .trace_events import TraceLog
 
 if TYPE_CHECKING:
     # they import torch, which the scheduler has no use for
-    from rlhfspec.actors.generation.engine_host import ManifestHost
-    from rlhfspec.actors.migration.migrator import Migrator
+    from ..migration.migrator import Migrator
+    from .engine_host import ManifestHost
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1

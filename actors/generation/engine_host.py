@@ -17,46 +17,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.actors.actor_messages import (
+from ...core.config import EngineConfig
+from ...core.errors import RlhfSpecError, WeightsError
+from ...core.records import Completion, SampleKey
+from ...core.weight_records import TensorSpec, WeightManifest, kind_of
+from ...engine.build import backend_for, build_engine, published_model
+from ...engine.calibration.engine_provenance import device_name, here
+from ...engine.drafters.drafter import part_of
+from ...engine.drafters.head.head_drafter import HeadDrafter
+from ...engine.drafters.head.head_weights import HeadWeights, require_fit
+from ...engine.drafters.head.published_head import head_checksum, published_head
+from ...engine.drafters.suffix_drafter import SuffixDrafter
+from ...engine.engine import Engine
+from ...engine.model.compute_backend import ComputeBackend
+from ...engine.model.invariance_probe import KeptVerdicts
+from ...engine.weights.causal_lm import CausalLM
+from ...engine.weights.chunks import chunk_of, chunk_starts, view_of, weight_views
+from ...engine.weights.digests import Digest, HostMirror, read_once
+from ...engine.weights.llama_config import MODEL_TYPES
+from ..actor_messages import (
     GenerationSpec,
     HeadComparison,
     HeadProgress,
     InstanceNumerics,
     LoadedWeights,
 )
-from rlhfspec.actors.generation.rank_actors import RankActors
-from rlhfspec.actors.generation.spot_trainer import SpotTrainer
-from rlhfspec.actors.waiting.actor_start import set_heap_aside
-from rlhfspec.actors.waiting.assigned_device import (
+from ..waiting.actor_start import set_heap_aside
+from ..waiting.assigned_device import (
     INSTANCE_ADVICE,
     assigned_gpus,
     give_back_cached,
     require_gpu_room,
     resolve_device,
 )
-from rlhfspec.core.config import EngineConfig
-from rlhfspec.core.errors import RlhfSpecError, WeightsError
-from rlhfspec.core.records import Completion, SampleKey
-from rlhfspec.core.weight_records import TensorSpec, WeightManifest, kind_of
-from rlhfspec.engine.build import backend_for, build_engine, published_model
-from rlhfspec.engine.calibration.engine_provenance import device_name, here
-from rlhfspec.engine.drafters.drafter import part_of
-from rlhfspec.engine.drafters.head.head_drafter import HeadDrafter
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
-from rlhfspec.engine.drafters.head.published_head import head_checksum, published_head
-from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.invariance_probe import KeptVerdicts
-from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.engine.weights.chunks import chunk_of, chunk_starts, view_of, weight_views
-from rlhfspec.engine.weights.digests import Digest, HostMirror, read_once
-from rlhfspec.engine.weights.llama_config import MODEL_TYPES
+from .rank_actors import RankActors
+from .spot_trainer import SpotTrainer
 
 if TYPE_CHECKING:
     # none but a broadcast needs it
-    from rlhfspec.actors.transport.broadcast import BroadcastGroup
-    from rlhfspec.engine.group.ranks import GroupRanks
+    from ...engine.group.ranks import GroupRanks
+    from ..transport.broadcast import BroadcastGroup
 
 
 class ManifestHost:
@@ -318,7 +318,7 @@ class ManifestHost:
             self._engine.step_log = []
         teaches = self._models["target"].config.get_text_config().model_type in MODEL_TYPES
         if self._spec.spot is not None and self._head is not None and teaches and self._engine.drafter:
-            from rlhfspec.actors.generation.head_training import begin_training
+            from .head_training import begin_training
 
             self._spot = begin_training(self._spec, self._spec.spot, self._engine, self._head)
         # from here on they are the engine's

@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
+from ...core.decode_records import GenerationStats, InstanceLoad
+from ..waiting import run_metrics
 
 REFRESH_S = 1.0
 "Who reads the port does so every few seconds, and the decode thread pays for each time."

@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from rlhfspec.actors.actor_messages import (
+from ...core.errors import WaitTimeout, WeightsError
+from ...core.records import Completion, SampleKey, SampleRequest
+from ...core.weight_records import WeightManifest
+from ...policies.migration.move_messages import CallOff, MoveOrder, PeerMessage, Settle
+from ..actor_messages import (
     FinishedText,
     GenerationSpec,
     HeadComparison,
@@ -28,9 +32,11 @@ from rlhfspec.actors.actor_messages import (
     LoadedWeights,
     PollReply,
 )
-from rlhfspec.actors.generation.decode_loop import DecodeLoop
-from rlhfspec.actors.generation.gauges import InstanceGauges
-from rlhfspec.actors.generation.loop_orders import (
+from ..waiting.actor_start import begin_actor
+from ..waiting.remote import Handle, remote
+from .decode_loop import DecodeLoop
+from .gauges import InstanceGauges
+from .loop_orders import (
     CallOrder,
     CutOrder,
     HoldOrder,
@@ -42,17 +48,11 @@ from rlhfspec.actors.generation.loop_orders import (
     StopOrder,
     SubmitOrder,
 )
-from rlhfspec.actors.generation.trace_events import TraceEvent
-from rlhfspec.actors.waiting.actor_start import begin_actor
-from rlhfspec.actors.waiting.remote import Handle, remote
-from rlhfspec.core.errors import WaitTimeout, WeightsError
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.policies.migration.move_messages import CallOff, MoveOrder, PeerMessage, Settle
+from .trace_events import TraceEvent
 
 if TYPE_CHECKING:
-    from rlhfspec.actors.transport.broadcast import BroadcastGroup, BroadcastTicket
-    from rlhfspec.engine.exchange import CachePiece
+    from ...engine.exchange import CachePiece
+    from ..transport.broadcast import BroadcastGroup, BroadcastTicket
 
 
 @remote(max_restarts=0, concurrency_groups={"control": 3, "poll": 1, "moves": 1, "transfer": 1})
@@ -61,8 +61,8 @@ class GenerationActor:
 
     def __init__(self, spec: GenerationSpec) -> None:
         # The scheduler imports this module with a handle and has no use for torch: seconds and memory.
-        from rlhfspec.actors.generation.engine_host import ManifestHost
-        from rlhfspec.actors.migration.ray_endpoint import RayMigrationEndpoint
+        from ..migration.ray_endpoint import RayMigrationEndpoint
+        from .engine_host import ManifestHost
 
         begin_actor(spec.instance)
         self._spec = spec
@@ -84,7 +84,7 @@ class GenerationActor:
 
     def run(self) -> None:
         """Decode until told to stop; the caller keeps the reference as a death sentinel."""
-        from rlhfspec.engine.numerics import use_threads
+        from ...engine.numerics import use_threads
 
         # The number of threads is a setting of the calling thread, and this thread does the work.
         use_threads(self._spec.engine.num_threads)
@@ -140,7 +140,7 @@ class GenerationActor:
     @ray.method(concurrency_group="control")
     def join_broadcast(self, ticket: BroadcastTicket, rank: int, timeout_s: float) -> None:
         """Join the trainer's broadcast group. Raises WaitTimeout."""
-        from rlhfspec.actors.transport.broadcast import join_broadcast
+        from ..transport.broadcast import join_broadcast
 
         if self._group is not None:
             # a group keeps threads, and NCCL's device memory, until it is left
@@ -162,7 +162,7 @@ class GenerationActor:
     @ray.method(concurrency_group="control")
     def gpu_seat(self) -> str | None:
         """The GPU that decodes, by a name that no other GPU of the cluster has; None: a CPU."""
-        from rlhfspec.actors.waiting.assigned_device import gpu_seat
+        from ..waiting.assigned_device import gpu_seat
 
         return gpu_seat(self._host.device)
 
@@ -257,7 +257,7 @@ class GenerationActor:
     @ray.method(concurrency_group="control")
     def take_step_log(self, timeout_s: float) -> bytes:
         """What every decode step since the last call saw, decided and did, as a file; empty where none was made."""
-        from rlhfspec.profiles.step_log import PolicyOrigin, encode_step_log
+        from ...profiles.step_log import PolicyOrigin, encode_step_log
 
         records = self._carry_out(StepLogOrder(), timeout_s)
         origin = PolicyOrigin(speculation=self._spec.speculation, profile=self._spec.profile)

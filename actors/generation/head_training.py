@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlhfspec.actors.actor_messages import GenerationSpec, SpotSpec
-from rlhfspec.actors.generation.spot_trainer import SpotTrainer
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.engine.admission import MB
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.drafters.head.tapping import record_features
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.numerics import use_threads
-from rlhfspec.learning.drafts.features import FeatureBuffer
-from rlhfspec.learning.drafts.head import TargetParts
-from rlhfspec.learning.drafts.head_trainer import HeadTrainer
-from rlhfspec.learning.drafts.stoppable import fastest_dtype
+from ...engine.admission import MB
+from ...engine.drafters.head.head_weights import HeadWeights
+from ...engine.drafters.head.tapping import record_features
+from ...engine.engine import Engine
+from ...engine.numerics import use_threads
+from ...learning.drafts.features import FeatureBuffer
+from ...learning.drafts.head import TargetParts
+from ...learning.drafts.head_trainer import HeadTrainer
+from ...learning.drafts.stoppable import fastest_dtype
+from ..actor_messages import GenerationSpec, SpotSpec
+from ..waiting import run_metrics
+from .spot_trainer import SpotTrainer
 
 RECORDED_SHARE = 0.5
 "Of the buffer's bytes: what samples that run may give, and as much that has finished and is not in it yet."

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from rlhfspec.core.errors import WaitTimeout
+from ...core.errors import WaitTimeout
 
 logger = logging.getLogger(__name__)
 NICENESS = 19

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhfspec.core.records import SampleKey, SampleRequest
-from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.policies.migration.move_messages import MoveEvent, describe
+from ...core.records import SampleKey, SampleRequest
+from ...core.weight_records import WeightManifest
+from ...policies.migration.move_messages import MoveEvent, describe
 
 if TYPE_CHECKING:
     # they import torch, which the scheduler has no use for
-    from rlhfspec.actors.transport.broadcast import BroadcastGroup
-    from rlhfspec.engine.exchange import CachePiece
+    from ...engine.exchange import CachePiece
+    from ..transport.broadcast import BroadcastGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

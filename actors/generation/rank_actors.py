@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhfspec.actors.actor_messages import GenerationSpec
-from rlhfspec.actors.waiting.actor_start import begin_actor
-from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
-from rlhfspec.actors.waiting.remote import Handle, remote
-from rlhfspec.core.errors import InstanceLost, PlacementError, WaitTimeout
+from ...core.errors import InstanceLost, PlacementError, WaitTimeout
+from ..actor_messages import GenerationSpec
+from ..waiting.actor_start import begin_actor
+from ..waiting.deaths import DEATHS, cause_of
+from ..waiting.remote import Handle, remote
 
 if TYPE_CHECKING:
-    from rlhfspec.engine.group.ranks import GroupRanks
+    from ...engine.group.ranks import GroupRanks
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 240.0
@@ -45,7 +45,7 @@ class RankActor:
 
     def follow(self, folder: str, rank: int, num_ranks: int) -> None:
         """Compute this rank's share until the leader says stop. Raises GroupError: the leader is gone."""
-        from rlhfspec.engine.group.follower import Follower
+        from ...engine.group.follower import Follower
 
         try:
             with closing(_join(folder, rank, num_ranks, instance=self._instance)) as ranks:
@@ -102,7 +102,7 @@ class RankActors:
 
     def close(self) -> None:
         """Let the other ranks end; those of a group that is broken are ended."""
-        from rlhfspec.engine.group.ranks import GroupError
+        from ...engine.group.ranks import GroupError
 
         self.ranks.on_lost = None
         try:
@@ -166,7 +166,7 @@ def _join(
 ) -> GroupRanks:
     """Meet the others. Raises TimeoutError, and what `watch` raises, which is called meanwhile."""
     # the driver and the scheduler import this module, and have no use for torch
-    from rlhfspec.engine.group.ranks import joined
+    from ...engine.group.ranks import joined
 
     return joined(
         folder,

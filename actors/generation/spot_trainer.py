@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from rlhfspec.actors.actor_messages import HeadComparison, HeadProgress
-from rlhfspec.actors.generation.idle_work import IdleWork
-from rlhfspec.core.config import DrafterTrainingConfig
-from rlhfspec.engine.admission import MB
-from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
-from rlhfspec.learning.drafts.held_out import HOLD_OUT_EVERY, LearningRate, is_held_out
+from ...core.config import DrafterTrainingConfig
+from ...engine.admission import MB
+from ...engine.drafters.head.feature_recorder import FeatureSequence
+from ...learning.drafts.held_out import HOLD_OUT_EVERY, LearningRate, is_held_out
+from ..actor_messages import HeadComparison, HeadProgress
+from .idle_work import IdleWork
 
 if TYPE_CHECKING:
     # they load transformers, which an instance without a head does not need
-    from rlhfspec.learning.drafts.features import FeatureBuffer
-    from rlhfspec.learning.drafts.head_trainer import HeadTrainer
+    from ...learning.drafts.features import FeatureBuffer
+    from ...learning.drafts.head_trainer import HeadTrainer
 
 HELD_OUT_SHARE = 0.125
 "Of the buffer's bytes."

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlhfspec.actors.migration.transfers import NoteEvent, Transfers
-from rlhfspec.core.config import ReallocationConfig
-from rlhfspec.core.records import SampleKey
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.exchange import CachePiece
-from rlhfspec.policies.migration.move_messages import Claim, MoveEvent, MoveOrder, MoveReport, PeerMessage
+from ...core.config import ReallocationConfig
+from ...core.records import SampleKey
+from ...engine.engine import Engine
+from ...engine.exchange import CachePiece
+from ...policies.migration.move_messages import Claim, MoveEvent, MoveOrder, MoveReport, PeerMessage
+from .transfers import NoteEvent, Transfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

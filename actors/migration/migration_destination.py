@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlhfspec.actors.migration.context import MigrationContext, report_of
-from rlhfspec.core.errors import TransferError
-from rlhfspec.engine.exchange import DRAFT, CachePiece
-from rlhfspec.policies.migration.cache_frames import cut_into_frames
-from rlhfspec.policies.migration.destination import (
+from ...core.errors import TransferError
+from ...engine.exchange import DRAFT, CachePiece
+from ...policies.migration.cache_frames import cut_into_frames
+from ...policies.migration.destination import (
     Answer,
     DestinationAction,
     DestinationMove,
@@ -17,8 +16,9 @@ from rlhfspec.policies.migration.destination import (
     KeepSlot,
     TakeIn,
 )
-from rlhfspec.policies.migration.move_messages import Claim, HandOver, Prepare, Ready, Received
-from rlhfspec.policies.migration.source import Say
+from ...policies.migration.move_messages import Claim, HandOver, Prepare, Ready, Received
+from ...policies.migration.source import Say
+from .context import MigrationContext, report_of
 
 
 class MigrationDestination:

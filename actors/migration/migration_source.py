@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rlhfspec.actors.migration.context import MigrationContext, report_of
-from rlhfspec.core.errors import WeightsError
-from rlhfspec.core.sample_state import SampleState
-from rlhfspec.engine.cache.leases import Lease
-from rlhfspec.policies.migration.cache_frames import Frame, cut_into_frames
-from rlhfspec.policies.migration.move_messages import Cancel, Claim, HandOver, MoveOrder, Prepare, Shipped
-from rlhfspec.policies.migration.source import (
+from ...core.errors import WeightsError
+from ...core.sample_state import SampleState
+from ...engine.cache.leases import Lease
+from ...policies.migration.cache_frames import Frame, cut_into_frames
+from ...policies.migration.move_messages import Cancel, Claim, HandOver, MoveOrder, Prepare, Shipped
+from ...policies.migration.source import (
     AskDestination,
     Forget,
     LetGo,
@@ -22,7 +21,8 @@ from rlhfspec.policies.migration.source import (
     StopShipping,
     TakeUp,
 )
-from rlhfspec.policies.reallocation.pool_records import MoveMode
+from ...policies.reallocation.pool_records import MoveMode
+from .context import MigrationContext, report_of
 
 
 class MigrationSource:

@@ -10,15 +10,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from rlhfspec.actors.migration.context import MigrationContext
-from rlhfspec.actors.migration.migration_destination import MigrationDestination
-from rlhfspec.actors.migration.migration_source import MigrationSource
-from rlhfspec.core.errors import WeightsError
-from rlhfspec.core.records import Completion, SampleKey
-from rlhfspec.engine.exchange import CachePiece
-from rlhfspec.policies.migration.cache_frames import Frame
-from rlhfspec.policies.migration.destination import DestinationStage
-from rlhfspec.policies.migration.move_messages import (
+from ...core.errors import WeightsError
+from ...core.records import Completion, SampleKey
+from ...engine.exchange import CachePiece
+from ...policies.migration.cache_frames import Frame
+from ...policies.migration.destination import DestinationStage
+from ...policies.migration.move_messages import (
     CallOff,
     Claim,
     HandOver,
@@ -30,7 +27,10 @@ from rlhfspec.policies.migration.move_messages import (
     Settle,
     Verdict,
 )
-from rlhfspec.policies.migration.source import SampleEnded, SourceStage
+from ...policies.migration.source import SampleEnded, SourceStage
+from .context import MigrationContext
+from .migration_destination import MigrationDestination
+from .migration_source import MigrationSource
 
 Side = TypeVar("Side", MigrationSource, MigrationDestination)
 ENDED_MOVES = 256

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.engine.exchange import CachePiece
-from rlhfspec.policies.migration.move_messages import PeerMessage
+from ...engine.exchange import CachePiece
+from ...policies.migration.move_messages import PeerMessage
+from ..waiting.remote import Handle
 
 
 class Peers:

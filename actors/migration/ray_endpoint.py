@@ -7,17 +7,17 @@ import time
 import numpy as np
 import ray
 
-from rlhfspec.actors.actor_messages import GenerationSpec
-from rlhfspec.actors.generation.decode_loop import DecodeLoop
-from rlhfspec.actors.generation.engine_host import ManifestHost
-from rlhfspec.actors.generation.loop_orders import MoveEventOrder
-from rlhfspec.actors.migration.context import MigrationContext
-from rlhfspec.actors.migration.migrator import Migrator
-from rlhfspec.actors.migration.peers import Peers
-from rlhfspec.actors.migration.transfers import Transfers
-from rlhfspec.actors.transport.object_store import ObjectStoreTransport
-from rlhfspec.actors.transport.select import make_transport
-from rlhfspec.actors.waiting.remote import Handle
+from ..actor_messages import GenerationSpec
+from ..generation.decode_loop import DecodeLoop
+from ..generation.engine_host import ManifestHost
+from ..generation.loop_orders import MoveEventOrder
+from ..transport.object_store import ObjectStoreTransport
+from ..transport.select import make_transport
+from ..waiting.remote import Handle
+from .context import MigrationContext
+from .migrator import Migrator
+from .peers import Peers
+from .transfers import Transfers
 
 
 class RayMigrationEndpoint:

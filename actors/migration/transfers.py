@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfspec.actors.generation.trace_events import TraceKind
-from rlhfspec.actors.transport.channels import Sender, Ticket, Transport
-from rlhfspec.actors.transport.frames import claimed_sequence, frame_bytes, open_frame, seal
-from rlhfspec.actors.transport.paced import Paced
-from rlhfspec.core.config import ReallocationConfig
-from rlhfspec.core.errors import TransferError
-from rlhfspec.engine.cache.leases import Lease, LeaseEnded
-from rlhfspec.engine.exchange import CachePiece
-from rlhfspec.policies.migration.cache_frames import Frame
+from ...core.config import ReallocationConfig
+from ...core.errors import TransferError
+from ...engine.cache.leases import Lease, LeaseEnded
+from ...engine.exchange import CachePiece
+from ...policies.migration.cache_frames import Frame
+from ..generation.trace_events import TraceKind
+from ..transport.channels import Sender, Ticket, Transport
+from ..transport.frames import claimed_sequence, frame_bytes, open_frame, seal
+from ..transport.paced import Paced
 
 logger = logging.getLogger(__name__)
 ABORTED = (1 << 48) - 1

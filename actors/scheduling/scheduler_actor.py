@@ -20,26 +20,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from rlhfspec.actors.actor_messages import (
-    InstanceView,
-    LostInstance,
-    PollReply,
-    Rejoined,
-    SchedulerSettings,
-    Taken,
-)
-from rlhfspec.actors.scheduling.scheduler_updates import SchedulerUpdates, count_move, instance_views
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.actors.waiting.actor_start import begin_actor, set_heap_aside
-from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
-from rlhfspec.actors.waiting.remote import Handle, remote
-from rlhfspec.actors.waiting.waiting import own_error, wait_any
-from rlhfspec.core.errors import WaitTimeout
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.policies.migration.move_messages import CallOff, MoveOrder, Settle
-from rlhfspec.policies.reallocation.pool_records import Move
-from rlhfspec.policies.scaling.scaling_records import Starts
-from rlhfspec.policies.scheduling.events import (
+from ...core.errors import WaitTimeout
+from ...core.records import Completion, SampleKey, SampleRequest
+from ...policies.migration.move_messages import CallOff, MoveOrder, Settle
+from ...policies.reallocation.pool_records import Move
+from ...policies.scaling.scaling_records import Starts
+from ...policies.scheduling.events import (
     Abandon,
     Alarm,
     ClockTicked,
@@ -61,7 +47,21 @@ from rlhfspec.policies.scheduling.events import (
     StartMove,
     Submit,
 )
-from rlhfspec.policies.scheduling.scheduler import Scheduler
+from ...policies.scheduling.scheduler import Scheduler
+from ..actor_messages import (
+    InstanceView,
+    LostInstance,
+    PollReply,
+    Rejoined,
+    SchedulerSettings,
+    Taken,
+)
+from ..waiting import run_metrics
+from ..waiting.actor_start import begin_actor, set_heap_aside
+from ..waiting.deaths import DEATHS, cause_of
+from ..waiting.remote import Handle, remote
+from ..waiting.waiting import own_error, wait_any
+from .scheduler_updates import SchedulerUpdates, count_move, instance_views
 
 IDLE_POLL_S = 1.0
 "An instance without samples is polled for its heartbeat only."

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlhfspec.actors.actor_messages import InstanceView, LostInstance, Taken
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.core.records import Completion
-from rlhfspec.policies.scaling.scaling_records import Resize
-from rlhfspec.policies.scheduling.events import Alarm, Left, MoveRecord
-from rlhfspec.policies.scheduling.members import Members
+from ...core.decode_records import GenerationStats
+from ...core.records import Completion
+from ...policies.scaling.scaling_records import Resize
+from ...policies.scheduling.events import Alarm, Left, MoveRecord
+from ...policies.scheduling.members import Members
+from ..actor_messages import InstanceView, LostInstance, Taken
+from ..waiting import run_metrics
 
 
 @dataclass(slots=True)

@@ -13,11 +13,11 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from rlhfspec.actors.serving.score_schema import read_answer, to_body
-from rlhfspec.core.errors import RewardError, RewardServerLost, one_line
-from rlhfspec.core.records import Reward, Unscored
-from rlhfspec.core.settings.reward import RewardServerConfig, Scorer
-from rlhfspec.learning.rewards.score_request import ScoreRequest
+from ...core.errors import RewardError, RewardServerLost, one_line
+from ...core.records import Reward, Unscored
+from ...core.settings.reward import RewardServerConfig, Scorer
+from ...learning.rewards.score_request import ScoreRequest
+from .score_schema import read_answer, to_body
 
 _LONGEST_BACKOFF_S = 30.0
 _CONNECT_S = 10.0

@@ -16,15 +16,15 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ray import serve
 
-from rlhfspec.actors.serving.loopback import spare_loopback
-from rlhfspec.actors.serving.score_schema import ScoreAnswer, ScoreBody, from_body, to_answer
-from rlhfspec.actors.workers.reward_actors import own_device
-from rlhfspec.core.config import RewardConfig
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.named_code import import_from_too
-from rlhfspec.core.records import Prompt, ResponseFacts, Reward, Unscored
-from rlhfspec.learning.rewards.reward_function import build_reward
-from rlhfspec.learning.rewards.score_request import ScoreRequest, score_requests
+from ...core.config import RewardConfig
+from ...core.errors import ConfigError
+from ...core.named_code import import_from_too
+from ...core.records import Prompt, ResponseFacts, Reward, Unscored
+from ...learning.rewards.reward_function import build_reward
+from ...learning.rewards.score_request import ScoreRequest, score_requests
+from ..workers.reward_actors import own_device
+from .loopback import spare_loopback
+from .score_schema import ScoreAnswer, ScoreBody, from_body, to_answer
 
 _STUCK_S = 600.0
 "A batch that takes so long, beside what its functions may take, is stuck: Serve replaces the replica."

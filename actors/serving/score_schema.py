@@ -10,10 +10,10 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from rlhfspec.core.errors import RewardError
-from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
-from rlhfspec.core.surfaces.surface import surface
-from rlhfspec.learning.rewards.score_request import ScoreRequest
+from ...core.errors import RewardError
+from ...core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
+from ...core.surfaces.surface import surface
+from ...learning.rewards.score_request import ScoreRequest
 
 
 class Message(BaseModel):

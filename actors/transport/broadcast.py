@@ -18,11 +18,11 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from rlhfspec.actors.transport import device_window
-from rlhfspec.actors.transport.channels import new_channel_id, reason_of
-from rlhfspec.actors.transport.device_group import finish, open_nccl
-from rlhfspec.actors.transport.rendezvous import StarStore, accept, close_listener, open_listener, reach
-from rlhfspec.core.errors import PlacementError, WaitTimeout, WeightsError
+from ...core.errors import PlacementError, WaitTimeout, WeightsError
+from . import device_window
+from .channels import new_channel_id, reason_of
+from .device_group import finish, open_nccl
+from .rendezvous import StarStore, accept, close_listener, open_listener, reach
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo
 _HEADER_BYTES = 64

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhfspec.core.errors import TransferError
+from ...core.errors import TransferError
 
 MAX_FRAME_BYTES = 1 << 30
 "Longest frame a channel carries; callers cut what is longer."

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from rlhfspec.core.errors import PlacementError
+from ...core.errors import PlacementError
 
 _POLL_S = 0.0002
 _SAFE_SETTINGS = {

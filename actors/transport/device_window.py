@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from rlhfspec.core.errors import PlacementError
+from ...core.errors import PlacementError
 
 _DEVICE = 6
 "The place of the owner's device among what torch rebuilds a tensor from."

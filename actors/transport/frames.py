@@ -14,7 +14,7 @@ import struct
 
 import numpy as np
 
-from rlhfspec.core.errors import TransferError
+from ...core.errors import TransferError
 
 TRAILER_BYTES = 24
 _ROW_WORDS = 512

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import torch.distributed
 
-from rlhfspec.actors.transport.channels import reason_of
-from rlhfspec.actors.transport.process_group import Pair, PairTransport
-from rlhfspec.actors.transport.rendezvous import PairStore
-from rlhfspec.core.errors import ConfigError
+from ...core.errors import ConfigError
+from .channels import reason_of
+from .process_group import Pair, PairTransport
+from .rendezvous import PairStore
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo
 

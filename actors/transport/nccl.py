@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfspec.actors.transport.device_group import finish, open_nccl, require_nccl
-from rlhfspec.actors.transport.process_group import Pair, PairTransport
-from rlhfspec.actors.transport.rendezvous import PairStore
+from .device_group import finish, open_nccl, require_nccl
+from .process_group import Pair, PairTransport
+from .rendezvous import PairStore
 
 
 class NcclTransport(PairTransport):

@@ -24,15 +24,15 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from rlhfspec.actors.transport.channels import (
+from ...core.errors import TransferError
+from ..waiting.remote import Handle
+from .channels import (
     ChannelLife,
     Ticket,
     new_channel_id,
     require_frame,
     require_usable,
 )
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.core.errors import TransferError
 
 IN_FLIGHT_FRAMES = 2
 "Deliveries of a channel that were not answered yet."

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from rlhfspec.actors.transport.channels import Sender
+from .channels import Sender
 
 
 class Paced:

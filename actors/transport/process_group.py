@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rlhfspec.actors.transport.channels import (
+from ...core.errors import TransferError
+from .channels import (
     ChannelLife,
     Ticket,
     new_channel_id,
@@ -22,8 +23,7 @@ from rlhfspec.actors.transport.channels import (
     require_frame,
     require_usable,
 )
-from rlhfspec.actors.transport.rendezvous import PairStore, accept, close_listener, open_listener, reach
-from rlhfspec.core.errors import TransferError
+from .rendezvous import PairStore, accept, close_listener, open_listener, reach
 
 _LEAST_WAIT_S = 0.001
 

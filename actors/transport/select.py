@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlhfspec.actors.transport.channels import Transport
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.core.errors import ConfigError
+from ...core.errors import ConfigError
+from ..waiting.remote import Handle
+from .channels import Transport
 
 TransportName = Literal["auto", "gloo", "object_store", "nccl"]
 
@@ -25,15 +25,15 @@ def make_transport(
         import torch.distributed
 
         if torch.distributed.is_available() and torch.distributed.is_gloo_available():
-            from rlhfspec.actors.transport.gloo import GlooTransport
+            from .gloo import GlooTransport
 
             return GlooTransport(host=host, timeout_s=timeout_s)
         if name == "gloo":
             raise ConfigError("the transport gloo needs a torch built with it; use auto or object_store")
     if name == "nccl":
-        from rlhfspec.actors.transport.nccl import NcclTransport
+        from .nccl import NcclTransport
 
         return NcclTransport(host=host, timeout_s=timeout_s)
-    from rlhfspec.actors.transport.object_store import ObjectStoreTransport
+    from .object_store import ObjectStoreTransport
 
     return ObjectStoreTransport(handle=handle, timeout_s=timeout_s)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import ray
 
-from rlhfspec.actors.serving.loopback import spare_loopback
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.actors.waiting.process_log import begin_process_log
-from rlhfspec.actors.waiting.process_metrics import begin_process_metrics
+from ..serving.loopback import spare_loopback
+from . import run_metrics
+from .process_log import begin_process_log
+from .process_metrics import begin_process_metrics
 
 RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."

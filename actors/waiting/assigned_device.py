@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import ray
 
-from rlhfspec.core.errors import ConfigError, PlacementError
+from ...core.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
     import torch

@@ -13,11 +13,11 @@ from typing import Any
 
 import ray
 
-from rlhfspec.actors.waiting.deaths import DEATHS
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.waiting import ActorDied, wait_any
-from rlhfspec.actors.waiting.watch import LOOK_S, SLEPT_S
-from rlhfspec.core.awake import AwakeClock
+from ...core.awake import AwakeClock
+from .deaths import DEATHS
+from .remote import Handle
+from .waiting import ActorDied, wait_any
+from .watch import LOOK_S, SLEPT_S
 
 _LONGEST = 0.5
 "Share of the limit that counts between two looks at most: no pause of one's own is a silence of others."

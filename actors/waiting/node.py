@@ -16,8 +16,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from rlhfspec.actors.waiting.deaths import OWN_NODE_DIED
-from rlhfspec.core.errors import NodeDied
+from ...core.errors import NodeDied
+from .deaths import OWN_NODE_DIED
 
 _raylet_died = threading.Event()
 

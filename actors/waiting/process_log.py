@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.core.files import append_whole
+from ...core.files import append_whole
+from . import run_metrics
 
 MAX_BYTES = 8 << 20
 OURS = "rlhfspec"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from rlhfspec.actors.waiting import run_metrics
+from . import run_metrics
 
 EVERY_S = 5.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

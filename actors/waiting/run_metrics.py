@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.metrics import LIVE, PREFIX, Exported, bounded_label, exported
+from ...core.errors import RlhfSpecError
+from ...core.metrics import LIVE, PREFIX, Exported, bounded_label, exported
 
 
 class Sink(Protocol):

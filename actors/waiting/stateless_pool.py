@@ -15,13 +15,13 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.actors.waiting.heartbeat import Heartbeat
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.restart_budget import RestartBudget
-from rlhfspec.actors.waiting.waiting import ActorDied, get, wait_any
-from rlhfspec.actors.waiting.watch import LOOK_S, OpenWait
-from rlhfspec.core.errors import WaitTimeout
+from ...core.errors import WaitTimeout
+from . import run_metrics
+from .heartbeat import Heartbeat
+from .remote import Handle
+from .restart_budget import RestartBudget
+from .waiting import ActorDied, get, wait_any
+from .watch import LOOK_S, OpenWait
 
 Q = TypeVar("Q")
 HEARTBEAT_S = 60.0

@@ -14,10 +14,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from rlhfspec.actors.waiting.deaths import DEATHS, cause_of
-from rlhfspec.actors.waiting.node import require_node, require_raylet
-from rlhfspec.actors.waiting.watch import LOOK_S, SLEPT_S, OpenWait
-from rlhfspec.core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout
+from ...core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout
+from .deaths import DEATHS, cause_of
+from .node import require_node, require_raylet
+from .watch import LOOK_S, SLEPT_S, OpenWait
 
 
 class ActorDied(InstanceLost):

@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from typing import NamedTuple
 from weakref import WeakSet
 
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.core.awake import AwakeClock
+from ...core.awake import AwakeClock
+from . import run_metrics
 
 LOOK_S = 1.0
 "A waiting process looks up this often at least."

@@ -14,20 +14,20 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
-from rlhfspec.actors.waiting.actor_start import begin_actor
-from rlhfspec.actors.waiting.remote import Handle, remote
-from rlhfspec.actors.waiting.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
-from rlhfspec.core.config import EnvironmentConfig
-from rlhfspec.core.errors import EpisodeError, InputError, one_line
-from rlhfspec.core.named_code import import_from_too
-from rlhfspec.core.records import Prompt, SampleKey
-from rlhfspec.learning.environments.environment_protocol import (
+from ...core.config import EnvironmentConfig
+from ...core.errors import EpisodeError, InputError, one_line
+from ...core.named_code import import_from_too
+from ...core.records import Prompt, SampleKey
+from ...learning.environments.environment_protocol import (
     Environment,
     Step,
     checked_reset,
     checked_step,
     environment_maker,
 )
+from ..waiting.actor_start import begin_actor
+from ..waiting.remote import Handle, remote
+from ..waiting.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
 
 T = TypeVar("T")
 Answer = Step | str | None

@@ -13,17 +13,17 @@ from typing import Generic, TypeVar
 
 import ray
 
-from rlhfspec.actors.waiting.actor_start import begin_actor, set_heap_aside
-from rlhfspec.actors.waiting.assigned_device import assigned_gpus, resolve_device
-from rlhfspec.actors.waiting.remote import Handle, remote
-from rlhfspec.actors.waiting.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
-from rlhfspec.core.config import RewardConfig
-from rlhfspec.core.named_code import import_from_too
-from rlhfspec.core.records import Prompt, ResponseFacts, Reward, Unscored
-from rlhfspec.core.settings.reward import Scorer
-from rlhfspec.learning.rewards.reward_function import build_reward
-from rlhfspec.learning.rewards.reward_stage import RewardStage
-from rlhfspec.learning.rewards.score_request import RewardSource
+from ...core.config import RewardConfig
+from ...core.named_code import import_from_too
+from ...core.records import Prompt, ResponseFacts, Reward, Unscored
+from ...core.settings.reward import Scorer
+from ...learning.rewards.reward_function import build_reward
+from ...learning.rewards.reward_stage import RewardStage
+from ...learning.rewards.score_request import RewardSource
+from ..waiting.actor_start import begin_actor, set_heap_aside
+from ..waiting.assigned_device import assigned_gpus, resolve_device
+from ..waiting.remote import Handle, remote
+from ..waiting.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class RewardActor:
 
     def _served(self, scorer: Scorer) -> RewardSource:
         # imported here: Ray Serve takes its time, and few rewards are served
-        from rlhfspec.actors.serving.reward_client import ServedReward
+        from ..serving.reward_client import ServedReward
 
         return ServedReward(scorer, self._config.server)
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhfspec.actors.actor_messages import TrainerMeeting
-from rlhfspec.actors.waiting.actor_start import begin_actor
-from rlhfspec.actors.waiting.remote import remote
-from rlhfspec.actors.workers.group_member import GroupMember
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.learning.trainer.supervised_job import StepReport, SupervisedJob, run_job
+from ...core.errors import RlhfSpecError
+from ...learning.trainer.supervised_job import StepReport, SupervisedJob, run_job
+from ..actor_messages import TrainerMeeting
+from ..waiting.actor_start import begin_actor
+from ..waiting.remote import remote
+from .group_member import GroupMember
 
 
 @remote(max_restarts=0)

@@ -17,35 +17,35 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
-from rlhfspec.actors.actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
-from rlhfspec.actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
-from rlhfspec.actors.waiting.actor_start import begin_actor, set_heap_aside
-from rlhfspec.actors.waiting.assigned_device import (
+from ...core.errors import ConfigError, RlhfSpecError, WeightsError
+from ...core.records import Rollout, UpdateReport
+from ...core.weight_records import DigestKind, WeightManifest
+from ...engine.build import backend_for, published_model
+from ...engine.numerics import on_threads
+from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.chunks import load_into, weight_views
+from ...engine.weights.loading import build_causal_lm
+from ...learning.drafts.cotraining import DraftCotrainer
+from ...learning.drafts.draft_learner import DraftTerms, RefitReport
+from ...learning.drafts.refit import DraftRefitter
+from ...learning.drafts.soft_targets import SoftTargetStore
+from ...learning.trainer.engine_scoring import EngineScorer, require_engine_scoring
+from ...learning.trainer.finished_model import PublishedForm
+from ...learning.trainer.learner import Learner
+from ...learning.trainer.reloaded import Said
+from ...learning.trainer.trainer_core import Horizon
+from ...learning.trainer.training_forward import compute_dtype_on, forwards_made, hold_linears_in
+from ..actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
+from ..transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
+from ..waiting.actor_start import begin_actor, set_heap_aside
+from ..waiting.assigned_device import (
     TRAINER_ADVICE,
     give_back_cached,
     gpu_seat,
     require_gpu_room,
 )
-from rlhfspec.actors.waiting.remote import remote
-from rlhfspec.actors.workers.group_member import GroupMember
-from rlhfspec.core.errors import ConfigError, RlhfSpecError, WeightsError
-from rlhfspec.core.records import Rollout, UpdateReport
-from rlhfspec.core.weight_records import DigestKind, WeightManifest
-from rlhfspec.engine.build import backend_for, published_model
-from rlhfspec.engine.numerics import on_threads
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.chunks import load_into, weight_views
-from rlhfspec.engine.weights.loading import build_causal_lm
-from rlhfspec.learning.drafts.cotraining import DraftCotrainer
-from rlhfspec.learning.drafts.draft_learner import DraftTerms, RefitReport
-from rlhfspec.learning.drafts.refit import DraftRefitter
-from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
-from rlhfspec.learning.trainer.engine_scoring import EngineScorer, require_engine_scoring
-from rlhfspec.learning.trainer.finished_model import PublishedForm
-from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.reloaded import Said
-from rlhfspec.learning.trainer.trainer_core import Horizon
-from rlhfspec.learning.trainer.training_forward import compute_dtype_on, forwards_made, hold_linears_in
+from ..waiting.remote import remote
+from .group_member import GroupMember
 
 _REFIT_STATE = "draft_refit.safetensors"
 

@@ -15,21 +15,12 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.speed.rates import make_draft
-from benchmarks.support.timing import Rate, engine_rate, hugging_face_rate, interleaved
-from benchmarks.support.workload import (
-    PROFILE_INDEX,
-    Workload,
-    default_cache_dir,
-    demo_workload,
-    gsm8k_workload,
-)
-from rlhfspec.core.config import SpeculationConfig
-from rlhfspec.core.decode_records import PLAIN as PLAIN_BUDGET
-from rlhfspec.core.decode_records import Budget, DecodeState, GenerationStats, StepRecord
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.records import SampleRequest
-from rlhfspec.engine.calibration.profiler import (
+from ...core.config import SpeculationConfig
+from ...core.decode_records import PLAIN as PLAIN_BUDGET
+from ...core.decode_records import Budget, DecodeState, GenerationStats, StepRecord
+from ...core.errors import ConfigError
+from ...core.records import SampleRequest
+from ...engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     SHAPES,
     MadeProfile,
@@ -37,23 +28,32 @@ from rlhfspec.engine.calibration.profiler import (
     record_drafts,
     yield_curves,
 )
-from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.llama_model import LlamaModel
-from rlhfspec.engine.weights.loading import load_causal_lm
-from rlhfspec.learning.models.make import PairPaths
-from rlhfspec.learning.models.net2net import deepen
-from rlhfspec.policies.drafting.baselines import (
+from ...engine.drafters.model_drafter import ModelDrafter
+from ...engine.engine import Engine
+from ...engine.model.llama_model import LlamaModel
+from ...engine.weights.loading import load_causal_lm
+from ...learning.models.make import PairPaths
+from ...learning.models.net2net import deepen
+from ...policies.drafting.baselines import (
     bounded_tree,
     clip_depth,
     max_tree_nodes,
     narrowest_width,
 )
-from rlhfspec.policies.drafting.draft_policy import DraftPolicy
-from rlhfspec.profiles.acceptance import fit_acceptance
-from rlhfspec.profiles.profile import Profile
-from rlhfspec.profiles.quality import acceptance_quality
-from rlhfspec.profiles.recording import DraftRecording, join_nodes
+from ...policies.drafting.draft_policy import DraftPolicy
+from ...profiles.acceptance import fit_acceptance
+from ...profiles.profile import Profile
+from ...profiles.quality import acceptance_quality
+from ...profiles.recording import DraftRecording, join_nodes
+from ..speed.rates import make_draft
+from ..support.timing import Rate, engine_rate, hugging_face_rate, interleaved
+from ..support.workload import (
+    PROFILE_INDEX,
+    Workload,
+    default_cache_dir,
+    demo_workload,
+    gsm8k_workload,
+)
 
 Row = tuple[int, int, int, int]
 "max_batch, num_nodes, depth, branching"

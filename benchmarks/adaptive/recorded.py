@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.core.decode_records import Budget, DecodeState, DraftLog, StepRecord
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
-from rlhfspec.policies.drafting.draft_policy import Proposal
-from rlhfspec.profiles.acceptance import AcceptanceModel
-from rlhfspec.profiles.cost import CostModel, Shape
-from rlhfspec.profiles.recording import DraftRecording
+from ...core.decode_records import Budget, DecodeState, DraftLog, StepRecord
+from ...policies.drafting.adaptive import AdaptiveDrafting
+from ...policies.drafting.draft_policy import Proposal
+from ...profiles.acceptance import AcceptanceModel
+from ...profiles.cost import CostModel, Shape
+from ...profiles.recording import DraftRecording
 
 CONTEXT_TOKENS = 96
 "Mean context of a sample in the simulated batches."

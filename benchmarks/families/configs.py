@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rlhfspec.engine.weights.loading import freeze
+from ...engine.weights.loading import freeze
 
 VOCAB_SIZE = 307
 LAYERS, HEADS = 2, 4

@@ -23,17 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import rlhfspec.engine.cache.kv_pool
-from benchmarks.families.configs import VOCAB_SIZE, Family, build_model, perturbed
-from benchmarks.support.reference import compare_with_reference, same_bits
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
-from rlhfspec.core.errors import NumericsError, RlhfSpecError
-from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.cache.kv_memory import PoolShape, WholeMemory, round_up
-from rlhfspec.engine.engine import Engine
-from rlhfspec.policies.drafting.baselines import FixedPolicy, OffPolicy
-from rlhfspec.policies.drafting.draft_policy import DraftPolicy
+from ...core.config import EngineConfig, SpeculationConfig
+from ...core.errors import NumericsError, RlhfSpecError
+from ...core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from ...engine.build import build_engine
+from ...engine.cache import kv_pool
+from ...engine.cache.kv_memory import PoolShape, WholeMemory, round_up
+from ...engine.engine import Engine
+from ...policies.drafting.baselines import FixedPolicy, OffPolicy
+from ...policies.drafting.draft_policy import DraftPolicy
+from ..support.reference import compare_with_reference, same_bits
+from .configs import VOCAB_SIZE, Family, build_model, perturbed
 
 CANARY = 0xA5
 MARGIN_BYTES = 512
@@ -83,7 +83,7 @@ class Guards:
         self._usual: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Self:
-        self._replace(rlhfspec.engine.cache.kv_pool, "WholeMemory", self._pool)
+        self._replace(kv_pool, "WholeMemory", self._pool)
         for name in ("new_empty", "new_zeros"):
             self._replace(torch.Tensor, name, self._watched(getattr(torch.Tensor, name), name == "new_zeros"))
         return self
@@ -335,7 +335,7 @@ def try_families(
         attempt: what tries one family, in its process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.families.trial"])
+    context.set_forkserver_preload(["rlhfspec.benchmarks.families.trial"])
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
     try:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.faulty.fill_store ADDRESS SECONDS`: fills a running cluster's object store for a while.
+"""`python -m rlhfspec.benchmarks.faulty.fill_store ADDRESS SECONDS`: fills a running object store for a while.
 
 As a driver of its own it puts objects of a chunk each until they take the whole store, and keeps a view of every one:
 Ray spills nothing that is looked at. Meanwhile a put of the run displaces the run's own objects to disk, or goes to
@@ -14,7 +14,7 @@ import time
 import numpy as np
 import ray
 
-from rlhfspec.cluster.placement.ray_session import joined_cluster
+from ...cluster.placement.ray_session import joined_cluster
 
 CHUNK_BYTES = 16 << 20
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import ray
 
-from benchmarks.faulty.injection import HEARTBEAT_LIMIT_S
-from benchmarks.faulty.planted import DECK, clear, plant
-from benchmarks.moving.exact import MoveTally
-from benchmarks.moving.forced import ForcedMoves
-from benchmarks.support.actor_pool import ActorPool, ask, bench_ray
-from benchmarks.support.workload import Workload, demo_workload, model_p
-from rlhfspec.actors.actor_messages import Taken
-from rlhfspec.actors.waiting.waiting import ActorDied
-from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from ...actors.actor_messages import Taken
+from ...actors.waiting.waiting import ActorDied
+from ...cluster.observe.console import PipeConsole
+from ...core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from ..moving.exact import MoveTally
+from ..moving.forced import ForcedMoves
+from ..support.actor_pool import ActorPool, ask, bench_ray
+from ..support.workload import Workload, demo_workload, model_p
+from .injection import HEARTBEAT_LIMIT_S
+from .planted import DECK, clear, plant
 
 MOVES = {"quick": 40, "default": 200, "full": 1000}
 QUICK_CARDS = (("kill_follower", "HandOver"), ("freeze_leader", "Landed"), ("lose", "frame"))

@@ -22,11 +22,11 @@ from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.faulty import network
-from benchmarks.support.processes import command_line, descendants
-from benchmarks.support.result import ROOT
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.proc_files import PROC, stat_fields
+from ...core.errors import RlhfSpecError
+from ...core.proc_files import PROC, stat_fields
+from ..support.processes import command_line, descendants
+from ..support.result import ROOT
+from . import network
 
 MEAN_GAP_S = 2.0
 "From one recovery to the next fault: short, so that faults come faster than the run ends."
@@ -128,7 +128,13 @@ def fill_store(driver: int, seconds: float, log: Path) -> float:
 
     Raises RlhfSpecError when it could not be filled, or is not let go within its limit.
     """
-    command = [sys.executable, "-m", "benchmarks.faulty.fill_store", cluster_address(driver), str(seconds)]
+    command = [
+        sys.executable,
+        "-m",
+        "rlhfspec.benchmarks.faulty.fill_store",
+        cluster_address(driver),
+        str(seconds),
+    ]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "RAY_AUTH_MODE": "disabled",

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from rlhfspec.core.proc_files import PROC
+from ...core.proc_files import PROC
 
 _PIDFD_GETFD = 438
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27

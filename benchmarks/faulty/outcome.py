@@ -12,9 +12,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from benchmarks.faulty.injection import Fault
-from rlhfspec.core.checkpoint_manifest import verify_checkpoint
-from rlhfspec.core.metrics import read_metrics
+from ...core.checkpoint_manifest import verify_checkpoint
+from ...core.metrics import read_metrics
+from .injection import Fault
 
 GROUPS_ZERO = (
     "groups_differing_samples",

@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.group.dealing import local_ranks
-from rlhfspec.engine.group.ranks import GroupRanks
+from ...core.records import Completion, SampleKey, SampleRequest
+from ...engine.engine import Engine
+from ...engine.group.dealing import local_ranks
+from ...engine.group.ranks import GroupRanks
 
 AT_ONCE = 8
 

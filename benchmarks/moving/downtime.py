@@ -15,17 +15,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from transformers import LlamaForCausalLM
 
-from benchmarks.moving.forced import ForcedMoves
-from benchmarks.support.actor_pool import ActorPool
-from benchmarks.support.reference import count_mismatches
-from benchmarks.support.workload import Workload, default_cache_dir, demo_workload
-from rlhfspec.actors.generation.trace_events import TraceEvent
-from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from rlhfspec.core.records import Prompt
-from rlhfspec.engine.weights.loading import load_causal_lm
-from rlhfspec.learning.models.make import PairPaths
-from rlhfspec.learning.models.net2net import deepen, widen
-from rlhfspec.policies.migration.move_messages import MoveOutcome
+from ...actors.generation.trace_events import TraceEvent
+from ...core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from ...core.records import Prompt
+from ...engine.weights.loading import load_causal_lm
+from ...learning.models.make import PairPaths
+from ...learning.models.net2net import deepen, widen
+from ...policies.migration.move_messages import MoveOutcome
+from ..support.actor_pool import ActorPool
+from ..support.reference import count_mismatches
+from ..support.workload import Workload, default_cache_dir, demo_workload
+from .forced import ForcedMoves
 
 LAYERS = 10
 MAX_POSITIONS = 4096

@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from benchmarks.moving.forced import ForcedMoves
-from benchmarks.support.actor_pool import ActorPool, RolloutOutcome, bench_ray
-from benchmarks.support.draft_head import bench_head
-from benchmarks.support.harness import Bench
-from benchmarks.support.reference import compare_with_reference, count_mismatches
-from benchmarks.support.workload import Workload, real_workload
-from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.policies.migration.move_messages import MoveOutcome
+from ...core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from ...core.records import Completion, SampleKey, SampleRequest
+from ...policies.migration.move_messages import MoveOutcome
+from ..support.actor_pool import ActorPool, RolloutOutcome, bench_ray
+from ..support.draft_head import bench_head
+from ..support.harness import Bench
+from ..support.reference import compare_with_reference, count_mismatches
+from ..support.workload import Workload, real_workload
+from .forced import ForcedMoves
 
 SPECULATION = SpeculationConfig(policy="fixed", num_nodes=6, depth=4, branching=2)
 MAX_ROLLOUTS = 12

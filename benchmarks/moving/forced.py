@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec.policies.reallocation.pool_records import Move, MoveMode, PoolView
-from rlhfspec.policies.reallocation.sample_arrays import flatten, key_of
+from ...policies.reallocation.pool_records import Move, MoveMode, PoolView
+from ...policies.reallocation.sample_arrays import flatten, key_of
 
 
 class ForcedMoves:

@@ -16,16 +16,16 @@ from typing import Protocol
 import numpy as np
 import ray
 
-from benchmarks.moving.downtime import wide_workload
-from benchmarks.support.actor_pool import ActorPool, ask
-from benchmarks.support.workload import Workload
-from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from rlhfspec.core.errors import WaitTimeout
-from rlhfspec.core.records import SampleKey, Stream
-from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.reallocation.gate import Gate
-from rlhfspec.policies.reallocation.pool_records import Move, MoveMode
-from rlhfspec.policies.scheduling.events import MoveRecord
+from ...core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from ...core.errors import WaitTimeout
+from ...core.records import SampleKey, Stream
+from ...policies.migration.move_messages import MoveOutcome
+from ...policies.reallocation.gate import Gate
+from ...policies.reallocation.pool_records import Move, MoveMode
+from ...policies.scheduling.events import MoveRecord
+from ..support.actor_pool import ActorPool, ask
+from ..support.workload import Workload
+from .downtime import wide_workload
 
 CONTEXTS = (16, 128, 512, 2048)
 CALIBRATION_CONTEXTS = (24, 12, 24, 64, 20, 96, 24, 12, 192, 32, 384, 1024, 1536)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from benchmarks.moving.rollouts import requests_of
-from benchmarks.support.actor_pool import ActorPool
-from benchmarks.support.workload import Workload
-from rlhfspec.actors.generation.trace_events import TraceEvent
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from ...actors.generation.trace_events import TraceEvent
+from ...policies.reallocation.rate_curve import RateCurve
+from ..support.actor_pool import ActorPool
+from ..support.workload import Workload
+from .rollouts import requests_of
 
 PACE_SAMPLES = 64
 "Of each instance in a look at the pace."

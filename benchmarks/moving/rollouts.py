@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.support.actor_pool import RolloutOutcome
-from benchmarks.support.workload import Workload
-from rlhfspec.core.records import SampleKey, SampleRequest
-from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
-from rlhfspec.policies.reallocation.finish_time_policy import FinishTimePolicy
-from rlhfspec.policies.reallocation.gate import Gate, GateMode
-from rlhfspec.policies.reallocation.pool_records import InstanceView, PoolView, ReallocationPolicy
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from ...core.records import SampleKey, SampleRequest
+from ...policies.reallocation.by_name import make_reallocation_policy
+from ...policies.reallocation.finish_time_policy import FinishTimePolicy
+from ...policies.reallocation.gate import Gate, GateMode
+from ...policies.reallocation.pool_records import InstanceView, PoolView, ReallocationPolicy
+from ...policies.reallocation.rate_curve import RateCurve
+from ..support.actor_pool import RolloutOutcome
+from ..support.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

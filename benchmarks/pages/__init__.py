@@ -1,1 +1,1 @@
-"""Writes the tables of `docs/benchmarks/` and the README from the result files: `python -m benchmarks.pages`."""
+"""Writes the tables of `docs/benchmarks/` and the README from the results: `python -m rlhfspec.benchmarks.pages`."""

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.pages`: writes the tables of every page, the README's rows, the pictures, from the results."""
+"""`python -m rlhfspec.benchmarks.pages`: tables, the README's rows and pictures, from the results."""
 
 from __future__ import annotations
 
-from benchmarks.pages.pictures import draw_speedup
-from benchmarks.pages.readme import shown_result, with_figures
-from benchmarks.pages.tables import PAGES, ROOT, names, page
+from .pictures import draw_speedup
+from .readme import shown_result, with_figures
+from .tables import PAGES, ROOT, names, page
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pages.measure [--quick]`, which is `make bench-readme`: every figure of the README anew.
+"""`python -m rlhfspec.benchmarks.pages.measure [--quick]`, `make bench-readme`: every figure of the README anew.
 
 Runs the benchmarks of the README's rows one after the other, each in a process of its own, into
 `build/bench-readme/COMMIT/`; a result that lies there already is not made again. When all have ended it files them
@@ -15,13 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.pages import __main__ as pages
-from benchmarks.pages.readme import ROWS, SHOWN, Row, shown, shown_commit
-from benchmarks.pages.tables import RESULTS, ROOT
-from benchmarks.peers.client import PEER_NAMES, available_peers
-from benchmarks.support.processes import run_command
-from benchmarks.support.result import checked_out_commit, machine_name
-from rlhfspec.core.errors import InputError, RlhfSpecError
+from ...core.errors import InputError, RlhfSpecError
+from ..peers.client import PEER_NAMES, available_peers
+from ..support.processes import run_command
+from ..support.result import checked_out_commit, machine_name
+from . import __main__ as pages
+from .readme import ROWS, SHOWN, Row, shown, shown_commit
+from .tables import RESULTS, ROOT
 
 
 def measured_rows() -> dict[str, Row]:

@@ -14,10 +14,10 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from benchmarks.pages.tables import RESULTS, ROOT, between, load_results
-from benchmarks.support.result import git
+from ..support.result import git
+from .tables import RESULTS, ROOT, between, load_results
 
-MARKS = ("<!-- figures: python -m benchmarks.pages -->", "<!-- end of figures -->")
+MARKS = ("<!-- figures: python -m rlhfspec.benchmarks.pages -->", "<!-- end of figures -->")
 SHOWN = RESULTS / "readme.json"
 MOST_COMMITS = 100
 "That the engine may have gone on since a figure was measured, before the README must say so."

@@ -1,4 +1,4 @@
-"""The reference pages, written from the code: `python -m benchmarks.pages.reference` writes `docs/reference/`.
+"""The reference pages, written from the code: `python -m rlhfspec.benchmarks.pages.reference` writes `docs/reference/`.
 
 `docs/reference/models.md` is not among them: `rlhfspec bench models` finds it out by trying.
 """
@@ -19,18 +19,18 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhfspec.cluster.cli import build_parser
-from rlhfspec.cluster.folder import layout
-from rlhfspec.core import errors
-from rlhfspec.core.config import Config
-from rlhfspec.core.metrics import LIVE, METRICS, exported_name
-from rlhfspec.core.settings.section import Section
-from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.core.settings.supervised import SftConfig, TrainRewardConfig
-from rlhfspec.core.surfaces.surface import TABLES, Surface, surface
+from ...cluster.cli import build_parser
+from ...cluster.folder import layout
+from ...core import errors
+from ...core.config import Config
+from ...core.metrics import LIVE, METRICS, exported_name
+from ...core.settings.section import Section
+from ...core.settings.simulated_cluster import SimulatedClusterConfig
+from ...core.settings.supervised import SftConfig, TrainRewardConfig
+from ...core.surfaces.surface import TABLES, Surface, surface
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
-COMMAND = "python -m benchmarks.pages.reference"
+COMMAND = "python -m rlhfspec.benchmarks.pages.reference"
 
 
 def pages() -> dict[str, str]:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "benchmarks"
 NOT_MEASURED = "Not measured yet."
-TABLE_MARKS = ("<!-- tables: python -m benchmarks.pages -->", "<!-- end of tables -->")
+TABLE_MARKS = ("<!-- tables: python -m rlhfspec.benchmarks.pages -->", "<!-- end of tables -->")
 
 
 def load_results(name: str) -> dict[str, dict[str, Any]]:

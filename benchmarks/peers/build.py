@@ -1,4 +1,4 @@
-"""Builds the peers' environments: `python -m benchmarks.peers.build [--only NAME]`, what `make bench-peers` runs.
+"""Builds the peers' environments: `python -m rlhfspec.benchmarks.peers.build [--only NAME]`, `make bench-peers`.
 
 TRL and OpenAI's client are no engines: a release of them is a folder for the path of our own environment. A peer that
 cannot be built is named with the reason and the others go on; the exit status is 1 only when none is there at the end.
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peers.client import BUILT, PEER_NAMES, SERVERS, available_peers, default_peers_dir
+from .client import BUILT, PEER_NAMES, SERVERS, available_peers, default_peers_dir
 
 IMPORTS = {
     "openvino": "import openvino_genai, optimum.intel",

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.core.config import RunConfig
-from rlhfspec.core.errors import RlhfSpecError, WaitTimeout
+from ...core.config import RunConfig
+from ...core.errors import RlhfSpecError, WaitTimeout
 
 PEER_NAMES = ("openvino", "ctranslate2", "vllm")
 SERVERS = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""GRPO or SFT by TRL in a process of its own: python -m benchmarks.peers.trl_trainer ORDER, a JSON object.
+"""GRPO or SFT by TRL in a process of its own: python -m rlhfspec.benchmarks.peers.trl_trainer ORDER, a JSON object.
 
     {"task": "grpo", "model": folder, "rows": file, "out": folder, "steps": 4, "seed": 0, "rollouts": "own" or "ours",
      "threads": 2}
@@ -23,9 +23,9 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from rlhfspec.core.records import Prompt
-from rlhfspec.learning.public.integrations.trl import rollout_func
-from rlhfspec.learning.tasks.one_sentence import one_sentence_reward
+from ...core.records import Prompt
+from ...integrations.trl import rollout_func
+from ...learning.tasks.one_sentence import one_sentence_reward
 
 PROMPTS_A_STEP, SAMPLES, NEW_TOKENS, MICROBATCH, LEARNING_RATE = 2, 8, 32, 8, 2e-5
 NOTHING = np.zeros(0, dtype=np.int64)

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.simulate.analytic_instance import AnalyticInstance
-from rlhfspec.policies.simulate.cluster_simulation import ClusterResult, bound, simulate_cluster
-from rlhfspec.policies.simulate.described_cluster import describe
+from ...core.settings.simulated_cluster import SimulatedClusterConfig
+from ...policies.simulate.analytic_instance import AnalyticInstance
+from ...policies.simulate.cluster_simulation import ClusterResult, bound, simulate_cluster
+from ...policies.simulate.described_cluster import describe
 
 PAPERS = tomllib.loads(Path(__file__).with_name("papers.toml").read_text())
 MODELS, TLT = PAPERS["models"], PAPERS["tlt"]

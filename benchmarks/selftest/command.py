@@ -19,16 +19,16 @@ import torch
 from scipy import stats
 from transformers.modeling_utils import PreTrainedModel
 
-from benchmarks.support.result import ROOT, machine_provenance
-from benchmarks.support.timing import engine_rate, hugging_face_rate, interleaved, ratios
-from benchmarks.support.workload import demo_workload, real_workload
-from rlhfspec.cluster.observe.console import PipeConsole
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, RlhfSpecError
-from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.recorded_step import StepRecordings
+from ...cluster.observe.console import PipeConsole
+from ...core.config import EngineConfig, SpeculationConfig
+from ...core.errors import ConfigError, RlhfSpecError
+from ...core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from ...engine.build import build_engine
+from ...engine.engine import Engine
+from ...engine.recorded_step import StepRecordings
+from ..support.result import ROOT, machine_provenance
+from ..support.timing import engine_rate, hugging_face_rate, interleaved, ratios
+from ..support.workload import demo_workload, real_workload
 
 PLAIN = SpeculationConfig(policy="off")
 CHAIN = SpeculationConfig(policy="fixed", num_nodes=4)

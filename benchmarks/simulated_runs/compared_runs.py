@@ -17,21 +17,21 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.moving.downtime import wide_pair
-from benchmarks.pipeline import CORRECTED, ONE_CORE_EACH
-from benchmarks.simulated_runs.machine import Background, CoreWatch, MachineProfile, measure_machine
-from benchmarks.support.runs import GRPO, PPO, SMOLLM2, train
-from benchmarks.support.workload import REAL_MODEL, default_cache_dir, demo_workload
-from rlhfspec.actors.generation.decode_loop import GATHER_S
-from rlhfspec.cluster.folder.rollouts import rollout_files
-from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import load_config
-from rlhfspec.core.metrics import read_metrics
-from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
-from rlhfspec.policies.simulate.described_cluster import describe
-from rlhfspec.policies.simulate.simulated_instance import SharedMachine
-from rlhfspec.policies.simulate.simulation_records import Samples
+from ...actors.generation.decode_loop import GATHER_S
+from ...cluster.folder.rollouts import rollout_files
+from ...core.config import Config
+from ...core.config_io import load_config
+from ...core.metrics import read_metrics
+from ...core.settings.simulated_cluster import SimulatedClusterConfig
+from ...policies.simulate.cluster_simulation import simulate_cluster
+from ...policies.simulate.described_cluster import describe
+from ...policies.simulate.simulated_instance import SharedMachine
+from ...policies.simulate.simulation_records import Samples
+from ..moving.downtime import wide_pair
+from ..pipeline import CORRECTED, ONE_CORE_EACH
+from ..support.runs import GRPO, PPO, SMOLLM2, train
+from ..support.workload import REAL_MODEL, default_cache_dir, demo_workload
+from .machine import Background, CoreWatch, MachineProfile, measure_machine
 
 _COLUMNS = ("prompt_token_ids", "response_token_ids", "advantage", "group_id")
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.support.processes import TIMEOUT_S, descendants, run_command, setting_words, start_command
-from benchmarks.support.result import ROOT
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.proc_files import PROC, SYSTEM_TICKS, USER_TICKS, stat_fields
-from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
-from rlhfspec.profiles.cost import CostModel
-from rlhfspec.profiles.profile import Profile, load_profile
+from ...core.errors import RlhfSpecError
+from ...core.proc_files import PROC, SYSTEM_TICKS, USER_TICKS, stat_fields
+from ...policies.reallocation.rate_curve import rate_curve_from_profile
+from ...profiles.cost import CostModel
+from ...profiles.profile import Profile, load_profile
+from ..support.processes import TIMEOUT_S, descendants, run_command, setting_words, start_command
+from ..support.result import ROOT
 
 INTERVAL_S = 0.2
 GENERATES = 0.3

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.speed.peak FOLDER SLOTS TOKENS`: decodes to the full context, prints its peak in bytes.
+"""`python -m rlhfspec.benchmarks.speed.peak FOLDER SLOTS TOKENS`: decodes to the full context; its peak in bytes.
 
 It loads what a generation actor loads and no more: the rest of the benchmarks would count.
 """
@@ -11,11 +11,11 @@ import sys
 import numpy as np
 import torch
 
-from benchmarks.support.processes import peak_bytes
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
-from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.weights.loading import load_causal_lm
+from ...core.config import EngineConfig, SpeculationConfig
+from ...core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from ...engine.build import build_engine
+from ...engine.weights.loading import load_causal_lm
+from ..support.processes import peak_bytes
 
 NEW_TOKENS = 8
 

@@ -19,8 +19,10 @@ import torch
 from rich.console import Console
 from transformers.modeling_utils import PreTrainedModel
 
-from benchmarks.peers.client import Peer, available_peers
-from benchmarks.support.timing import (
+from ...core.config import SpeculationConfig
+from ...core.records import SampleRequest
+from ..peers.client import Peer, available_peers
+from ..support.timing import (
     Figures,
     Rate,
     engine_rate,
@@ -29,7 +31,7 @@ from benchmarks.support.timing import (
     rate_rows,
     ratios,
 )
-from benchmarks.support.workload import (
+from ..support.workload import (
     NEW_TOKENS,
     PLAIN,
     PROMPT_TOKENS,
@@ -37,8 +39,6 @@ from benchmarks.support.workload import (
     model_p,
     model_p_folder,
 )
-from rlhfspec.core.config import SpeculationConfig
-from rlhfspec.core.records import SampleRequest
 
 BFLOAT16_BATCH_SIZE = 8
 

@@ -14,26 +14,26 @@ from rich.console import Console
 from rich.table import Table
 from transformers.modeling_utils import PreTrainedModel
 
-from benchmarks.speed.rates import PLANS
-from benchmarks.support.processes import measured_in_a_process
-from benchmarks.support.timing import Figures, interleaved, ratios
-from benchmarks.support.workload import (
+from ...cluster.plan.memory_plan import MemoryNeeds
+from ...cluster.plan.model_files import model_shape
+from ...cluster.plan.model_sizes import ModelShapes
+from ...core.config import Config, EngineConfig, SpeculationConfig
+from ...engine.build import build_engine
+from ...engine.drafters.model_drafter import ModelDrafter
+from ...engine.engine import Engine
+from ...engine.model.forward_plan import TreePlan
+from ...engine.model.runner import ModelRunner
+from ...engine.weights.loading import load_hf_config
+from ..support.processes import measured_in_a_process
+from ..support.timing import Figures, interleaved, ratios
+from ..support.workload import (
     PLAIN,
     Workload,
     first_layers,
     model_p,
     model_p_folder,
 )
-from rlhfspec.cluster.plan.memory_plan import MemoryNeeds
-from rlhfspec.cluster.plan.model_files import model_shape
-from rlhfspec.cluster.plan.model_sizes import ModelShapes
-from rlhfspec.core.config import Config, EngineConfig, SpeculationConfig
-from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.forward_plan import TreePlan
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.weights.loading import load_hf_config
+from .rates import PLANS
 
 SHARE_BATCH_SIZE = 16
 STEPS = 40
@@ -227,7 +227,7 @@ def memory(cache_dir: Path, figures: Figures) -> None:
     folder = model_p_folder(cache_dir)
     planned = _planned_bytes(folder)
     measured = measured_in_a_process(
-        "engine", "benchmarks.speed.peak", [str(folder), str(SLOTS), str(TOKENS)]
+        "engine", "rlhfspec.benchmarks.speed.peak", [str(folder), str(SLOTS), str(TOKENS)]
     )
     figures.values["memory_planned_bytes"] = float(planned)
     figures.values["memory_measured_bytes"] = float(measured)

@@ -10,25 +10,25 @@ from typing import Any, Self
 
 import ray
 
-from benchmarks.support.workload import Workload
-from rlhfspec.actors.actor_messages import GenerationSpec, Rejoined, SchedulerSettings, Taken
-from rlhfspec.actors.generation.generation_actor import GenerationActor
-from rlhfspec.actors.generation.trace_events import TraceEvent
-from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
-from rlhfspec.actors.waiting.waiting import get
-from rlhfspec.cluster.placement.ray_session import ray_session
-from rlhfspec.cluster.weights.publish import PublishedWeights, publish
-from rlhfspec.core.config import EngineConfig, ReallocationConfig, SpeculationConfig
-from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.core.errors import WaitTimeout
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.core.settings.cluster import ClusterConfig
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.drafters.head.published_head import pack_head
-from rlhfspec.engine.weights.chunks import pack_weights
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
-from rlhfspec.policies.scheduling.events import Alarm, MoveRecord
-from rlhfspec.profiles.profile import Profile
+from ...actors.actor_messages import GenerationSpec, Rejoined, SchedulerSettings, Taken
+from ...actors.generation.generation_actor import GenerationActor
+from ...actors.generation.trace_events import TraceEvent
+from ...actors.scheduling.scheduler_actor import SchedulerActor
+from ...actors.waiting.waiting import get
+from ...cluster.placement.ray_session import ray_session
+from ...cluster.weights.publish import PublishedWeights, publish
+from ...core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from ...core.decode_records import GenerationStats
+from ...core.errors import WaitTimeout
+from ...core.records import Completion, SampleKey, SampleRequest
+from ...core.settings.cluster import ClusterConfig
+from ...engine.drafters.head.head_weights import HeadWeights
+from ...engine.drafters.head.published_head import pack_head
+from ...engine.weights.chunks import pack_weights
+from ...policies.reallocation.pool_records import ReallocationPolicy
+from ...policies.scheduling.events import Alarm, MoveRecord
+from ...profiles.profile import Profile
+from .workload import Workload
 
 
 @contextmanager

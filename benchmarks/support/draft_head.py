@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.support.workload import Workload, default_cache_dir, job
-from rlhfspec.core.files import whole_folder
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, save_head
-from rlhfspec.learning.drafts.make_head import HeadRecipe, make_head
+from ...core.files import whole_folder
+from ...engine.drafters.head.head_weights import HeadWeights, load_head, save_head
+from ...learning.drafts.make_head import HeadRecipe, make_head
+from .workload import Workload, default_cache_dir, job
 
 BUDGET_S = 900.0
 NUM_TOKENS = 2_000

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures
-from rlhfspec.cluster.observe.console import PipeConsole
+from ...cluster.observe.console import PipeConsole
+from .result import write_result
+from .timing import Figures
 
 
 class Bench:

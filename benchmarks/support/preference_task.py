@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from rlhfspec.learning.models.tokenization import word_tokenizer
+from ...learning.models.tokenization import word_tokenizer
 
 SUBJECTS = "fox owl bear wolf crow hare frog bee deer goat duck seal mole swan toad lynx".split()  # noqa: SIM905
 _ASKS = ("tell me about the {}", "what does the {} do", "say something of the {}", "describe the {} for me")

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.support.result import ROOT
-from rlhfspec.core.errors import RlhfSpecError, WaitTimeout
-from rlhfspec.core.proc_files import PARENT, PROC, sizes, stat_fields
+from ...core.errors import RlhfSpecError, WaitTimeout
+from ...core.proc_files import PARENT, PROC, sizes, stat_fields
+from .result import ROOT
 
 
 def descendants(root: int) -> set[int]:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.engine.decoding.noise import gumbel_noise, key_words
-from rlhfspec.engine.decoding.sampling_rule import RowSampling, emitted_logprobs, perturb, scale
+from ...core.records import Completion, SampleKey, SampleRequest
+from ...engine.decoding.noise import gumbel_noise, key_words
+from ...engine.decoding.sampling_rule import RowSampling, emitted_logprobs, perturb, scale
 
 BITS = ("token_ids", "policy_logprobs", "sampling_logprobs", "is_sampled")
 

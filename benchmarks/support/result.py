@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.engine.calibration.engine_provenance import device_name
+from ...core.errors import RlhfSpecError
+from ...engine.calibration.engine_provenance import device_name
 
 ROOT = Path(__file__).resolve().parents[2]
 

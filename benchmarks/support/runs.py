@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.support.processes import run_command, setting_words
-from benchmarks.support.result import ROOT
-from rlhfspec.cluster.folder.layout import of_run
-from rlhfspec.core.metrics import read_metrics
+from ...cluster.folder.layout import of_run
+from ...core.metrics import read_metrics
+from .processes import run_command, setting_words
+from .result import ROOT
 
 DEMO, SMOLLM2 = ROOT / "configs" / "demo.yaml", ROOT / "configs" / "smollm2_grpo.yaml"
 PPO, GRPO = (ROOT / "configs" / "algorithms" / f"{kind}.yaml" for kind in ("ppo", "grpo"))

@@ -1,4 +1,4 @@
-"""How long a start takes: `python -m benchmarks.support.starting bare|run FOLDER` as a process of its own.
+"""How long a start takes: `python -m rlhfspec.benchmarks.support.starting bare|run FOLDER` as a process of its own.
 
 `bare` imports torch and transformers and starts Ray; `run` does what `rlhfspec train` does until the first token of
 the first response has been decoded.
@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.records import SampleRequest
+from ...core.errors import RlhfSpecError
+from ...core.records import SampleRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400.0
@@ -23,7 +23,7 @@ def seconds(mode: str, target: Path, cache: Path) -> float:
     """From the command until the process says that it is there."""
     began_s = time.time()
     child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.support.starting", mode, str(target), str(cache)],
+        [sys.executable, "-m", "rlhfspec.benchmarks.support.starting", mode, str(target), str(cache)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -44,17 +44,17 @@ def _bare() -> None:
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
-    from benchmarks.support.actor_pool import bench_ray
+    from .actor_pool import bench_ray
 
     with bench_ray("bench-bare"):
         _say_there()
 
 
 def _run(target: str, cache: str) -> None:
-    from rlhfspec.cluster.placement.ray_session import ray_session
-    from rlhfspec.cluster.plan.run_check import check_run
-    from rlhfspec.cluster.system.system import running_system
-    from rlhfspec.core.config_io import load_config
+    from ...cluster.placement.ray_session import ray_session
+    from ...cluster.plan.run_check import check_run
+    from ...cluster.system.system import running_system
+    from ...core.config_io import load_config
 
     overrides = [f"models.target={target}", f"run.cache_dir={cache}", "cluster.dashboard=false"]
     config = load_config(ROOT / "configs" / "smollm2_grpo.yaml", overrides)

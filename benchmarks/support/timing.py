@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from rlhfspec.core.records import SampleRequest
-from rlhfspec.engine.engine import Engine
+from ...core.records import SampleRequest
+from ...engine.engine import Engine
 
 Rate = Callable[[], float]
 "Do the work once; tokens (or forwards) per second."

@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.config import DataConfig, EngineConfig, RunConfig, SamplingConfig, SpeculationConfig
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.files import whole_folder
-from rlhfspec.core.records import (
+from ...core.config import DataConfig, EngineConfig, RunConfig, SamplingConfig, SpeculationConfig
+from ...core.errors import ModelError
+from ...core.files import whole_folder
+from ...core.records import (
     Completion,
     Prompt,
     Reward,
@@ -35,17 +35,17 @@ from rlhfspec.core.records import (
     SamplingParams,
     Stream,
 )
-from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.calibration.engine_provenance import provenance_of
-from rlhfspec.engine.calibration.profiler import MadeProfile, make_profile
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.group.dealing import dealt
-from rlhfspec.engine.group.ranks import GroupRanks
-from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
-from rlhfspec.learning.data.prompts import load_prompts, sampling_params
-from rlhfspec.learning.models.get import get_model
-from rlhfspec.learning.models.make import PairPaths, make_demo_pair, make_pair_from_text
+from ...engine.build import build_engine
+from ...engine.calibration.engine_provenance import provenance_of
+from ...engine.calibration.profiler import MadeProfile, make_profile
+from ...engine.drafters.head.head_weights import HeadWeights
+from ...engine.engine import Engine
+from ...engine.group.dealing import dealt
+from ...engine.group.ranks import GroupRanks
+from ...engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from ...learning.data.prompts import load_prompts, sampling_params
+from ...learning.models.get import get_model
+from ...learning.models.make import PairPaths, make_demo_pair, make_pair_from_text
 
 BENCH_SEED = 7
 PROFILE_INDEX = 100_000

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.outside import cut, try_folder, user_path
+from ...core.errors import ConfigError
+from ...core.outside import cut, try_folder, user_path
+from .declare import Arg
 
 
 def number(

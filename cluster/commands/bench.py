@@ -1,6 +1,6 @@
 """`rlhfspec bench` and `rlhfspec gpu-selftest`: figures of this machine, kept as files.
 
-A benchmark is a module `benchmarks.NAME` with `run(bench) -> int`; a `benchmarks.support.harness.Bench` writes its
+A benchmark is a module of `benchmarks/` with `run(bench) -> int`; a `benchmarks/support/harness.py:Bench` writes its
 `OUT/NAME.json`.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlhfspec.cluster.commands.arguments import folder, number
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.cluster.placement.origin import ROOT
-from rlhfspec.core.errors import ConfigError, DataError
+from ...core.errors import ConfigError, DataError
+from ..placement.origin import ROOT
+from .arguments import folder, number
+from .declare import Arg
 
 WITH_REAL_MODEL = (
     "engine",
@@ -124,7 +123,5 @@ def gpu_selftest(
 
 
 def _of_the_checkout(name: str) -> Any:
-    """A module of `benchmarks`, which no installed package holds: a console script has no other path to it."""
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
-    return importlib.import_module(f"benchmarks.{name}")
+    """A module of `benchmarks`, which no wheel holds."""
+    return importlib.import_module(f"rlhfspec.benchmarks.{name}")

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rlhfspec.cluster.commands.arguments import set_flag
-from rlhfspec.cluster.commands.declare import Arg
+from .arguments import set_flag
+from .declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.core.config import Config
+    from ...core.config import Config
+    from ..observe.console import Reporter
 
 ABOUT = """What a data set holds, and what is wrong with it (data check).
 
@@ -50,24 +50,24 @@ def check_data(
     FILE is what data.path may be: a file, a pattern, a folder, or the name of a `datasets` data set.
     Exit code 2 where a run would stop: a malformed row, a missing field, an empty or too long prompt.
     """
-    from rlhfspec.cluster.observe.console import PipeConsole, Reporter
-    from rlhfspec.core.errors import DataError
+    from ...core.errors import DataError
+    from ..observe.console import PipeConsole, Reporter
 
     # the report alone goes to standard output
     with Reporter(PipeConsole(highlight=False, soft_wrap=True, stderr=True)) as report:
         read = _config(file, config, overrides)
-        from rlhfspec.cluster.observe.data_text import data_lines
+        from ..observe.data_text import data_lines
 
         name, loaded = tokenizer or read.models.tokenizer or read.models.target, None
         if name != _NO_MODEL:
             report.stage("loading the tokenizer")
-            from rlhfspec.cluster.plan.inputs import read_tokenizer
-            from rlhfspec.cluster.plan.names import resolve_models
+            from ..plan.inputs import read_tokenizer
+            from ..plan.names import resolve_models
 
             models = read.models.model_copy(update={"target": name, "draft": None, "tokenizer": name})
             resolved = resolve_models(read.model_copy(update={"models": models}), report)
             loaded = read_tokenizer(resolved.models, resolved.run.template_time)
-        from rlhfspec.learning.data.statistics import data_report
+        from ...learning.data.statistics import data_report
 
         report.stop()
         with _late_bar(report, "reading") as tick:
@@ -80,8 +80,8 @@ def check_data(
 
 
 def _config(file: str | None, config: Path | None, overrides: list[str]) -> Config:
-    from rlhfspec.core.config_io import config_from_dict, load_config, read_tree
-    from rlhfspec.core.errors import ConfigError
+    from ...core.config_io import config_from_dict, load_config, read_tree
+    from ...core.errors import ConfigError
 
     if file is None:
         if config is None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rlhfspec.core.outside import user_path
+from ...core.outside import user_path
 
 Command = Callable[..., int]
 

@@ -7,12 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rlhfspec.cluster.commands.arguments import SECONDS, ConfigFile, Overrides, folder, set_flag
-from rlhfspec.cluster.commands.declare import Arg
+from .arguments import SECONDS, ConfigFile, Overrides, folder, set_flag
+from .declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.jobs.evaluate_models import ModelResult
-    from rlhfspec.cluster.observe.console import Reporter
+    from ..jobs.evaluate_models import ModelResult
+    from ..observe.console import Reporter
 
 
 def evaluate(
@@ -44,8 +44,8 @@ def evaluate(
       rlhfspec eval --model base runs/a/checkpoints/target --config configs/gsm8k_ppo.yaml --data test.jsonl \
           --samples-per-prompt 8 --temperature 0.7 --out results
     """
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.core.config_io import read_tree
+    from ...core.config_io import read_tree
+    from ..observe.console import Reporter
 
     tree = read_tree(config) if config is not None else {}
     if reward is not None:
@@ -59,14 +59,14 @@ def evaluate(
     sampling = {key: value for key, value in wishes.items() if value is not None}
     with Reporter() as report:
         report.stage("loading torch and transformers")
-        from rlhfspec.cluster.folder.run_time import with_time
-        from rlhfspec.cluster.jobs.evaluate_models import (
+        from ..folder.run_time import with_time
+        from ..jobs.evaluate_models import (
             evaluate_model,
             evaluation_config,
             plan_evaluation,
             write_results,
         )
-        from rlhfspec.cluster.plan.names import resolve_models
+        from ..plan.names import resolve_models
 
         now = datetime.now()
         configs = [
@@ -117,12 +117,12 @@ def profile(
 
     Without this, `speculation.profile: auto` measures one at the start of a run and keeps it in the cache.
     """
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.plan.inputs import read_inputs
-    from rlhfspec.cluster.plan.names import resolve_models
-    from rlhfspec.cluster.plan.run_profile import RunProfile
-    from rlhfspec.core.config_io import load_config
-    from rlhfspec.profiles.profile import save_profile
+    from ...core.config_io import load_config
+    from ...profiles.profile import save_profile
+    from ..observe.console import Reporter
+    from ..plan.inputs import read_inputs
+    from ..plan.names import resolve_models
+    from ..plan.run_profile import RunProfile
 
     with Reporter() as report:
         report.stage("loading torch and transformers")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from rlhfspec.cluster.commands.arguments import ConfigFile, Like, Overrides
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.cluster.placement.origin import NAME, version
-from rlhfspec.core.errors import ConfigError
+from ...core.errors import ConfigError
+from ..placement.origin import NAME, version
+from .arguments import ConfigFile, Like, Overrides
+from .declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.kuberay.pool_pods import RunPods
+    from ..kuberay.pool_pods import RunPods
 
 ABOUT = """Write the Kubernetes manifests of a run (kube render).
 
@@ -49,16 +49,16 @@ def render(
     Paths in the config are those of the pods; /runs is the volume that they share. A Secret rlhfspec-ray-token and the
     volume must be there before: docs/how-to/kubernetes.md.
     """
-    from rlhfspec.cluster.kuberay import ray_manifests as manifests
-    from rlhfspec.core.config_io import config_from_dict, read_tree
+    from ...core.config_io import config_from_dict, read_tree
+    from ..kuberay import ray_manifests as manifests
 
     tree = manifests.cluster_config(read_tree(config), overrides)
     loaded = config_from_dict(tree)
     named = manifests.kubernetes_name(name or loaded.run.name)
     if name is not None and name != named:
         raise ConfigError(f"--name {name} is no name for Kubernetes; expected one such as {named}")
-    from rlhfspec.cluster.kuberay.pool_pods import plan_pods
-    from rlhfspec.cluster.plan.remote_plan import plan_remote
+    from ..kuberay.pool_pods import plan_pods
+    from ..plan.remote_plan import plan_remote
 
     pods = plan_pods(plan_remote(loaded, like))
     make = manifests.ray_job if kind == "rayjob" else manifests.ray_cluster
@@ -69,7 +69,7 @@ def render(
     if out is None:
         print(text, end="")
     else:
-        from rlhfspec.core.files import write_whole
+        from ...core.files import write_whole
 
         write_whole(out, text)
         print(f"{out}: {_describe(pods)}")

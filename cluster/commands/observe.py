@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rlhfspec.cluster.commands.arguments import SECONDS
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.core.outside import user_path
+from ...core.outside import user_path
+from .arguments import SECONDS
+from .declare import Arg
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rich.console import RenderableType
 
-    from rlhfspec.cluster.folder.layout import RunDir
-    from rlhfspec.cluster.observe.live_page import LivePage
+    from ..folder.layout import RunDir
+    from ..observe.live_page import LivePage
 
 Run = Annotated[str, Arg("RUN", "folder of the run; with --address the run's name")]
 Address = Annotated[
@@ -50,7 +50,7 @@ def status(
     """
     from rich.live import Live
 
-    from rlhfspec.cluster.observe.console import PipeConsole
+    from ..observe.console import PipeConsole
 
     console = PipeConsole(highlight=False, soft_wrap=True)
     with _joined(address):
@@ -79,7 +79,7 @@ def explain(run: Annotated[str, Arg("RUN", "folder of the run")] | None = None) 
       rlhfspec explain                         the newest run under ./runs
       rlhfspec explain runs/demo-20260101-120000
     """
-    from rlhfspec.cluster.observe.explanation import explain_run, explanation_text, no_iteration
+    from ..observe.explanation import explain_run, explanation_text, no_iteration
 
     run_dir = _open(run)
     explained = explain_run(run_dir)
@@ -103,7 +103,7 @@ def trace(
       rlhfspec trace                           the last iteration of the newest run under ./runs
       rlhfspec trace runs/demo-20260101-120000 --iteration 3 --out third.json
     """
-    from rlhfspec.cluster.observe.timeline import write_kept_trace
+    from ..observe.timeline import write_kept_trace
 
     path = write_kept_trace(_open(run), iteration, out)
     print(f"{path}: open it in https://ui.perfetto.dev")
@@ -125,7 +125,7 @@ def report(
       rlhfspec report                          the newest run under ./runs
       rlhfspec report runs/demo-20260101-120000 --iteration 3 --out third.html
     """
-    from rlhfspec.cluster.report.page import write_report
+    from ..report.page import write_report
 
     print(write_report(_open(run), iteration, out))
     return 0
@@ -141,7 +141,7 @@ def monitoring(*, out: Annotated[Path, Arg("DIR")]) -> int:
       prometheus --config.file monitoring/prometheus.yaml
       kubectl apply -f monitoring/kubernetes.yaml
     """
-    from rlhfspec.cluster.observe.monitoring import write_monitoring
+    from ..observe.monitoring import write_monitoring
 
     for path in write_monitoring(out):
         print(path)
@@ -151,13 +151,13 @@ def monitoring(*, out: Annotated[Path, Arg("DIR")]) -> int:
 def _joined(address: str | None) -> AbstractContextManager[object]:
     if address is None:
         return nullcontext()
-    from rlhfspec.cluster.placement.ray_session import joined_cluster
+    from ..placement.ray_session import joined_cluster
 
     return joined_cluster(address)
 
 
 def _open(run: str | None) -> RunDir:
-    from rlhfspec.cluster.observe.find_runs import open_run
+    from ..observe.find_runs import open_run
 
     return open_run(None if run is None else user_path(run))
 
@@ -165,9 +165,9 @@ def _open(run: str | None) -> RunDir:
 def _view(run: str | None, address: str | None) -> RenderableType:
     from rich.console import Group
 
-    from rlhfspec.cluster.folder.run_status import describe_status
-    from rlhfspec.cluster.observe.find_runs import cluster_runs
-    from rlhfspec.cluster.observe.status_text import status_view
+    from ..folder.run_status import describe_status
+    from ..observe.find_runs import cluster_runs
+    from ..observe.status_text import status_view
 
     if address is None:
         run_dir = _open(run)
@@ -182,8 +182,8 @@ def _view(run: str | None, address: str | None) -> RenderableType:
 
 
 def _page(run_dir: RunDir) -> LivePage | None:
-    from rlhfspec.cluster.folder.run_status import LIVING
-    from rlhfspec.cluster.observe.live_page import LivePage
+    from ..folder.run_status import LIVING
+    from ..observe.live_page import LivePage
 
     page = LivePage.read(run_dir.live_file)
     if page is not None and run_dir.status()["state"] not in (*LIVING, "unknown"):
@@ -193,7 +193,7 @@ def _page(run_dir: RunDir) -> LivePage | None:
 
 
 def _pages_as_json(run: str | None, address: str | None) -> str:
-    from rlhfspec.cluster.observe.find_runs import cluster_runs
+    from ..observe.find_runs import cluster_runs
 
     if address is None:
         page = _page(_open(run))

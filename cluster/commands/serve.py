@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlhfspec.cluster.commands.arguments import COUNT, SECONDS, set_flag
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.core.errors import ConfigError
+from ...core.errors import ConfigError
+from .arguments import COUNT, SECONDS, set_flag
+from .declare import Arg
 
 ABOUT = """Serve a reward to many runs (serve reward), or a model by OpenAI's API (serve engine).
 
@@ -46,9 +46,9 @@ def serve(
     In a running Ray cluster (--address auto) the route is /NAME/score, and runs of the same cluster may use
     reward.app=NAME instead of an address.
     """
-    from rlhfspec.cluster.jobs.ray_serve import ServerAddress
-    from rlhfspec.cluster.jobs.reward_server import caller_dir, serve_reward
-    from rlhfspec.cluster.observe.console import Reporter
+    from ..jobs.ray_serve import ServerAddress
+    from ..jobs.reward_server import caller_dir, serve_reward
+    from ..observe.console import Reporter
 
     low, high = _replicas(replicas)
     arguments: dict[str, Any] = {
@@ -110,15 +110,15 @@ def serve_engine(
       rlhfspec serve engine --model DIR
       rlhfspec serve engine --model runs/a/checkpoints/target --config configs/gsm8k_ppo.yaml --port 8001
     """
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.core.config_io import read_tree
+    from ...core.config_io import read_tree
+    from ..observe.console import Reporter
 
     with Reporter() as report:
         report.stage("loading torch and transformers")
-        from rlhfspec.cluster.jobs.engine_server import plan_server, serve_engine
-        from rlhfspec.cluster.jobs.ray_serve import ServerAddress
-        from rlhfspec.cluster.serving.engine_deployment import ServerLimits
-        from rlhfspec.cluster.serving.engine_requests import usual_sampling
+        from ..jobs.engine_server import plan_server, serve_engine
+        from ..jobs.ray_serve import ServerAddress
+        from ..serving.engine_deployment import ServerLimits
+        from ..serving.engine_requests import usual_sampling
 
         tree = read_tree(config) if config is not None else {}
         plan = plan_server(tree, report, model=model, overrides=overrides, context_tokens=context)
@@ -164,7 +164,7 @@ def _replicas(text: str) -> tuple[int, int]:
 
 
 def _settings(overrides: list[str]) -> dict[str, Any]:
-    from rlhfspec.core.yaml_text import YamlFault, parse_yaml
+    from ...core.yaml_text import YamlFault, parse_yaml
 
     found: dict[str, Any] = {}
     for override in overrides:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.core.errors import ConfigError
+from ...core.errors import ConfigError
+from .declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.observe.run_tables import RunRecord
+    from ..observe.console import Reporter
+    from ..observe.run_tables import RunRecord
 
 
 def show(
@@ -37,8 +37,8 @@ def show(
       rlhfspec show runs/a runs/b --metric 'reward/*'
       rlhfspec show runs/a --samples --iteration 12
     """
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.observe.run_tables import RunRecord, run_tree, shown_names
+    from ..observe.console import Reporter
+    from ..observe.run_tables import RunRecord, run_tree, shown_names
 
     report = Reporter()
     notes: list[str] = []
@@ -65,10 +65,10 @@ def show(
 
 
 def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
-    from rlhfspec.cluster.folder.iteration_logs import read_histograms
-    from rlhfspec.cluster.folder.run_status import describe_status
-    from rlhfspec.cluster.observe.run_tables import curves_table, histogram_table
-    from rlhfspec.cluster.observe.summary import summarise, summarise_supervised
+    from ..folder.iteration_logs import read_histograms
+    from ..folder.run_status import describe_status
+    from ..observe.run_tables import curves_table, histogram_table
+    from ..observe.summary import summarise, summarise_supervised
 
     for line in describe_status(one.run_dir.status()):
         report.note(line)
@@ -81,8 +81,8 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
 
 
 def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
-    from rlhfspec.cluster.folder.run_status import describe_status
-    from rlhfspec.cluster.observe.run_tables import comparison_table
+    from ..folder.run_status import describe_status
+    from ..observe.run_tables import comparison_table
 
     for one in runs:
         report.note(f"{one.name}: {describe_status(one.run_dir.status())[0]}")
@@ -94,7 +94,7 @@ def _samples(one: RunRecord, iteration: int | None) -> str:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
+    from ..folder.sample_table import SampleRow, as_markdown, choose_samples
 
     if iteration is not None:
         files = [one.run_dir.rollouts_file(iteration - 1)] if iteration > 0 else []

@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rlhfspec.cluster.commands.arguments import SEED, number
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.core.errors import ConfigError, DataError
-from rlhfspec.core.outside import user_path
+from ...core.errors import ConfigError, DataError
+from ...core.outside import user_path
+from .arguments import SEED, number
+from .declare import Arg
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from rlhfspec.policies.reallocation.rate_curve import RateCurve
-    from rlhfspec.policies.simulate.compare import Comparison
-    from rlhfspec.policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup, Samples
+    from ...policies.reallocation.rate_curve import RateCurve
+    from ...policies.simulate.compare import Comparison
+    from ...policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup, Samples
 
 PRESETS = ("skewed", "long_tail", "balanced")
 SHOW_AFTER_S = 2.0
@@ -111,8 +111,8 @@ def simulate(
     static binds sample i to instance i mod K; pull binds when a slot frees; the other policies pull, then move.
     perfect spreads all samples evenly at every moment, at no cost; no schedule whatever is faster than the bound.
     """
-    from rlhfspec.cluster.observe.console import PipeConsole
-    from rlhfspec.policies.simulate.simulation_records import PoolSetup, samples_of
+    from ...policies.simulate.simulation_records import PoolSetup, samples_of
+    from ..observe.console import PipeConsole
 
     require_file("--out", out)
     elastic = _elastic(instances, max_instances, start_up, idle_timeout, rollouts_ahead)
@@ -142,7 +142,7 @@ def _compare(
     drawn: Samples, setup: PoolSetup, poll: float | None, policy: str, console: Any, label: str
 ) -> dict[str, Any]:
     """Simulate and print; return the figures for JSON."""
-    from rlhfspec.policies.simulate.compare import COMPARED, compare, least_finish_s
+    from ...policies.simulate.compare import COMPARED, compare, least_finish_s
 
     setup = replace(setup, poll_interval_s=poll or max(least_finish_s(drawn, setup) / POLLS, 0.1))
     wanted = COMPARED if policy == "all" else tuple(dict.fromkeys(("static", "pull", policy)))
@@ -166,7 +166,7 @@ def _elastic(
     instances: int, most: int | None, start_up_s: float, idle_timeout_s: float, rollouts_ahead: int
 ) -> Elastic | None:
     """How the pool grows and shrinks; None where it does not. Raises ConfigError."""
-    from rlhfspec.policies.simulate.simulation_records import Elastic
+    from ...policies.simulate.simulation_records import Elastic
 
     if most is None:
         return None
@@ -224,11 +224,11 @@ def _lengths(
 ) -> tuple[np.ndarray, int]:
     """[samples] lengths of the responses, and their limit. Raises DataError."""
     if name in PRESETS:
-        from rlhfspec.policies.simulate.simulation_records import drawn_lengths
+        from ...policies.simulate.simulation_records import drawn_lengths
 
         limit, count = max_new_tokens or 4096, num_samples or instances * slots
         return drawn_lengths(name, count, instances, max_new_tokens=limit, seed=seed), limit
-    from rlhfspec.cluster.folder.rollouts import read_lengths
+    from ..folder.rollouts import read_lengths
 
     lengths = read_lengths(user_path(name))
     if num_samples is not None and num_samples > len(lengths):
@@ -242,17 +242,17 @@ def _rates(
     folder: Path | None, device: str, kv_bytes: float | None, slots: int, context: int
 ) -> tuple[RateCurve, MoveTruth, str]:
     """How fast an instance is at `context` tokens a sample, what moves cost, and what both come from."""
-    from rlhfspec.policies.simulate.simulation_records import MoveTruth
+    from ...policies.simulate.simulation_records import MoveTruth
 
     if folder is not None:
-        from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
-        from rlhfspec.profiles.profile import load_profile
+        from ...policies.reallocation.rate_curve import rate_curve_from_profile
+        from ...profiles.profile import load_profile
 
         profile = load_profile(folder)
         curve = rate_curve_from_profile(profile, context_tokens=context)
         moves = MoveTruth(kv_bytes_per_token=kv_bytes or PROFILE_KV_BYTES)
         return curve, moves, f"profile of {profile.provenance.target_model} on {profile.provenance.device}"
-    from rlhfspec.policies.simulate.described_cluster import H100_CLASS, H100_LABEL, describe
+    from ...policies.simulate.described_cluster import H100_CLASS, H100_LABEL, describe
 
     has_drafts, cluster = device == "h100-class", describe(H100_CLASS)
     curve = cluster.instance.rate_curve(

@@ -6,19 +6,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rlhfspec.cluster.commands.arguments import ConfigFile, Overrides
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.cluster.commands.simulate import require_file, simulation_bar
-from rlhfspec.core.outside import user_path
+from ...core.outside import user_path
+from .arguments import ConfigFile, Overrides
+from .declare import Arg
+from .simulate import require_file, simulation_bar
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-    from rlhfspec.policies.simulate.cluster_simulation import ClusterResult
-    from rlhfspec.policies.simulate.described_cluster import Assumption
-    from rlhfspec.policies.simulate.sweep import Tried
-    from rlhfspec.profiles.profile import Profile
+    from ...core.settings.simulated_cluster import SimulatedClusterConfig
+    from ...policies.simulate.cluster_simulation import ClusterResult
+    from ...policies.simulate.described_cluster import Assumption
+    from ...policies.simulate.sweep import Tried
+    from ...profiles.profile import Profile
 
 
 def cluster(
@@ -46,13 +46,13 @@ def cluster(
     Every key, its default and its meaning: docs/reference/config-simulator.md. What it assumes is printed with its
     source; how far it is from published figures: docs/how-to/simulate.md.
     """
-    from rlhfspec.cluster.folder.rollouts import read_lengths
-    from rlhfspec.cluster.observe.console import PipeConsole
-    from rlhfspec.core.config_io import load_config_of
-    from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-    from rlhfspec.policies.simulate.cluster_simulation import require_bounded, simulate_cluster
-    from rlhfspec.policies.simulate.described_cluster import assumptions, describe
-    from rlhfspec.profiles.profile import load_profile
+    from ...core.config_io import load_config_of
+    from ...core.settings.simulated_cluster import SimulatedClusterConfig
+    from ...policies.simulate.cluster_simulation import require_bounded, simulate_cluster
+    from ...policies.simulate.described_cluster import assumptions, describe
+    from ...profiles.profile import load_profile
+    from ..folder.rollouts import read_lengths
+    from ..observe.console import PipeConsole
 
     require_file("--out", out)
     setup = load_config_of(SimulatedClusterConfig, config, overrides)
@@ -75,7 +75,7 @@ def cluster(
     console.print(_assumption_table(rows))
     tree["assumptions"] = [{"name": row.name, "value": row.value, "source": row.source} for row in rows]
     if out is not None:
-        from rlhfspec.core.files import storage_errors
+        from ...core.files import storage_errors
 
         with storage_errors(out):
             out.write_text(json.dumps(tree, indent=2) + "\n")
@@ -89,8 +89,8 @@ def _sweep(
     profile: Profile | None,
     console: Any,
 ) -> dict[str, Any]:
-    from rlhfspec.policies.simulate.cluster_simulation import num_simulated
-    from rlhfspec.policies.simulate.sweep import best, default_axes, planned, sweep
+    from ...policies.simulate.cluster_simulation import num_simulated
+    from ...policies.simulate.sweep import best, default_axes, planned, sweep
 
     axes = setup.sweep or default_axes(setup)
     plans = planned(setup, axes, recorded=recorded)

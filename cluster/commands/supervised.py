@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rlhfspec.cluster.commands.arguments import RunFolder, set_flag
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.outside import user_path
+from ...core.errors import ConfigError
+from ...core.outside import user_path
+from .arguments import RunFolder, set_flag
+from .declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.core.settings.supervised import SupervisedConfig
+    from ...core.settings.supervised import SupervisedConfig
 
 ConfigFile = Annotated[Path, Arg("FILE", "YAML file; keys: docs/reference/config-supervised.md")]
 Model = Annotated[str, Arg("NAME", "path, hub name or known name of the model (model.name)")]
@@ -41,7 +41,7 @@ def sft(
 
     The checkpoint is OUT/checkpoints/model, which models.target, --model and train-reward take.
     """
-    from rlhfspec.core.settings.supervised import SftConfig
+    from ...core.settings.supervised import SftConfig
 
     return _train(SftConfig, config, model, data, out, resume, overrides)
 
@@ -65,7 +65,7 @@ def train_reward(
 
     A causal language model gets a new head with one output. Accuracy and margin are of held-out pairs.
     """
-    from rlhfspec.core.settings.supervised import TrainRewardConfig
+    from ...core.settings.supervised import TrainRewardConfig
 
     return _train(TrainRewardConfig, config, model, data, out, resume, overrides)
 
@@ -79,7 +79,7 @@ def _train(
     resume: Path | None,
     overrides: list[str],
 ) -> int:
-    from rlhfspec.core.config_io import load_config_of
+    from ...core.config_io import load_config_of
 
     if resume is not None and (config or out or model or data):
         raise ConfigError(
@@ -93,12 +93,12 @@ def _train(
             given[section] = {key: value}
     path = config if resume is None else _own_config(kind, resume)
     loaded = load_config_of(kind, path, overrides, given=given)
-    from rlhfspec.cluster.plan.names import with_absolute_paths
+    from ..plan.names import with_absolute_paths
 
     loaded = with_absolute_paths(loaded, Path.cwd())
     # what takes seconds to load comes after what may be mistyped
-    from rlhfspec.cluster.jobs.supervised_run import resume_supervised, train_supervised
-    from rlhfspec.cluster.observe.console import Reporter
+    from ..jobs.supervised_run import resume_supervised, train_supervised
+    from ..observe.console import Reporter
 
     with Reporter() as report:
         if resume is not None:
@@ -110,9 +110,9 @@ def _train(
 
 def _own_config(kind: type[SupervisedConfig], folder: Path) -> Path:
     """The config that a run folder holds. Raises ConfigError: it is none, or one of another command."""
-    from rlhfspec.cluster.folder.layout import RunDir
-    from rlhfspec.cluster.resume.changed_keys import kept_config
-    from rlhfspec.core.config_io import load_config_of
+    from ...core.config_io import load_config_of
+    from ..folder.layout import RunDir
+    from ..resume.changed_keys import kept_config
 
     file = RunDir.open(folder).config_file
     try:

@@ -6,17 +6,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rlhfspec.cluster.commands.arguments import ConfigFile, Like, Overrides, RunFolder
-from rlhfspec.cluster.commands.declare import Arg
-from rlhfspec.cluster.placement.origin import ROOT
-from rlhfspec.core.errors import ConfigError
+from ...core.errors import ConfigError
+from ..placement.origin import ROOT
+from .arguments import ConfigFile, Like, Overrides, RunFolder
+from .declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.folder.layout import RunDir
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.plan.prepared_run import PreparedRun
-    from rlhfspec.cluster.plan.run_plan import RunPlan
-    from rlhfspec.cluster.resume.run_state import RunState
+    from ..folder.layout import RunDir
+    from ..observe.console import Reporter
+    from ..plan.prepared_run import PreparedRun
+    from ..plan.run_plan import RunPlan
+    from ..resume.run_state import RunState
 
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 
@@ -49,8 +49,8 @@ def train(
       rlhfspec train --resume RUN                             go on with a run that was cut off, to the same result
       rlhfspec train --config configs/demo.yaml --dry-run     print the resolved config and the plan, run nothing
     """
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.plan.prepared_run import prepare_run
+    from ..observe.console import Reporter
+    from ..plan.prepared_run import prepare_run
 
     with Reporter() as report:
         prepared = prepare_run(config, overrides, report, out=out, resume=resume, dry_run=dry_run)
@@ -74,9 +74,9 @@ def demo(
     RLHF on step-by-step letter chains, on a local Ray with its dashboard. At the end the last batch is decoded once
     more without speculation and moves (`rlhfspec compare`), and what they gave is printed (`rlhfspec explain`).
     """
-    from rlhfspec.cluster.commands.verify import compare_and_tell
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.plan.prepared_run import prepare_run
+    from ..observe.console import Reporter
+    from ..plan.prepared_run import prepare_run
+    from .verify import compare_and_tell
 
     with Reporter() as report:
         prepared = prepare_run(config, overrides, report, out=out, dry_run=dry_run)
@@ -84,8 +84,8 @@ def demo(
             _tell_plan(prepared.plan, report)
             return 0
         run_dir = _run(prepared, report)
-        from rlhfspec.cluster.observe.explanation import explain_run, explanation_text
-        from rlhfspec.core.errors import DataError
+        from ...core.errors import DataError
+        from ..observe.explanation import explain_run, explanation_text
 
         try:
             compare_and_tell(run_dir.path, report)
@@ -128,7 +128,7 @@ def check(
     With --manifest FILE the plan is compared with a RayJob or RayCluster for Kubernetes instead of this machine: groups
     too small for their actors, missing GPUs, memory below the plan are named. Data and weights are not read then.
     """
-    from rlhfspec.cluster.observe.console import Reporter
+    from ..observe.console import Reporter
 
     with Reporter() as report:
         if manifest is not None:
@@ -136,11 +136,11 @@ def check(
             return 0
         if like:
             raise ConfigError("--like is for --manifest: without it the models are those of the config")
-        from rlhfspec.cluster.plan.prepared_run import prepare_run
+        from ..plan.prepared_run import prepare_run
 
         plan = prepare_run(config, overrides, report, resume=resume, dry_run=True).plan
-        from rlhfspec.cluster.plan.model_files import require_finite_weights
-        from rlhfspec.cluster.plan.run_check import require_room_in_cluster
+        from ..plan.model_files import require_finite_weights
+        from ..plan.run_check import require_room_in_cluster
 
         report.stage("reading the weights")
         require_finite_weights(plan.models.configs, plan.config.models.dtype)
@@ -154,15 +154,15 @@ def check(
 def _check_manifest(
     config: Path | None, overrides: list[str], manifest: Path, like: list[str], report: Reporter
 ) -> None:
-    from rlhfspec.core.config_io import load_config
+    from ...core.config_io import load_config
 
     if config is None:
         raise ConfigError("--manifest is compared with a config: expected --config FILE, got none")
     loaded = load_config(config, overrides)
     report.stage("reckoning the plan")
-    from rlhfspec.cluster.kuberay.manifest_check import require_manifest
-    from rlhfspec.cluster.kuberay.pool_pods import plan_pods
-    from rlhfspec.cluster.plan.remote_plan import plan_remote
+    from ..kuberay.manifest_check import require_manifest
+    from ..kuberay.pool_pods import plan_pods
+    from ..plan.remote_plan import plan_remote
 
     pods = plan_pods(plan_remote(loaded, like))
     require_manifest(manifest, pods)
@@ -172,10 +172,10 @@ def _check_manifest(
 
 def _run(prepared: PreparedRun, report: Reporter) -> RunDir:
     """Train; the run folder."""
-    from rlhfspec.cluster.folder.layout import RunDir
-    from rlhfspec.cluster.folder.leftovers import sweep_run_folders
-    from rlhfspec.cluster.folder.remote_copy import copying
-    from rlhfspec.core.config_io import config_text
+    from ...core.config_io import config_text
+    from ..folder.layout import RunDir
+    from ..folder.leftovers import sweep_run_folders
+    from ..folder.remote_copy import copying
 
     plan, path, resumed = prepared.plan, prepared.path, prepared.resumed
     config, inputs = plan.config, plan.inputs
@@ -195,9 +195,9 @@ def _run(prepared: PreparedRun, report: Reporter) -> RunDir:
 
 def _train(plan: RunPlan, run_dir: RunDir, report: Reporter, state: RunState | None = None) -> None:
     """Run the loop; however it ends, the run folder says so and holds the summary so far."""
-    from rlhfspec.cluster.run.loop import run_training
-    from rlhfspec.core.errors import RunTaken, StorageError
-    from rlhfspec.core.files import storage_errors
+    from ...core.errors import RunTaken, StorageError
+    from ...core.files import storage_errors
+    from ..run.loop import run_training
 
     try:
         # beside the run's files, the log may be on the full disk
@@ -226,8 +226,8 @@ def _train(plan: RunPlan, run_dir: RunDir, report: Reporter, state: RunState | N
 
 
 def _set_ending(run_dir: RunDir, error: BaseException) -> None:
-    from rlhfspec.cluster.folder.run_status import STOPPING
-    from rlhfspec.core.errors import describe_error
+    from ...core.errors import describe_error
+    from ..folder.run_status import STOPPING
 
     if isinstance(error, KeyboardInterrupt):
         run_dir.set_status("interrupted", run_dir.stopped("stopped by Ctrl-C"))
@@ -242,10 +242,10 @@ def _set_ending(run_dir: RunDir, error: BaseException) -> None:
 
 def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True) -> None:
     """Print the closing table and write it; what goes wrong is a note."""
-    from rlhfspec.cluster.observe.summary import summarise
-    from rlhfspec.core.errors import describe_error
-    from rlhfspec.core.files import write_whole
-    from rlhfspec.core.metrics import read_metrics
+    from ...core.errors import describe_error
+    from ...core.files import write_whole
+    from ...core.metrics import read_metrics
+    from ..observe.summary import summarise
 
     summary = None
     try:
@@ -261,7 +261,7 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True) -> Non
     if summary is not None:
         with suppress(Exception):
             # on the way out of a run that failed nothing may hide why
-            from rlhfspec.cluster.observe.explanation import explain_run
+            from ..observe.explanation import explain_run
 
             explained = explain_run(run_dir)
             report.note(

@@ -6,13 +6,13 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rlhfspec.cluster.commands.arguments import SEED, number, set_flag
-from rlhfspec.cluster.commands.declare import Arg
+from .arguments import SEED, number, set_flag
+from .declare import Arg
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.verify.verification import Verification
-    from rlhfspec.core.decode_records import StepRecord
+    from ...core.decode_records import StepRecord
+    from ..observe.console import Reporter
+    from ..verify.verification import Verification
 
 _MOST_DIFFERENCES = 20
 
@@ -58,11 +58,11 @@ def verify(
     Exit codes: 0 nothing differs, 1 something differs, nothing at all could be verified, or what the run says of its
     own outcome cannot be (all versions have one checksum, first ratios are off), 2 no run folder.
     """
-    from rlhfspec.cluster.observe.console import Reporter
+    from ..observe.console import Reporter
 
     with Reporter() as report:
         report.stage("loading torch and transformers")
-        from rlhfspec.cluster.verify.verify_run import verify_run
+        from ..verify.verify_run import verify_run
 
         with report.job("verify") as tick:
             verification = verify_run(
@@ -91,7 +91,7 @@ def compare(run_dir: Annotated[Path, Arg("RUN", "folder that the run printed fir
     run.keep_checkpoints=2 keeps those of the last.
     Exit codes: 0 all tokens are equal, 1 one differs, 2 nothing of this run can be compared.
     """
-    from rlhfspec.cluster.observe.console import Reporter
+    from ..observe.console import Reporter
 
     with Reporter() as report:
         compare_and_tell(run_dir, report)
@@ -101,9 +101,9 @@ def compare(run_dir: Annotated[Path, Arg("RUN", "folder that the run printed fir
 def compare_and_tell(run_dir: Path, report: Reporter) -> None:
     """What `compare` does. Raises as `compare_run`."""
     report.stage("loading torch and transformers")
-    from rlhfspec.cluster.jobs.plain_static import compare_run
-    from rlhfspec.cluster.observe.outcome_checks import faults
-    from rlhfspec.core.metrics import read_metrics
+    from ...core.metrics import read_metrics
+    from ..jobs.plain_static import compare_run
+    from ..observe.outcome_checks import faults
 
     done = compare_run(run_dir, report)
     report.stop()
@@ -160,9 +160,9 @@ def replay(
     """
     if sample is not None:
         return _replay_sample(log, sample)
-    from rlhfspec.engine.draft_policies import build_policy
-    from rlhfspec.policies.drafting.replay import replay as replay_log
-    from rlhfspec.profiles.step_log import read_step_log
+    from ...engine.draft_policies import build_policy
+    from ...policies.drafting.replay import replay as replay_log
+    from ...profiles.step_log import read_step_log
 
     records, origin = read_step_log(log)
     _require_whole(records, log)
@@ -180,12 +180,12 @@ def replay(
 
 
 def _replay_sample(run_dir: Path, index: int) -> int:
-    from rlhfspec.cluster.observe.console import Reporter
+    from ..observe.console import Reporter
 
     with Reporter() as report:
         report.stage("loading torch and transformers")
-        from rlhfspec.cluster.verify.choice import RecordedRun
-        from rlhfspec.cluster.verify.replay_sample import replay_sample, sample_lines
+        from ..verify.choice import RecordedRun
+        from ..verify.replay_sample import replay_sample, sample_lines
 
         replayed = replay_sample(RecordedRun.open(run_dir), index)
     for line in sample_lines(replayed):
@@ -195,7 +195,7 @@ def _replay_sample(run_dir: Path, index: int) -> int:
 
 def _require_whole(records: list[StepRecord], path: Path) -> None:
     """Raise DataError for a log that a fresh policy cannot follow: it decides by all steps before."""
-    from rlhfspec.core.errors import DataError
+    from ...core.errors import DataError
 
     if not records:
         raise DataError(f"{path} holds no decode step")

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.core.files import append_whole
-from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.scheduling.events import MoveRecord
+from ...core.files import append_whole
+from ...core.weight_records import WeightManifest
+from ...policies.migration.move_messages import MoveOutcome
+from ...policies.scheduling.events import MoveRecord
 
 
 def note_weights(path: Path, manifest: WeightManifest) -> None:

@@ -41,14 +41,14 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from rlhfspec.cluster.folder.owner import Owner
-from rlhfspec.cluster.folder.run_status import Status, StatusWriter, read_status
-from rlhfspec.core.checkpoint_manifest import state_folders, state_number
-from rlhfspec.core.config import Config, RunConfig
-from rlhfspec.core.config_io import dump_config
-from rlhfspec.core.errors import ConfigError, StorageError
-from rlhfspec.core.outside import is_file, try_folder
-from rlhfspec.core.settings.supervised import SupervisedConfig
+from ...core.checkpoint_manifest import state_folders, state_number
+from ...core.config import Config, RunConfig
+from ...core.config_io import dump_config
+from ...core.errors import ConfigError, StorageError
+from ...core.outside import is_file, try_folder
+from ...core.settings.supervised import SupervisedConfig
+from .owner import Owner
+from .run_status import Status, StatusWriter, read_status
 
 JOB_RUNS_FOLDER = "~/rlhfspec-runs"
 "Where runs go when the caller's folder is a Ray job's temporary working directory."

@@ -19,11 +19,11 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlhfspec.cluster.folder.owner import ProcessIdentity, processes_using
-from rlhfspec.cluster.folder.run_status import read_status
-from rlhfspec.core.files import PARTIAL, REPLACED, recover_folder, write_whole
-from rlhfspec.core.named_code import IMPORT_FOLDER
-from rlhfspec.core.proc_files import PARENT, stat_fields
+from ...core.files import PARTIAL, REPLACED, recover_folder, write_whole
+from ...core.named_code import IMPORT_FOLDER
+from ...core.proc_files import PARENT, stat_fields
+from .owner import ProcessIdentity, processes_using
+from .run_status import read_status
 
 RAY_FOLDER = "rlhfspec-ray-"
 "Begins the name of the temporary folder of a local Ray."

@@ -21,9 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from rlhfspec.core.errors import RunTaken
-from rlhfspec.core.files import storage_errors
-from rlhfspec.core.proc_files import PROC, STARTED, stat_fields
+from ...core.errors import RunTaken
+from ...core.files import storage_errors
+from ...core.proc_files import PROC, STARTED, stat_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.core.files import write_whole
+from ...core.files import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

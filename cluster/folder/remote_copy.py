@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhfspec.cluster.folder.layout import RunDir, of_run
-from rlhfspec.cluster.folder.owner import FOLDER
-from rlhfspec.core.checkpoint_manifest import MANIFEST
-from rlhfspec.core.errors import ConfigError, StorageError, describe_error
-from rlhfspec.core.files import PARTIAL, storage_errors, whole_folder, write_whole
-from rlhfspec.core.outside import try_folder
+from ...core.checkpoint_manifest import MANIFEST
+from ...core.errors import ConfigError, StorageError, describe_error
+from ...core.files import PARTIAL, storage_errors, whole_folder, write_whole
+from ...core.outside import try_folder
+from .layout import RunDir, of_run
+from .owner import FOLDER
 
 _LOOK_S = 2.0
 _OWNER_LOOK_S = 30.0

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.files import write_whole
-from rlhfspec.core.records import (
+from ...core.errors import DataError
+from ...core.files import write_whole
+from ...core.records import (
     Completion,
     FinishReason,
     Prompt,

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rlhfspec.cluster.folder.iteration_logs import Histogram, note_weights, write_histograms
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollouts import write_rollouts
-from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
-from rlhfspec.cluster.folder.trackers import Trackers
-from rlhfspec.cluster.observe.iteration_metrics import distribution_metrics
-from rlhfspec.core.files import storage_errors, write_whole
-from rlhfspec.core.metrics import MetricsLog
-from rlhfspec.core.records import Rollout, UpdateReport
-from rlhfspec.core.settings.tracking import TrackingConfig
-from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.learning.objectives.policy import LOG_RATIO_BINS, LOG_RATIO_WIDTH
+from ...core.files import storage_errors, write_whole
+from ...core.metrics import MetricsLog
+from ...core.records import Rollout, UpdateReport
+from ...core.settings.tracking import TrackingConfig
+from ...core.weight_records import WeightManifest
+from ...learning.objectives.policy import LOG_RATIO_BINS, LOG_RATIO_WIDTH
+from ..observe.iteration_metrics import distribution_metrics
+from .iteration_logs import Histogram, note_weights, write_histograms
+from .layout import RunDir
+from .rollouts import write_rollouts
+from .sample_table import SampleRow, as_markdown, choose_samples
+from .trackers import Trackers
 
 
 class RunLog:

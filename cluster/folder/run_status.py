@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
-from rlhfspec.cluster.folder.owner import ProcessIdentity
-from rlhfspec.core.files import storage_errors, write_whole
+from ...core.files import storage_errors, write_whole
+from .owner import ProcessIdentity
 
 SCHEMA_VERSION = 1
 STATUS_BYTES = 4096

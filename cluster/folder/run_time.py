@@ -7,8 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from rlhfspec.core.config import Config
-from rlhfspec.core.settings.supervised import SupervisedConfig
+from ...core.config import Config
+from ...core.settings.supervised import SupervisedConfig
 
 Timed = TypeVar("Timed", Config, SupervisedConfig)
 _BEGAN = re.compile(r"-(\d{8}-\d{6})(?:-\d+)?$")

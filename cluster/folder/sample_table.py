@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.core.outside import visible
-from rlhfspec.core.records import Rollout
+from ...core.outside import visible
+from ...core.records import Rollout
 
 _MOST_CHARS = 4000
 "Of a prompt or a response that are shown; the Parquet file has all."

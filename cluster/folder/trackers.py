@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown
-from rlhfspec.core.config_io import read_tree
-from rlhfspec.core.errors import ConfigError, describe_error
-from rlhfspec.core.files import write_whole
-from rlhfspec.core.settings.tracking import TrackingConfig, WandbConfig
+from ...core.config_io import read_tree
+from ...core.errors import ConfigError, describe_error
+from ...core.files import write_whole
+from ...core.settings.tracking import TrackingConfig, WandbConfig
+from .layout import RunDir
+from .sample_table import SampleRow, as_markdown
 
 Chosen = Sequence[tuple[str, SampleRow]]
 

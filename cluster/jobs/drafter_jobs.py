@@ -11,26 +11,26 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.plan.inputs import end_tokens, read_tokenizer
-from rlhfspec.cluster.plan.names import resolve_models
-from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import apply_overrides, config_from_dict
-from rlhfspec.core.errors import ConfigError, DataError
-from rlhfspec.core.records import Prompt, SamplingParams
-from rlhfspec.engine.drafters.head.head_weights import (
+from ...core.config import Config
+from ...core.config_io import apply_overrides, config_from_dict
+from ...core.errors import ConfigError, DataError
+from ...core.records import Prompt, SamplingParams
+from ...engine.drafters.head.head_weights import (
     HeadOrigin,
     HeadWeights,
     load_head,
     require_fit,
     save_head,
 )
-from rlhfspec.engine.weights.causal_lm import max_context_tokens
-from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
-from rlhfspec.engine.weights.weight_files import weights_digest
-from rlhfspec.learning.data.prompts import load_prompts, sampling_params
-from rlhfspec.learning.drafts.evaluate_head import Acceptance, evaluate_head
-from rlhfspec.learning.drafts.make_head import HeadRecipe, MadeHead, make_head
+from ...engine.weights.causal_lm import max_context_tokens
+from ...engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
+from ...engine.weights.weight_files import weights_digest
+from ...learning.data.prompts import load_prompts, sampling_params
+from ...learning.drafts.evaluate_head import Acceptance, evaluate_head
+from ...learning.drafts.make_head import HeadRecipe, MadeHead, make_head
+from ..observe.console import Reporter
+from ..plan.inputs import end_tokens, read_tokenizer
+from ..plan.names import resolve_models
 
 TREES = (4, 8, 16)
 "Nodes of the fixed trees whose mean acceptance length is told beside the chain's."

@@ -6,20 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhfspec.cluster.jobs.evaluate_models import with_drafter
-from rlhfspec.cluster.jobs.ray_serve import ServerAddress, serve_application
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.ray_session import is_local
-from rlhfspec.cluster.plan.inputs import Inputs, require_cores
-from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, ModelShapes
-from rlhfspec.cluster.plan.model_check import check_models
-from rlhfspec.cluster.plan.names import resolve_models
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.plan.topology import plan_topology
-from rlhfspec.core.config_io import apply_overrides, config_from_dict
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.admission import MB
-from rlhfspec.learning.data.prompts import PromptDataset
+from ...core.config_io import apply_overrides, config_from_dict
+from ...core.errors import ConfigError
+from ...engine.admission import MB
+from ...learning.data.prompts import PromptDataset
+from ..observe.console import Reporter
+from ..placement.ray_session import is_local
+from ..plan.inputs import Inputs, require_cores
+from ..plan.memory_plan import MemoryNeeds, ModelShapes
+from ..plan.model_check import check_models
+from ..plan.names import resolve_models
+from ..plan.run_plan import RunPlan
+from ..plan.topology import plan_topology
+from .evaluate_models import with_drafter
+from .ray_serve import ServerAddress, serve_application
 
 USUAL_CONTEXT_TOKENS = 2048
 "Of prompt and response, where a model's context holds more."
@@ -100,7 +100,7 @@ def serve_engine(
     Raises PlacementError: the port is taken, no room, the pool does not come up.
     """
     # imported here: Ray Serve takes a second
-    from rlhfspec.cluster.serving.engine_deployment import build
+    from ..serving.engine_deployment import build
 
     cluster = plan.config.cluster.model_copy(update={"address": place.address or plan.config.cluster.address})
     if is_local(cluster):

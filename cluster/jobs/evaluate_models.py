@@ -10,25 +10,25 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.folder.rollouts import write_rollouts
-from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.ray_session import ray_session
-from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
-from rlhfspec.cluster.plan.inputs import Inputs, longest_sample, require_cores
-from rlhfspec.cluster.plan.model_check import check_models
-from rlhfspec.cluster.plan.reward_plan import check_reward, reward_columns
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.plan.topology import plan_topology
-from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
-from rlhfspec.cluster.run.stream import RolloutStream
-from rlhfspec.cluster.system.system import running_generation
-from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import apply_overrides, config_from_dict
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.files import storage_errors, write_whole
-from rlhfspec.core.records import Rollout
-from rlhfspec.learning.data.prompts import PromptDataset, load_prompts
+from ...core.config import Config
+from ...core.config_io import apply_overrides, config_from_dict
+from ...core.errors import ConfigError
+from ...core.files import storage_errors, write_whole
+from ...core.records import Rollout
+from ...learning.data.prompts import PromptDataset, load_prompts
+from ..folder.rollouts import write_rollouts
+from ..folder.sample_table import SampleRow, as_markdown, choose_samples
+from ..observe.console import Reporter
+from ..placement.ray_session import ray_session
+from ..plan.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
+from ..plan.inputs import Inputs, longest_sample, require_cores
+from ..plan.model_check import check_models
+from ..plan.reward_plan import check_reward, reward_columns
+from ..plan.run_plan import RunPlan
+from ..plan.topology import plan_topology
+from ..run.evaluate import evaluate, evaluation_requests
+from ..run.stream import RolloutStream
+from ..system.system import running_generation
 
 _OF_THE_RUN_S_ROWS = (
     "task", "path", "sources", "weight_of", "stopping", "skip_rows", "filter", "limit", "deduplicate"

@@ -10,14 +10,11 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.plan.inputs import require_cores
-from rlhfspec.cluster.plan.model_files import count_params
-from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
-from rlhfspec.core.config_io import config_text
-from rlhfspec.core.errors import ConfigError, DataError
-from rlhfspec.core.settings.idle import idle_keys
-from rlhfspec.core.settings.supervised import (
+from ...core.checkpoint_manifest import has_manifest, verify_checkpoint
+from ...core.config_io import config_text
+from ...core.errors import ConfigError, DataError
+from ...core.settings.idle import idle_keys
+from ...core.settings.supervised import (
     DemonstrationsConfig,
     ExamplesConfig,
     PreferenceLossConfig,
@@ -26,19 +23,22 @@ from rlhfspec.core.settings.supervised import (
     SupervisedModelConfig,
     TrainRewardConfig,
 )
-from rlhfspec.engine.weights.causal_lm import max_context_tokens
-from rlhfspec.engine.weights.loading import load_hf_config, load_tokenizer
-from rlhfspec.learning.data.chat_format import named_template
-from rlhfspec.learning.data.record import Record
-from rlhfspec.learning.data.supervised_rows import (
+from ...engine.weights.causal_lm import max_context_tokens
+from ...engine.weights.loading import load_hf_config, load_tokenizer
+from ...learning.data.chat_format import named_template
+from ...learning.data.record import Record
+from ...learning.data.supervised_rows import (
     Demonstration,
     encode_demonstrations,
     encode_preferences,
     read_raw_rows,
 )
-from rlhfspec.learning.data.template_time import keep_time
-from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
-from rlhfspec.learning.trainer.supervised_job import SupervisedJob
+from ...learning.data.template_time import keep_time
+from ...learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
+from ...learning.trainer.supervised_job import SupervisedJob
+from ..observe.console import Reporter
+from ..plan.inputs import require_cores
+from ..plan.model_files import count_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ def _resolved(
     refuse_mistyped(model.name, known)
     if model.name not in known:
         return model
-    from rlhfspec.learning.models.get import get_model
+    from ...learning.models.get import get_model
 
     with report.job(f"getting {model.name}") as tick:
         found = get_model(model.name, Path(config.run.cache_dir), progress=tick, known=known)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from rlhfspec.core.errors import ConfigError, WaitTimeout
-from rlhfspec.core.settings.cluster import ClusterConfig
-from rlhfspec.core.settings.supervised import SupervisedConfig
-from rlhfspec.learning.trainer.supervised_job import StepReport, SupervisedJob, run_job
+from ...core.errors import ConfigError, WaitTimeout
+from ...core.settings.cluster import ClusterConfig
+from ...core.settings.supervised import SupervisedConfig
+from ...learning.trainer.supervised_job import StepReport, SupervisedJob, run_job
 
 _GRACE_S = 30.0
 "This process waits longer than trainers wait for each other, so that their own messages arrive."
@@ -26,7 +26,7 @@ def run(config: SupervisedConfig, job: SupervisedJob, *, run_id: str) -> Iterato
         yield from run_job(job, device=_own_device(config))
         return
     # seconds to import, and needed here only
-    from rlhfspec.cluster.placement.ray_session import ray_session
+    from ..placement.ray_session import ray_session
 
     with ray_session(config.cluster.model_copy(update={"dashboard": False}), run_id) as session:
         yield from _on_ray(config, job, session.namespace, is_local=session.is_local)
@@ -48,9 +48,9 @@ def _on_ray(
 ) -> Iterator[StepReport]:
     import ray
 
-    from rlhfspec.actors.waiting.waiting import get_all
-    from rlhfspec.actors.workers.supervised_actor import SupervisedActor
-    from rlhfspec.cluster.plan.topology import PlacementContext, actor_options
+    from ...actors.waiting.waiting import get_all
+    from ...actors.workers.supervised_actor import SupervisedActor
+    from ..plan.topology import PlacementContext, actor_options
 
     cluster = config.cluster
     with _places(config, is_local=is_local) as (places, group):
@@ -87,8 +87,8 @@ def _reports(
     import ray
     from ray.exceptions import RayError
 
-    from rlhfspec.actors.waiting.waiting import get_all
-    from rlhfspec.core.errors import RlhfSpecError
+    from ...actors.waiting.waiting import get_all
+    from ...core.errors import RlhfSpecError
 
     # the first report comes after the model is loaded
     limit_s = cluster.start_timeout_s + cluster.order_timeout_s + _GRACE_S
@@ -125,7 +125,7 @@ def _reports(
 def _places(config: SupervisedConfig, *, is_local: bool) -> Iterator[tuple[list[Any], Any]]:
     from ray.util.placement_group import remove_placement_group
 
-    from rlhfspec.cluster.plan.topology import MIN_CPUS, PlacementSlot, Topology, place
+    from ..plan.topology import MIN_CPUS, PlacementSlot, Topology, place
 
     pool = config.cluster.trainer
     places = [

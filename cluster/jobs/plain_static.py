@@ -10,22 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.plain_comparison import Comparison
-from rlhfspec.cluster.folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.ray_session import ray_session
-from rlhfspec.cluster.plan.run_check import check_run
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.run.stream import Collected, RolloutStream
-from rlhfspec.cluster.system.system import running_generation
-from rlhfspec.cluster.verify.choice import RecordedRun, why_not_here
-from rlhfspec.cluster.verify.kept_weights import KeptModel, find_weights
-from rlhfspec.cluster.verify.verification import completion_differences
-from rlhfspec.core.errors import DataError, NumericsError
-from rlhfspec.core.metrics import read_metrics
-from rlhfspec.core.records import EPOCHS_OF_A_ROUND, SampleRequest, SamplingParams
-from rlhfspec.learning.data.prompts import sampling_params
+from ...core.errors import DataError, NumericsError
+from ...core.metrics import read_metrics
+from ...core.records import EPOCHS_OF_A_ROUND, SampleRequest, SamplingParams
+from ...learning.data.prompts import sampling_params
+from ..folder.layout import RunDir
+from ..folder.plain_comparison import Comparison
+from ..folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
+from ..observe.console import Reporter
+from ..placement.ray_session import ray_session
+from ..plan.run_check import check_run
+from ..plan.run_plan import RunPlan
+from ..run.stream import Collected, RolloutStream
+from ..system.system import running_generation
+from ..verify.choice import RecordedRun, why_not_here
+from ..verify.kept_weights import KeptModel, find_weights
+from ..verify.verification import completion_differences
 
 PLAIN_STATIC = (
     "speculation.policy=off",

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfspec.cluster.placement.ray_session import RaySession, ray_session
-from rlhfspec.cluster.serving.server_notes import ServerNotes
-from rlhfspec.core.errors import PlacementError, RlhfSpecError, one_line
-from rlhfspec.core.settings.cluster import ClusterConfig
+from ...core.errors import PlacementError, RlhfSpecError, one_line
+from ...core.settings.cluster import ClusterConfig
+from ..placement.ray_session import RaySession, ray_session
+from ..serving.server_notes import ServerNotes
 
 _LOOK_S = 2.0
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from rlhfspec.cluster.jobs.ray_serve import ServerAddress, serve_application
-from rlhfspec.cluster.placement import machine
-from rlhfspec.cluster.placement.ray_session import is_local
-from rlhfspec.cluster.plan.reward_plan import check_reward
-from rlhfspec.core.config import ClusterConfig
-from rlhfspec.core.errors import PlacementError
+from ...core.config import ClusterConfig
+from ...core.errors import PlacementError
+from ..placement import machine
+from ..placement.ray_session import is_local
+from ..plan.reward_plan import check_reward
+from .ray_serve import ServerAddress, serve_application
 
 
 def serve_reward(
@@ -27,7 +27,7 @@ def serve_reward(
     Raises ConfigError, ModelError: the reward cannot be served; PlacementError: the port is taken, no room, no replica.
     """
     # imported here: Ray Serve takes a second
-    from rlhfspec.actors.serving.reward_deployment import ServerArguments, build
+    from ...actors.serving.reward_deployment import ServerArguments, build
 
     application = build(arguments)
     parsed = ServerArguments.model_validate(arguments)

@@ -14,29 +14,29 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from rlhfspec.cluster.folder.layout import RunDir, choose_run_path
-from rlhfspec.cluster.folder.run_time import of_folder, with_time
-from rlhfspec.cluster.jobs.job_inputs import prepare
-from rlhfspec.cluster.jobs.job_runner import run
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.outcome_checks import unmoved_line
-from rlhfspec.cluster.observe.summary import SILENT_ADVICE, is_silent
-from rlhfspec.cluster.resume.changed_keys import deciding_changes, require_own_config
-from rlhfspec.cluster.resume.resumed_run import require_cut_off, take_over
-from rlhfspec.cluster.resume.rewind import note_gaps, whole_lines
-from rlhfspec.core.checkpoint_manifest import state_folders, state_number
-from rlhfspec.core.config import RunConfig
-from rlhfspec.core.config_io import dump_config, load_config_of
-from rlhfspec.core.errors import describe_error
-from rlhfspec.core.files import storage_errors, write_whole
-from rlhfspec.core.metrics import MetricsLog
-from rlhfspec.core.settings.supervised import SupervisedConfig
-from rlhfspec.learning.trainer.supervised_job import (
+from ...core.checkpoint_manifest import state_folders, state_number
+from ...core.config import RunConfig
+from ...core.config_io import dump_config, load_config_of
+from ...core.errors import describe_error
+from ...core.files import storage_errors, write_whole
+from ...core.metrics import MetricsLog
+from ...core.settings.supervised import SupervisedConfig
+from ...learning.trainer.supervised_job import (
     CONFIG_FILE,
     SupervisedJob,
     last_state,
     require_same,
 )
+from ..folder.layout import RunDir, choose_run_path
+from ..folder.run_time import of_folder, with_time
+from ..observe.console import Reporter
+from ..observe.outcome_checks import unmoved_line
+from ..observe.summary import SILENT_ADVICE, is_silent
+from ..resume.changed_keys import deciding_changes, require_own_config
+from ..resume.resumed_run import require_cut_off, take_over
+from ..resume.rewind import note_gaps, whole_lines
+from .job_inputs import prepare
+from .job_runner import run
 
 FOLDERS = ("checkpoints",)
 _LINE_EVERY_S = 2.0

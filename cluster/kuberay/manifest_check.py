@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from rlhfspec.cluster.kuberay.pool_pods import SAFE_SHARE, PodSize, PoolPods, RunPods
-from rlhfspec.cluster.plan.memory_plan import gib
-from rlhfspec.cluster.plan.topology import POOL_LABEL
-from rlhfspec.core.errors import ConfigError, PlacementError, one_line
+from ...core.errors import ConfigError, PlacementError, one_line
+from ..plan.memory_plan import gib
+from ..plan.topology import POOL_LABEL
+from .pool_pods import SAFE_SHARE, PodSize, PoolPods, RunPods
 
 _UNITS = {
     "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlhfspec.cluster.plan.memory_plan import (
+from ...core.errors import ConfigError
+from ..plan.memory_plan import (
     MIB,
     PLAIN_PROCESS_BYTES,
 )
-from rlhfspec.cluster.plan.remote_plan import RemotePlan
-from rlhfspec.cluster.plan.topology import PlacementSlot, Topology
-from rlhfspec.core.errors import ConfigError
+from ..plan.remote_plan import RemotePlan
+from ..plan.topology import PlacementSlot, Topology
 
 WORKER_RAY_BYTES = 400 * MIB
 "Raylet and its two agents, of a node that is not the head."

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from rlhfspec.cluster.kuberay.pool_pods import IDLE_TIMEOUT_S, PodSize, PoolPods, RunPods
-from rlhfspec.cluster.plan.memory_plan import MIB
-from rlhfspec.cluster.plan.topology import POOL_LABEL
-from rlhfspec.core.config_io import apply_overrides, config_from_dict
-from rlhfspec.core.errors import ConfigError
+from ...core.config_io import apply_overrides, config_from_dict
+from ...core.errors import ConfigError
+from ..plan.memory_plan import MIB
+from ..plan.topology import POOL_LABEL
+from .pool_pods import IDLE_TIMEOUT_S, PodSize, PoolPods, RunPods
 
 RUNS_FOLDER = "/runs"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"

@@ -21,9 +21,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.observe.summary import Summary, SupervisedSummary
-from rlhfspec.core.outside import visible
+from ...core.outside import visible
+from ..folder.layout import RunDir
+from .summary import Summary, SupervisedSummary
 
 _PLAIN_LINE_EVERY_S = 10.0
 "Without a terminal, a long job says something this often, and at every new stage."

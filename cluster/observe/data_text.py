@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rlhfspec.learning.data.statistics import DataReport, Lengths
+from ...learning.data.statistics import DataReport, Lengths
 
 _BAR = 40
 _SHOWN_CHARS = 600

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.plain_comparison import Comparison
-from rlhfspec.cluster.folder.run_status import describe_status
-from rlhfspec.cluster.observe.summary import Summary, summarise
-from rlhfspec.cluster.placement.machine import num_cores
-from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import load_config
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.metrics import read_metrics
+from ...core.config import Config
+from ...core.config_io import load_config
+from ...core.errors import DataError
+from ...core.metrics import read_metrics
+from ..folder.layout import RunDir
+from ..folder.plain_comparison import Comparison
+from ..folder.run_status import describe_status
+from ..placement.machine import num_cores
+from .summary import Summary, summarise
 
 _PARTS = {
     "generate": "generation",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.observe.live_page import LivePage, stored_pages
-from rlhfspec.core.errors import ConfigError, WaitTimeout
+from ...core.errors import ConfigError, WaitTimeout
+from ..folder.layout import RunDir
+from .live_page import LivePage, stored_pages
 
 T = TypeVar("T")
 ANSWER_S = 20.0

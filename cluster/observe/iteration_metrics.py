@@ -8,14 +8,14 @@ from statistics import median
 
 import numpy as np
 
-from rlhfspec.cluster.observe.summary import amdahl_bound
-from rlhfspec.cluster.observe.timeline import Timeline, overlap_s
-from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.core.metrics import METRICS, find_metric
-from rlhfspec.core.records import FinishReason, Reward, Rollout, UpdateReport
-from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.reallocation.pool_records import MoveMode
-from rlhfspec.policies.scheduling.events import MoveRecord
+from ...core.decode_records import GenerationStats
+from ...core.metrics import METRICS, find_metric
+from ...core.records import FinishReason, Reward, Rollout, UpdateReport
+from ...policies.migration.move_messages import MoveOutcome
+from ...policies.reallocation.pool_records import MoveMode
+from ...policies.scheduling.events import MoveRecord
+from .summary import amdahl_bound
+from .timeline import Timeline, overlap_s
 
 _CORRECT = "correct"
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.files import storage_errors, write_whole
-from rlhfspec.core.metrics import LIVE, RAY_SERIES, exported
+from ...core.errors import RlhfSpecError
+from ...core.files import storage_errors, write_whole
+from ...core.metrics import LIVE, RAY_SERIES, exported
 
 LOCAL_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
 "Where a head writes the addresses of its nodes' metrics ports; `_temp_dir` of `ray start` takes the place of /tmp/ray."

@@ -18,15 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rlhfspec.actors.actor_messages import InstanceView
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.actors.waiting.process_log import begin_process_log
-from rlhfspec.actors.waiting.process_metrics import export_process_metrics
-from rlhfspec.actors.waiting.watch import open_waits
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.leftovers import drop_old_logs
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.live_page import (
+from ...actors.actor_messages import InstanceView
+from ...actors.waiting import run_metrics
+from ...actors.waiting.process_log import begin_process_log
+from ...actors.waiting.process_metrics import export_process_metrics
+from ...actors.waiting.watch import open_waits
+from ...core.errors import RlhfSpecError, StorageError
+from ...core.files import write_whole
+from ...core.metrics import bounded_label
+from ..folder.layout import RunDir
+from ..folder.leftovers import drop_old_logs
+from ..placement.ray_session import RaySession
+from .console import Reporter
+from .live_page import (
     PAGE_EVERY_S,
     STARTING,
     EventRow,
@@ -36,13 +40,9 @@ from rlhfspec.cluster.observe.live_page import (
     drop_old_pages,
     store_page,
 )
-from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.core.errors import RlhfSpecError, StorageError
-from rlhfspec.core.files import write_whole
-from rlhfspec.core.metrics import bounded_label
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.system.system import System
+    from ..system.system import System
 
 logger = logging.getLogger(__name__)
 LOOP = "loop"

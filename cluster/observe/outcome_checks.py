@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rlhfspec.core.errors import NumericsError
+from ...core.errors import NumericsError
 
 UNCHANGED, FIRST_LOG_RATIO = "learner/unchanged_weights", "learner/first_log_ratio"
 RATIO_OFF = "learner/first_ratio_off"

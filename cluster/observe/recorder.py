@@ -10,21 +10,21 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlhfspec.actors.generation.trace_events import TraceEvent
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.waiting import get
-from rlhfspec.cluster.folder.iteration_logs import append_moves, odd_moves
-from rlhfspec.cluster.folder.layout import KEPT_TRACES, RunDir
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.iteration_metrics import move_metrics
-from rlhfspec.cluster.observe.timeline import Timeline, build_timeline, trace_text, write_trace
-from rlhfspec.core.errors import RlhfSpecError, StorageError, describe_error
-from rlhfspec.core.files import storage_errors, write_whole
+from ...actors.generation.trace_events import TraceEvent
+from ...actors.waiting import run_metrics
+from ...actors.waiting.remote import Handle
+from ...actors.waiting.waiting import get
+from ...core.errors import RlhfSpecError, StorageError, describe_error
+from ...core.files import storage_errors, write_whole
+from ..folder.iteration_logs import append_moves, odd_moves
+from ..folder.layout import KEPT_TRACES, RunDir
+from .console import Reporter
+from .iteration_metrics import move_metrics
+from .timeline import Timeline, build_timeline, trace_text, write_trace
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.run.stream import Collected
-    from rlhfspec.cluster.system.phases import FinalReport
+    from ..run.stream import Collected
+    from ..system.phases import FinalReport
 
 SPANS_TIMEOUT_S = 2.0
 "An instance that has not answered by then is left out: a timeline is not worth a wait."

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
-from rlhfspec.cluster.folder.iteration_logs import Histogram
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.observe.summary import STEP_PARTS, Summary, summarise
-from rlhfspec.core.metrics import read_metrics
+from ...core.metrics import read_metrics
+from ..folder.iteration_logs import Histogram
+from ..folder.layout import RunDir
+from .summary import STEP_PARTS, Summary, summarise
 
 Rows = Sequence[dict[str, float]]
 

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfspec.cluster.observe.console import describe_metrics
-from rlhfspec.cluster.observe.live_page import STALE_AFTER_S, STARTING, LivePage
+from .console import describe_metrics
+from .live_page import STALE_AFTER_S, STARTING, LivePage
 
 SHOWN_EVENTS = 8
 

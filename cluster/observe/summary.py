@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlhfspec.cluster.observe.outcome_checks import faults
+from .outcome_checks import faults
 
 Metrics = Mapping[str, float]
 NO_SIGNAL, START_UP = "learner/no_signal", "time/start_up_s"

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.actors.generation.trace_events import TraceEvent, TraceKind
-from rlhfspec.cluster.folder.layout import KEPT_TRACES, RunDir
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.files import write_whole
-from rlhfspec.policies.scheduling.events import MoveRecord
+from ...actors.generation.trace_events import TraceEvent, TraceKind
+from ...core.errors import ConfigError
+from ...core.files import write_whole
+from ...policies.scheduling.events import MoveRecord
+from ..folder.layout import KEPT_TRACES, RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from rlhfspec.core.outside import visible
+from ...core.outside import visible
 
 
 class VisibleStream:

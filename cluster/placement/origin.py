@@ -10,7 +10,7 @@ import importlib.util
 import tomllib
 from pathlib import Path
 
-PACKAGES = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
+PACKAGES = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster", "integrations")
 
 NAME = "rlhfspec"
 

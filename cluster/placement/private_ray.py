@@ -19,10 +19,10 @@ from pathlib import Path
 from ray._private import services
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from rlhfspec.cluster.folder.leftovers import RAY_FOLDER, is_left, own_folders
-from rlhfspec.core.errors import PlacementError
-from rlhfspec.core.files import write_whole
-from rlhfspec.core.outside import try_folder
+from ...core.errors import PlacementError
+from ...core.files import write_whole
+from ...core.outside import try_folder
+from ..folder.leftovers import RAY_FOLDER, is_left, own_folders
 
 _MAX_SOCKET_PATH_BYTES = 107
 "Of Linux."

@@ -26,18 +26,21 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from rlhfspec.actors.waiting.actor_start import actor_environment
-from rlhfspec.actors.waiting.watch import waits_noted
-from rlhfspec.cluster.folder.leftovers import (
+from ...actors.waiting.actor_start import actor_environment
+from ...actors.waiting.watch import waits_noted
+from ...core.errors import NodeDied, PlacementError
+from ...core.settings.cluster import ClusterConfig
+from ..folder.leftovers import (
     RAY_FOLDER,
     claim,
     removed_when_gone,
     sweep_ray_folders,
     uninterrupted,
 )
-from rlhfspec.cluster.placement import machine
-from rlhfspec.cluster.placement.origin import IS_CHECKOUT, ROOT
-from rlhfspec.cluster.placement.private_ray import (
+from ..plan.memory_plan import OBJECT_STORE_USUAL_BYTES
+from . import machine
+from .origin import IS_CHECKOUT, ROOT
+from .private_ray import (
     BELOW,
     LOOPBACK_NAMES,
     environment,
@@ -49,10 +52,7 @@ from rlhfspec.cluster.placement.private_ray import (
     token_of,
     using_token,
 )
-from rlhfspec.cluster.placement.slow_start import PATIENCE, START_S, start_twice
-from rlhfspec.cluster.plan.memory_plan import OBJECT_STORE_USUAL_BYTES
-from rlhfspec.core.errors import NodeDied, PlacementError
-from rlhfspec.core.settings.cluster import ClusterConfig
+from .slow_start import PATIENCE, START_S, start_twice
 
 MIN_OBJECT_STORE_BYTES = 100 << 20
 LOOPBACK = "127.0.0.1"

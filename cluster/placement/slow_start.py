@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray._private import parameter, ray_constants, services
 
-from rlhfspec.cluster.folder.leftovers import end_processes
-from rlhfspec.core.proc_files import PARENT, PROC, STATE, stat_fields
+from ...core.proc_files import PARENT, PROC, STATE, stat_fields
+from ..folder.leftovers import end_processes
 
 SLOW_START = ("timed out during startup", "error message from the dashboard")
 "What Ray says when its own processes, or its dashboard, did not come up in time."

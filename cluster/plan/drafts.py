@@ -13,13 +13,11 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.plan.model_files import check_vocabulary, config_like, describe_model, model_shape
-from rlhfspec.cluster.plan.model_sizes import ModelShape
-from rlhfspec.core.config import Config
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.settings.run import ModelsConfig
-from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
-from rlhfspec.engine.drafters.head.head_weights import (
+from ...core.config import Config
+from ...core.errors import ModelError
+from ...core.settings.run import ModelsConfig
+from ...engine.cache.kv_pool import KVShape, cell_size
+from ...engine.drafters.head.head_weights import (
     HeadConfig,
     HeadWeights,
     is_head_folder,
@@ -28,13 +26,15 @@ from rlhfspec.engine.drafters.head.head_weights import (
     read_origin,
     require_fit,
 )
-from rlhfspec.engine.drafters.head.mtp_weights import FoundMtp, load_mtp, mtp_config
-from rlhfspec.engine.drafters.head.published_head import rounded
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
-from rlhfspec.engine.weights.llama_config import MODEL_TYPES
-from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer, num_token_ids
-from rlhfspec.engine.weights.weight_files import weights_digest
+from ...engine.drafters.head.mtp_weights import FoundMtp, load_mtp, mtp_config
+from ...engine.drafters.head.published_head import rounded
+from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.draft_vocabulary import fit_draft, foreign_ids
+from ...engine.weights.llama_config import MODEL_TYPES
+from ...engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer, num_token_ids
+from ...engine.weights.weight_files import weights_digest
+from .model_files import check_vocabulary, config_like, describe_model, model_shape
+from .model_sizes import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

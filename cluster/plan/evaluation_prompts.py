@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.config import Config
-from rlhfspec.core.errors import DataError, InputError
-from rlhfspec.core.outside import quote
-from rlhfspec.core.records import Prompt, SamplingParams
-from rlhfspec.learning.data.end_tokens import find_end_tokens
-from rlhfspec.learning.data.prompts import PromptDataset, load_prompts, sampling_params
+from ...core.config import Config
+from ...core.errors import DataError, InputError
+from ...core.outside import quote
+from ...core.records import Prompt, SamplingParams
+from ...learning.data.end_tokens import find_end_tokens
+from ...learning.data.prompts import PromptDataset, load_prompts, sampling_params
 
 _OTHER_PROBLEMS = 0xE7A1
 "Added to the seed: a generated task draws other problems for evaluations than for training."

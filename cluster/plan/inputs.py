@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.placement.machine import num_cores
-from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts, split_evaluation
-from rlhfspec.core.config import Config
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.settings.cluster import ClusterConfig
-from rlhfspec.core.settings.data import DataConfig
-from rlhfspec.core.settings.generation import SamplingConfig
-from rlhfspec.core.settings.run import ModelsConfig
-from rlhfspec.engine.weights.loading import load_tokenizer, num_token_ids
-from rlhfspec.learning.data.end_tokens import EndTokens, find_end_tokens, stop_strings
-from rlhfspec.learning.data.prompts import PromptDataset, load_prompts
-from rlhfspec.learning.data.template_time import keep_time
+from ...core.config import Config
+from ...core.errors import ConfigError
+from ...core.settings.cluster import ClusterConfig
+from ...core.settings.data import DataConfig
+from ...core.settings.generation import SamplingConfig
+from ...core.settings.run import ModelsConfig
+from ...engine.weights.loading import load_tokenizer, num_token_ids
+from ...learning.data.end_tokens import EndTokens, find_end_tokens, stop_strings
+from ...learning.data.prompts import PromptDataset, load_prompts
+from ...learning.data.template_time import keep_time
+from ..placement.machine import num_cores
+from .evaluation_prompts import EvaluationPrompts, split_evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,23 +22,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfspec.actors.waiting.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
-from rlhfspec.cluster.plan.model_sizes import DTYPE_BYTES, ModelShapes
-from rlhfspec.core.config import Config
-from rlhfspec.core.errors import PlacementError
-from rlhfspec.core.weight_records import DEVICE_BUCKET_BYTES
-from rlhfspec.engine.admission import MB
-from rlhfspec.engine.cache.cuda_memory import mapped_pages
-from rlhfspec.engine.cache.kv_memory import Pages, host_pages
-from rlhfspec.engine.cache.kv_pool import KVShape
-from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES
-from rlhfspec.engine.draft_policies import most_nodes
-from rlhfspec.engine.model.prefill_plan import MAX_BIAS_TOGETHER
-from rlhfspec.engine.model.runner import LOGITS_TOGETHER
-from rlhfspec.engine.weights.chunks import CHUNK_BYTES
-from rlhfspec.learning.trainer.batching import PATHS_PER_TOKEN
-from rlhfspec.learning.trainer.engine_scoring import MOST_SLOTS
-from rlhfspec.learning.trainer.training_forward import logit_copies, most_logits
+from ...actors.waiting.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
+from ...core.config import Config
+from ...core.errors import PlacementError
+from ...core.weight_records import DEVICE_BUCKET_BYTES
+from ...engine.admission import MB
+from ...engine.cache.cuda_memory import mapped_pages
+from ...engine.cache.kv_memory import Pages, host_pages
+from ...engine.cache.kv_pool import KVShape
+from ...engine.calibration.cost_sweep import MAX_PROFILED_NODES
+from ...engine.draft_policies import most_nodes
+from ...engine.model.prefill_plan import MAX_BIAS_TOGETHER
+from ...engine.model.runner import LOGITS_TOGETHER
+from ...engine.weights.chunks import CHUNK_BYTES
+from ...learning.trainer.batching import PATHS_PER_TOKEN
+from ...learning.trainer.engine_scoring import MOST_SLOTS
+from ...learning.trainer.training_forward import logit_copies, most_logits
+from .model_sizes import DTYPE_BYTES, ModelShapes
 
 GIB = 1 << 30
 GPU_PAGE_BYTES = 2 << 20

@@ -8,28 +8,28 @@ from pathlib import Path
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.plan.drafts import Drafts, draft_doubts, what_drafts
-from rlhfspec.cluster.plan.inputs import read_tokenizer
-from rlhfspec.cluster.plan.model_files import (
+from ...core.checkpoint_manifest import has_manifest, verify_checkpoint
+from ...core.config import Config
+from ...core.settings.generation import SpeculationConfig
+from ...core.settings.run import ModelsConfig
+from ...engine.calibration.cost_sweep import MAX_PROFILED_NODES
+from ...engine.draft_policies import most_nodes
+from ...engine.group.dealing import require_module_dealt
+from ...engine.model.support import refuse_unsupported
+from ...engine.weights.causal_lm import max_context_tokens
+from ...engine.weights.loading import load_hf_config, meta_model, num_token_ids
+from ...engine.weights.weight_files import indexed_too
+from ...learning.trainer.adapter import count_adapter_params
+from .drafts import Drafts, draft_doubts, what_drafts
+from .inputs import read_tokenizer
+from .model_files import (
     TEMPLATE_FILE,
     check_vocabulary,
     describe_model,
     model_shape,
     other_templates,
 )
-from rlhfspec.cluster.plan.model_sizes import ModelShape
-from rlhfspec.core.checkpoint_manifest import has_manifest, verify_checkpoint
-from rlhfspec.core.config import Config
-from rlhfspec.core.settings.generation import SpeculationConfig
-from rlhfspec.core.settings.run import ModelsConfig
-from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES
-from rlhfspec.engine.draft_policies import most_nodes
-from rlhfspec.engine.group.dealing import require_module_dealt
-from rlhfspec.engine.model.support import refuse_unsupported
-from rlhfspec.engine.weights.causal_lm import max_context_tokens
-from rlhfspec.engine.weights.loading import load_hf_config, meta_model, num_token_ids
-from rlhfspec.engine.weights.weight_files import indexed_too
-from rlhfspec.learning.trainer.adapter import count_adapter_params
+from .model_sizes import ModelShape
 
 _ROWS_A_PADDING, _LARGEST_PADDING = 16, 1024
 "Rows beyond the tokenizer: more than a part of all and more than is ever padded is another tokenizer."

@@ -14,20 +14,20 @@ from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.plan.model_sizes import ModelShape
-from rlhfspec.cluster.plan.names import DEMO
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.outside import is_file, quote
-from rlhfspec.core.settings.run import ModelsConfig
-from rlhfspec.engine.cache.kv_pool import KVShape
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.chunks import not_finite
-from rlhfspec.engine.weights.left_over import quantization_of, require_plain_weights, require_writer
-from rlhfspec.engine.weights.llama_config import MODEL_TYPES
-from rlhfspec.engine.weights.loading import load_hf_config, meta_model, num_token_ids, refuse_not_finite
-from rlhfspec.engine.weights.weight_files import check_weight_files, local_folder, weight_files
-from rlhfspec.learning.models.catalog import KNOWN_MODELS
-from rlhfspec.learning.models.demo_pair import demo_configs
+from ...core.errors import ModelError
+from ...core.outside import is_file, quote
+from ...core.settings.run import ModelsConfig
+from ...engine.cache.kv_pool import KVShape
+from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.chunks import not_finite
+from ...engine.weights.left_over import quantization_of, require_plain_weights, require_writer
+from ...engine.weights.llama_config import MODEL_TYPES
+from ...engine.weights.loading import load_hf_config, meta_model, num_token_ids, refuse_not_finite
+from ...engine.weights.weight_files import check_weight_files, local_folder, weight_files
+from ...learning.models.catalog import KNOWN_MODELS
+from ...learning.models.demo_pair import demo_configs
+from .model_sizes import ModelShape
+from .names import DEMO
 
 TEMPLATE_FILE = "chat_template.jinja"
 "Read before all others."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec.engine.cache.kv_pool import KVShape
+from ...engine.cache.kv_pool import KVShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _LAYING_OUT = 1.1

@@ -12,14 +12,14 @@ from glob import glob
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhfspec.cluster.folder.layout import is_ray_working_dir
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.core.config import Config
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.outside import is_dir
-from rlhfspec.core.settings.run import ModelsConfig
-from rlhfspec.core.settings.section import Section
-from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
+from ...core.config import Config
+from ...core.errors import ConfigError
+from ...core.outside import is_dir
+from ...core.settings.run import ModelsConfig
+from ...core.settings.section import Section
+from ...learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
+from ..folder.layout import is_ray_working_dir
+from ..observe.console import Reporter
 
 PATHS = frozenset({"run.output_dir", "run.cache_dir", "run.copy_to"})
 "Keys of folders that need not be there; of lists of sections without the number."
@@ -111,7 +111,7 @@ def resolve_models(
     names = {field: name for field, name in words.items() if name in known}
     if not names:
         return config if models is config.models else config.model_copy(update={"models": models})
-    from rlhfspec.learning.models.get import get_model
+    from ...learning.models.get import get_model
 
     cache = Path(config.run.cache_dir)
     paths = {}
@@ -132,7 +132,7 @@ def _with_demo_pair(models: ModelsConfig, report: Reporter, *, has_head: bool, c
             f"target '{models.target}' and draft '{models.draft}'; a draft head goes with speculation.drafter=head, "
             "a checkpoint with such a layer with mtp"
         )
-    from rlhfspec.learning.models.make import make_demo_pair
+    from ...learning.models.make import make_demo_pair
 
     with report.job("making the demo pair") as tick:
         pair = make_demo_pair(cache.expanduser(), progress=tick)

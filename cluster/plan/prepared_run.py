@@ -7,13 +7,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhfspec.core.outside import user_path
+from ...core.outside import user_path
 
 if TYPE_CHECKING:
-    from rlhfspec.cluster.observe.console import Reporter
-    from rlhfspec.cluster.plan.run_plan import RunPlan
-    from rlhfspec.cluster.resume.resumed_run import ResumedRun
-    from rlhfspec.core.config import Config, RunConfig
+    from ...core.config import Config, RunConfig
+    from ..observe.console import Reporter
+    from ..resume.resumed_run import ResumedRun
+    from .run_plan import RunPlan
 
 AUTO = "auto"
 "Of --resume: the newest run of the config that is not finished, else a new one."
@@ -43,7 +43,7 @@ def prepare_run(
     Raises InputError for all that a run is refused for before Ray starts.
     """
     if out is not None and resume is not None:
-        from rlhfspec.core.errors import ConfigError
+        from ...core.errors import ConfigError
 
         raise ConfigError(
             f"--out {out} names a new run's folder; expected none beside --resume, which goes on in the run's own"
@@ -53,13 +53,13 @@ def prepare_run(
     else:
         config, resumed = _named_run(resume, file, overrides, report)
     path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
-    from rlhfspec.cluster.folder.run_time import with_time
-    from rlhfspec.cluster.plan.names import resolve_models
+    from ..folder.run_time import with_time
+    from .names import resolve_models
 
     report.stage("loading torch and transformers")
     config = with_time(resolve_models(config, report))
     report.stage("checking models, data and memory")
-    from rlhfspec.cluster.plan.run_check import check_run
+    from .run_check import check_run
 
     # one that goes on has the end tokens that it began with
     plan = check_run(config, output_dir=path, keeps_ends=resumed is not None)
@@ -72,11 +72,11 @@ def prepare_run(
 def _named_run(
     resume: str, file: Path | None, overrides: list[str], report: Reporter
 ) -> tuple[Config, ResumedRun]:
-    from rlhfspec.cluster.folder.layout import run_base
-    from rlhfspec.cluster.folder.remote_copy import fetch_run, is_url
-    from rlhfspec.cluster.resume.resumed_run import open_run
-    from rlhfspec.core.config import RunConfig
-    from rlhfspec.core.errors import ConfigError
+    from ...core.config import RunConfig
+    from ...core.errors import ConfigError
+    from ..folder.layout import run_base
+    from ..folder.remote_copy import fetch_run, is_url
+    from ..resume.resumed_run import open_run
 
     if file is not None:
         raise ConfigError(
@@ -93,31 +93,31 @@ def _named_run(
 def _of_config(
     file: Path | None, overrides: list[str], report: Reporter, *, may_resume: bool
 ) -> tuple[Config, ResumedRun | None]:
-    from rlhfspec.cluster.folder.layout import run_base
-    from rlhfspec.cluster.plan.names import with_absolute_paths
-    from rlhfspec.core.config_io import load_config
-    from rlhfspec.core.errors import ConfigError
+    from ...core.config_io import load_config
+    from ...core.errors import ConfigError
+    from ..folder.layout import run_base
+    from .names import with_absolute_paths
 
     if file is None:
         raise ConfigError("expected --config FILE, got none; or --resume RUN to go on with a run by its own")
     config = with_absolute_paths(load_config(file, overrides), Path.cwd())
     if not may_resume:
         return config, None
-    from rlhfspec.cluster.plan.names import resolve_models
-    from rlhfspec.cluster.resume.resumed_run import newest_run
+    from ..resume.resumed_run import newest_run
+    from .names import resolve_models
 
     # what a run's own config has
     config = resolve_models(config, report)
     base = run_base(config.run, caller_dir=Path.cwd())
     if config.run.copy_to is not None:
-        from rlhfspec.cluster.folder.remote_copy import fetch_newest
+        from ..folder.remote_copy import fetch_newest
 
         fetch_newest(config.run.copy_to, config.run.name, base, report.note)
     return config, newest_run(config, base, report.note)
 
 
 def _path(run: RunConfig, out: Path | None, report: Reporter, *, dry_run: bool) -> Path:
-    from rlhfspec.cluster.folder.layout import choose_run_path, is_ray_working_dir
+    from ..folder.layout import choose_run_path, is_ray_working_dir
 
     path = choose_run_path(run, caller_dir=Path.cwd(), now=datetime.now(), out=out)
     report.note(f"run folder {path}" + (" (dry run: not made)" if dry_run else ""))

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from transformers import AutoModelForSequenceClassification
 
-from rlhfspec.cluster.placement.ray_session import MIN_OBJECT_STORE_BYTES
-from rlhfspec.cluster.plan.drafts import what_drafts
-from rlhfspec.cluster.plan.memory_plan import MemoryNeeds, MemoryPlan
-from rlhfspec.cluster.plan.model_files import config_like, count_params, model_shape
-from rlhfspec.cluster.plan.model_sizes import ModelShapes
-from rlhfspec.cluster.plan.topology import Topology, plan_topology
-from rlhfspec.core.config import Config, DataConfig
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.weights.loading import meta_model
-from rlhfspec.learning.trainer.adapter import count_adapter_params
+from ...core.config import Config, DataConfig
+from ...core.errors import ConfigError
+from ...engine.weights.loading import meta_model
+from ...learning.trainer.adapter import count_adapter_params
+from ..placement.ray_session import MIN_OBJECT_STORE_BYTES
+from .drafts import what_drafts
+from .memory_plan import MemoryNeeds, MemoryPlan
+from .model_files import config_like, count_params, model_shape
+from .model_sizes import ModelShapes
+from .topology import Topology, plan_topology
 
 ROLES = ("target", "draft", "reward")
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from rlhfspec.cluster.plan.model_files import count_params
-from rlhfspec.core.errors import DataError, InputError, one_line
-from rlhfspec.core.records import Prompt
-from rlhfspec.core.settings.data import DataConfig
-from rlhfspec.core.settings.environment import EnvironmentConfig
-from rlhfspec.core.settings.evaluation import EvaluationConfig
-from rlhfspec.core.settings.reward import RewardConfig
-from rlhfspec.engine.weights.loading import load_hf_config, load_tokenizer
-from rlhfspec.learning.environments.environment_protocol import Environment, prompt_check
-from rlhfspec.learning.rewards.rendering import format_notes
-from rlhfspec.learning.rewards.reward_function import build_reward
-from rlhfspec.learning.rewards.reward_model import require_one_output
-from rlhfspec.learning.tasks.gsm8k import reference_number
+from ...core.errors import DataError, InputError, one_line
+from ...core.records import Prompt
+from ...core.settings.data import DataConfig
+from ...core.settings.environment import EnvironmentConfig
+from ...core.settings.evaluation import EvaluationConfig
+from ...core.settings.reward import RewardConfig
+from ...engine.weights.loading import load_hf_config, load_tokenizer
+from ...learning.environments.environment_protocol import Environment, prompt_check
+from ...learning.rewards.rendering import format_notes
+from ...learning.rewards.reward_function import build_reward
+from ...learning.rewards.reward_model import require_one_output
+from ...learning.tasks.gsm8k import reference_number
+from .model_files import count_params
 
 _LOOKED_AT = 4096
 "Prompts of which it is seen what they begin the turn with."

@@ -16,10 +16,30 @@ from pathlib import Path
 import torch
 from ray.util.placement_group import remove_placement_group
 
-from rlhfspec.cluster.folder.remote_copy import require_place
-from rlhfspec.cluster.folder.trackers import require_trackers
-from rlhfspec.cluster.placement import machine
-from rlhfspec.cluster.placement.ray_session import (
+from ...core.config import Config
+from ...core.errors import ConfigError, DataError, PlacementError
+from ...core.settings.cluster import ClusterConfig
+from ...core.settings.correction import correction_warning
+from ...core.settings.environment import EnvironmentConfig
+from ...core.settings.generation import EngineConfig
+from ...core.settings.idle import idle_keys
+from ...engine.admission import MB, require_room_for_one
+from ...engine.model.compute_backend import ComputeBackend
+from ...engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
+from ...engine.weights.causal_lm import DTYPES
+from ...learning.environments.environment_protocol import (
+    Environment,
+    environment_maker,
+    is_raw,
+    misspelt_attributes,
+    stop_texts,
+)
+from ...learning.trainer.engine_scoring import require_engine_scoring
+from ...learning.trainer.training_forward import compute_dtype_on
+from ..folder.remote_copy import require_place
+from ..folder.trackers import require_trackers
+from ..placement import machine
+from ..placement.ray_session import (
     check_local_ray,
     is_local,
     joined_address,
@@ -27,39 +47,19 @@ from rlhfspec.cluster.placement.ray_session import (
     ray_session,
     require_reachable,
 )
-from rlhfspec.cluster.plan.inputs import Inputs, read_inputs
-from rlhfspec.cluster.plan.memory_plan import (
+from .inputs import Inputs, read_inputs
+from .memory_plan import (
     MemoryNeeds,
     MemoryPlan,
     gib,
     require_gpu_room,
 )
-from rlhfspec.cluster.plan.model_check import check_models
-from rlhfspec.cluster.plan.model_sizes import ModelShape, ModelShapes
-from rlhfspec.cluster.plan.reward_plan import check_reward, pattern_notes, require_references, reward_columns
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.plan.run_profile import RunProfile
-from rlhfspec.cluster.plan.topology import Topology, place, plan_topology, require_machine
-from rlhfspec.core.config import Config
-from rlhfspec.core.errors import ConfigError, DataError, PlacementError
-from rlhfspec.core.settings.cluster import ClusterConfig
-from rlhfspec.core.settings.correction import correction_warning
-from rlhfspec.core.settings.environment import EnvironmentConfig
-from rlhfspec.core.settings.generation import EngineConfig
-from rlhfspec.core.settings.idle import idle_keys
-from rlhfspec.engine.admission import MB, require_room_for_one
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.learning.environments.environment_protocol import (
-    Environment,
-    environment_maker,
-    is_raw,
-    misspelt_attributes,
-    stop_texts,
-)
-from rlhfspec.learning.trainer.engine_scoring import require_engine_scoring
-from rlhfspec.learning.trainer.training_forward import compute_dtype_on
+from .model_check import check_models
+from .model_sizes import ModelShape, ModelShapes
+from .reward_plan import check_reward, pattern_notes, require_references, reward_columns
+from .run_plan import RunPlan
+from .run_profile import RunProfile
+from .topology import Topology, place, plan_topology, require_machine
 
 
 def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> RunPlan:

@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhfspec.actors.actor_messages import GenerationSpec, SchedulerSettings, SpotSpec, TrainerSpec
-from rlhfspec.cluster.plan.drafts import what_drafts
-from rlhfspec.cluster.plan.inputs import Inputs
-from rlhfspec.cluster.plan.memory_plan import MemoryPlan
-from rlhfspec.cluster.plan.model_check import CheckedModels
-from rlhfspec.cluster.plan.reward_plan import resolved_reward
-from rlhfspec.cluster.plan.topology import Topology
-from rlhfspec.cluster.weights.group_publication import are_on_gpus
-from rlhfspec.core.config import Config
-from rlhfspec.core.settings.generation import ReallocationConfig
-from rlhfspec.core.settings.reward import RewardConfig
-from rlhfspec.engine.weights.loading import num_token_ids
-from rlhfspec.learning.data.end_tokens import stop_strings
-from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
-from rlhfspec.policies.reallocation.gate import Gate
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
-from rlhfspec.policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
-from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
-from rlhfspec.policies.scaling.scaling_records import Limits
-from rlhfspec.profiles.profile import Profile
+from ...actors.actor_messages import GenerationSpec, SchedulerSettings, SpotSpec, TrainerSpec
+from ...core.config import Config
+from ...core.settings.generation import ReallocationConfig
+from ...core.settings.reward import RewardConfig
+from ...engine.weights.loading import num_token_ids
+from ...learning.data.end_tokens import stop_strings
+from ...policies.reallocation.by_name import make_reallocation_policy
+from ...policies.reallocation.gate import Gate
+from ...policies.reallocation.pool_records import ReallocationPolicy
+from ...policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
+from ...policies.scaling.scaling_policy import ScalingPolicy
+from ...policies.scaling.scaling_records import Limits
+from ...profiles.profile import Profile
+from ..weights.group_publication import are_on_gpus
+from .drafts import what_drafts
+from .inputs import Inputs
+from .memory_plan import MemoryPlan
+from .model_check import CheckedModels
+from .reward_plan import resolved_reward
+from .topology import Topology
 
 _MOVING_POLICIES = ("finish_time", "paper_rule")
 _GUESSED_SAMPLES = (1, 4, 64)

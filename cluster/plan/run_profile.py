@@ -13,24 +13,24 @@ from pathlib import Path
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.plan.drafts import what_drafts
-from rlhfspec.cluster.plan.inputs import Inputs
-from rlhfspec.core.config import Config
-from rlhfspec.core.errors import ConfigError, ProfileError
-from rlhfspec.core.records import SampleKey, SampleRequest, Stream
-from rlhfspec.engine.calibration.engine_provenance import provenance_of
-from rlhfspec.engine.calibration.measured_profile import measured_profile
-from rlhfspec.engine.calibration.profiler import MadeProfile
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.group.dealing import dealt, local_ranks
-from rlhfspec.engine.model.invariance_probe import KeptVerdicts
-from rlhfspec.engine.numerics import on_threads
-from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
-from rlhfspec.learning.data.prompts import sampling_params
-from rlhfspec.learning.models.make import require_writable
-from rlhfspec.profiles.profile import Profile, load_profile, save_profile
-from rlhfspec.profiles.provenance import Provenance
+from ...core.config import Config
+from ...core.errors import ConfigError, ProfileError
+from ...core.records import SampleKey, SampleRequest, Stream
+from ...engine.calibration.engine_provenance import provenance_of
+from ...engine.calibration.measured_profile import measured_profile
+from ...engine.calibration.profiler import MadeProfile
+from ...engine.drafters.head.head_weights import HeadWeights
+from ...engine.group.dealing import dealt, local_ranks
+from ...engine.model.invariance_probe import KeptVerdicts
+from ...engine.numerics import on_threads
+from ...engine.weights.loading import load_causal_lm, num_token_ids
+from ...learning.data.prompts import sampling_params
+from ...learning.models.make import require_writable
+from ...profiles.profile import Profile, load_profile, save_profile
+from ...profiles.provenance import Provenance
+from ..observe.console import Reporter
+from .drafts import what_drafts
+from .inputs import Inputs
 
 AUTO = "auto"
 AUTO_BUDGET_S = 40.0

@@ -17,10 +17,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhfspec.cluster.placement.quiet import quiet_environment
-from rlhfspec.core.config import Config, EngineConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, PlacementError
-from rlhfspec.core.settings.cluster import GenerationPoolConfig, PoolConfig
+from ...core.config import Config, EngineConfig, SpeculationConfig
+from ...core.errors import ConfigError, PlacementError
+from ...core.settings.cluster import GenerationPoolConfig, PoolConfig
+from ..placement.quiet import quiet_environment
 
 logger = logging.getLogger(__name__)
 

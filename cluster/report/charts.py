@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhfspec.cluster.observe.timeline import Interval, Lane, Timeline, merge
+from ..observe.timeline import Interval, Lane, Timeline, merge
 
 MOST_POINTS = 200
 "Of a line; neighbours are averaged where there are more."

@@ -12,19 +12,19 @@ from typing import Any
 
 import jinja2
 
-from rlhfspec.cluster.folder.iteration_logs import read_moves
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.run_status import describe_status
-from rlhfspec.cluster.observe.explanation import explain_run, no_iteration
-from rlhfspec.cluster.observe.run_tables import RunRecord
-from rlhfspec.cluster.observe.summary import STEP_PARTS, Summary, summarise, summarise_supervised
-from rlhfspec.cluster.observe.timeline import kept_iterations, kept_trace, read_trace
-from rlhfspec.cluster.report.charts import Chart, Line, TimelineChart, draw, draw_timeline, number
-from rlhfspec.cluster.report.samples import GIVEN, IterationSamples, read_decoder, read_iterations
-from rlhfspec.core.config_io import read_tree
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.files import write_whole
-from rlhfspec.core.outside import visible
+from ...core.config_io import read_tree
+from ...core.errors import ConfigError
+from ...core.files import write_whole
+from ...core.outside import visible
+from ..folder.iteration_logs import read_moves
+from ..folder.layout import RunDir
+from ..folder.run_status import describe_status
+from ..observe.explanation import explain_run, no_iteration
+from ..observe.run_tables import RunRecord
+from ..observe.summary import STEP_PARTS, Summary, summarise, summarise_supervised
+from ..observe.timeline import kept_iterations, kept_trace, read_trace
+from .charts import Chart, Line, TimelineChart, draw, draw_timeline, number
+from .samples import GIVEN, IterationSamples, read_decoder, read_iterations
 
 _NO_STEPS = "A supervised run times its steps whole."
 MOST_ROWS = 20

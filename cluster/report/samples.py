@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from rlhfspec.cluster.folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
-from rlhfspec.cluster.folder.sample_table import SampleRow, choose_samples
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.records import Completion
+from ...core.errors import DataError
+from ...core.records import Completion
+from ..folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
+from ..folder.sample_table import SampleRow, choose_samples
 
 SHOWN = 3
 "Of an iteration: the best, the worst, one at random."

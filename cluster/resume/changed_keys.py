@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.core.checkpoint_manifest import state_folders
-from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import read_tree
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.settings.removed import without_removed
-from rlhfspec.core.settings.supervised import SupervisedConfig
+from ...core.checkpoint_manifest import state_folders
+from ...core.config import Config
+from ...core.config_io import read_tree
+from ...core.errors import ConfigError
+from ...core.settings.removed import without_removed
+from ...core.settings.supervised import SupervisedConfig
 
 _MAY_CHANGE = (
     "run.name",

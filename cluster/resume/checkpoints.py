@@ -14,19 +14,19 @@ import numpy as np
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.actors.waiting.waiting import get
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.system.system import System
-from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.checkpoint_manifest import write_manifest
-from rlhfspec.core.files import remove_folder, whole_folder
-from rlhfspec.engine.drafters.head.head_weights import save_head
-from rlhfspec.engine.drafters.head.published_head import is_head, is_mtp, published_head
-from rlhfspec.engine.weights.chunks import load_into, weight_views
-from rlhfspec.engine.weights.generation_settings import ending_at
-from rlhfspec.engine.weights.loading import build_causal_lm
-from rlhfspec.learning.trainer.finished_model import write_adapter_folder, write_model_folder
-from rlhfspec.learning.trainer.reloaded import Said
+from ...actors.waiting.waiting import get
+from ...core.checkpoint_manifest import write_manifest
+from ...core.files import remove_folder, whole_folder
+from ...engine.drafters.head.head_weights import save_head
+from ...engine.drafters.head.published_head import is_head, is_mtp, published_head
+from ...engine.weights.chunks import load_into, weight_views
+from ...engine.weights.generation_settings import ending_at
+from ...engine.weights.loading import build_causal_lm
+from ...learning.trainer.finished_model import write_adapter_folder, write_model_folder
+from ...learning.trainer.reloaded import Said
+from ..folder.layout import RunDir
+from ..system.system import System
+from ..weights.publish import PublishedWeights
 
 _MODELS = ("target", "draft", "adapter")
 _ALWAYS_COMPARED_BYTES = 256 << 20

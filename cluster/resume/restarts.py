@@ -6,13 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rlhfspec.actors.waiting.restart_budget import RestartBudget
-from rlhfspec.actors.waiting.waiting import ActorDied
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.resume.rewind import rewind
-from rlhfspec.cluster.resume.run_state import RunState, last_state
-from rlhfspec.cluster.system.system import System
-from rlhfspec.core.errors import (
+from ...actors.waiting.restart_budget import RestartBudget
+from ...actors.waiting.waiting import ActorDied
+from ...core.errors import (
     InputError,
     InstanceLost,
     NodeDied,
@@ -22,6 +18,10 @@ from rlhfspec.core.errors import (
     TrainerLost,
     WaitTimeout,
 )
+from ..folder.layout import RunDir
+from ..system.system import System
+from .rewind import rewind
+from .run_state import RunState, last_state
 
 LOSSES = (InstanceLost, PeerLost, SchedulerLost, WaitTimeout)
 "What the loss of an actor comes as."

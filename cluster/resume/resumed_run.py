@@ -8,20 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhfspec.cluster.folder.layout import RunDir, of_run
-from rlhfspec.cluster.folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
-from rlhfspec.cluster.folder.run_time import folder_time, of_folder, with_time
-from rlhfspec.cluster.plan.names import with_absolute_paths
-from rlhfspec.cluster.resume.changed_keys import deciding_changes, kept_config, require_own_config
-from rlhfspec.cluster.resume.rewind import rewind
-from rlhfspec.cluster.resume.run_state import RunState, last_state
-from rlhfspec.core.checkpoint_manifest import state_folders
-from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import load_config
-from rlhfspec.core.errors import ConfigError, DataError, describe_error
-from rlhfspec.core.files import write_whole
-from rlhfspec.learning.data.cursor import PromptCursor
-from rlhfspec.learning.data.prompts import PromptDataset
+from ...core.checkpoint_manifest import state_folders
+from ...core.config import Config
+from ...core.config_io import load_config
+from ...core.errors import ConfigError, DataError, describe_error
+from ...core.files import write_whole
+from ...learning.data.cursor import PromptCursor
+from ...learning.data.prompts import PromptDataset
+from ..folder.layout import RunDir, of_run
+from ..folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
+from ..folder.run_time import folder_time, of_folder, with_time
+from ..plan.names import with_absolute_paths
+from .changed_keys import deciding_changes, kept_config, require_own_config
+from .rewind import rewind
+from .run_state import RunState, last_state
 
 _LOOK_S = 1.0
 

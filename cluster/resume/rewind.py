@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.resume.run_state import RunState
-from rlhfspec.core.errors import StorageError
-from rlhfspec.core.files import PARTIAL, storage_errors, write_whole
+from ...core.errors import StorageError
+from ...core.files import PARTIAL, storage_errors, write_whole
+from ..folder.layout import RunDir
+from .run_state import RunState
 
 FOLDER = "record"
 _SHOWN = 5

@@ -20,9 +20,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.core.checkpoint_manifest import state_folders, state_number, verify_checkpoint
-from rlhfspec.core.errors import ModelError
+from ...core.checkpoint_manifest import state_folders, state_number, verify_checkpoint
+from ...core.errors import ModelError
+from ..folder.layout import RunDir
 
 SCHEMA_VERSION = 2
 "Of states with responses that wait for a reward: who reads 1 alone would pass over their files and learn from fewer."

@@ -7,22 +7,22 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.resume.checkpoints import save_head_checkpoint
-from rlhfspec.cluster.resume.rewind import keep_record
-from rlhfspec.cluster.resume.run_state import SCHEMA_VERSION, WITHOUT_UNSCORED, EvaluationMarks, RunState
-from rlhfspec.cluster.run.in_flight_files import read_in_flight, write_in_flight
-from rlhfspec.cluster.system.system import System
-from rlhfspec.cluster.weights.first_weights import put_head
-from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.checkpoint_manifest import has_manifest, state_folders, write_manifest
-from rlhfspec.core.config_io import dump_config
-from rlhfspec.core.errors import ConfigError, StorageError
-from rlhfspec.core.files import remove_folder, whole_folder
-from rlhfspec.core.weight_records import kind_of
-from rlhfspec.engine.drafters.head.head_weights import load_head
-from rlhfspec.engine.drafters.head.published_head import is_head
-from rlhfspec.policies.schedule.rollout_schedule import InFlight, Schedule
+from ...core.checkpoint_manifest import has_manifest, state_folders, write_manifest
+from ...core.config_io import dump_config
+from ...core.errors import ConfigError, StorageError
+from ...core.files import remove_folder, whole_folder
+from ...core.weight_records import kind_of
+from ...engine.drafters.head.head_weights import load_head
+from ...engine.drafters.head.published_head import is_head
+from ...policies.schedule.rollout_schedule import InFlight, Schedule
+from ..folder.layout import RunDir
+from ..run.in_flight_files import read_in_flight, write_in_flight
+from ..system.system import System
+from ..weights.first_weights import put_head
+from ..weights.publish import PublishedWeights
+from .checkpoints import save_head_checkpoint
+from .rewind import keep_record
+from .run_state import SCHEMA_VERSION, WITHOUT_UNSCORED, EvaluationMarks, RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,21 +23,21 @@ import numpy as np
 import ray
 from ray.exceptions import RayTaskError
 
-from rlhfspec.actors.actor_messages import HeadComparison, HeadProgress
-from rlhfspec.actors.waiting.deaths import last_line
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.waiting import awake_s, get
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.system.system import System
-from rlhfspec.cluster.weights.first_weights import put_head
-from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.errors import NodeDied, RlhfSpecError, WeightsError
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.drafters.head.published_head import published_head
-from rlhfspec.engine.weights.chunks import weight_views
-from rlhfspec.learning.drafts.draft_learner import RefitReport
-from rlhfspec.learning.drafts.head_average import HeadAverage
-from rlhfspec.learning.drafts.held_out import is_no_worse
+from ...actors.actor_messages import HeadComparison, HeadProgress
+from ...actors.waiting.deaths import last_line
+from ...actors.waiting.remote import Handle
+from ...actors.waiting.waiting import awake_s, get
+from ...core.errors import NodeDied, RlhfSpecError, WeightsError
+from ...engine.drafters.head.head_weights import HeadWeights
+from ...engine.drafters.head.published_head import published_head
+from ...engine.weights.chunks import weight_views
+from ...learning.drafts.draft_learner import RefitReport
+from ...learning.drafts.head_average import HeadAverage
+from ...learning.drafts.held_out import is_no_worse
+from ..observe.console import Reporter
+from ..system.system import System
+from ..weights.first_weights import put_head
+from ..weights.publish import PublishedWeights
 
 FORGET = 0.9
 "What is left of the seconds set aside after an iteration without a publication, or without time for a meeting."

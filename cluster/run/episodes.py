@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.workers.environment_actors import Answer, EnvironmentActor, EnvironmentPool, describe
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.plan.topology import PlacementContext, actor_options
-from rlhfspec.core.config import DataConfig, EnvironmentConfig
-from rlhfspec.core.errors import EpisodeError
-from rlhfspec.core.records import (
+from ...actors.waiting.remote import Handle
+from ...actors.workers.environment_actors import Answer, EnvironmentActor, EnvironmentPool, describe
+from ...core.config import DataConfig, EnvironmentConfig
+from ...core.errors import EpisodeError
+from ...core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -26,12 +24,14 @@ from rlhfspec.core.records import (
     Stream,
     Unscored,
 )
-from rlhfspec.learning.data.encoding import read_template
-from rlhfspec.learning.data.messages import Messages
-from rlhfspec.learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
-from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
-from rlhfspec.learning.environments.observations import Given, ObservationRenderer, ending_with
-from rlhfspec.learning.rewards.written_text import response_text, written_text
+from ...learning.data.encoding import read_template
+from ...learning.data.messages import Messages
+from ...learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
+from ...learning.environments.episode import Episode, EpisodeLimits
+from ...learning.environments.observations import Given, ObservationRenderer, ending_with
+from ...learning.rewards.written_text import response_text, written_text
+from ..plan.run_plan import RunPlan
+from ..plan.topology import PlacementContext, actor_options
 
 Ended = tuple[SampleRequest, Completion, str]
 "An episode that is over: its request, the whole completion, the text of it."

@@ -12,19 +12,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollouts import write_rollouts
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.iteration_metrics import evaluation_metrics
-from rlhfspec.cluster.observe.recorder import Recorder
-from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
-from rlhfspec.cluster.resume.checkpoints import save_best
-from rlhfspec.cluster.resume.run_state import EvaluationMarks
-from rlhfspec.cluster.run.stream import Collected, RolloutStream
-from rlhfspec.cluster.system.system import System
-from rlhfspec.core.files import append_whole, storage_errors
-from rlhfspec.core.records import EPOCHS_OF_A_ROUND, SampleKey, SampleRequest, Stream
-from rlhfspec.core.settings.evaluation import MAX_SAMPLES_PER_PROMPT
+from ...core.files import append_whole, storage_errors
+from ...core.records import EPOCHS_OF_A_ROUND, SampleKey, SampleRequest, Stream
+from ...core.settings.evaluation import MAX_SAMPLES_PER_PROMPT
+from ..folder.layout import RunDir
+from ..folder.rollouts import write_rollouts
+from ..observe.console import Reporter
+from ..observe.iteration_metrics import evaluation_metrics
+from ..observe.recorder import Recorder
+from ..plan.evaluation_prompts import EvaluationPrompts
+from ..resume.checkpoints import save_best
+from ..resume.run_state import EvaluationMarks
+from ..system.system import System
+from .stream import Collected, RolloutStream
 
 _ALWAYS_THERE = "eval/reward_mean"
 

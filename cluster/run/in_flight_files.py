@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhfspec.cluster.folder.rollouts import locations_in, read_recorded, write_rollouts
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.files import write_whole
-from rlhfspec.core.records import (
+from ...core.errors import DataError
+from ...core.files import write_whole
+from ...core.records import (
     Completion,
     Prompt,
     Reward,
@@ -30,8 +29,9 @@ from rlhfspec.core.records import (
     WeightSpan,
     as_asked,
 )
-from rlhfspec.learning.data.prompts import PromptDataset
-from rlhfspec.policies.schedule.rollout_schedule import InFlight, OpenSample
+from ...learning.data.prompts import PromptDataset
+from ...policies.schedule.rollout_schedule import InFlight, OpenSample
+from ..folder.rollouts import locations_in, read_recorded, write_rollouts
 
 ENDED = "ended.json"
 _OPEN, _UNSCORED = "_open", "_unscored"

@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.run_log import RunLog
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.outcome_checks import Outcomes
-from rlhfspec.cluster.observe.recorder import Recorder
-from rlhfspec.cluster.resume.checkpoints import kept_models, save_checkpoints
-from rlhfspec.cluster.resume.restarts import as_trainer_lost, noting_trainer_loss
-from rlhfspec.cluster.resume.run_state import RunState
-from rlhfspec.cluster.resume.save_state import Boundary, StateKeeper, take_up
-from rlhfspec.cluster.run.evaluate import Evaluator
-from rlhfspec.cluster.run.stream import RolloutStream
-from rlhfspec.cluster.system.system import System
-from rlhfspec.core.checkpoint_manifest import state_folders, state_number
-from rlhfspec.core.errors import NotAsLearned, RlhfSpecError, RunTaken, StorageError
-from rlhfspec.core.records import SampleRequest
-from rlhfspec.policies.schedule.free import Free, FreeAdmission
-from rlhfspec.policies.schedule.in_turns import InTurns, UsefulGroups
-from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
-from rlhfspec.policies.schedule.rollout_schedule import Schedule
+from ...core.checkpoint_manifest import state_folders, state_number
+from ...core.errors import NotAsLearned, RlhfSpecError, RunTaken, StorageError
+from ...core.records import SampleRequest
+from ...policies.schedule.free import Free, FreeAdmission
+from ...policies.schedule.in_turns import InTurns, UsefulGroups
+from ...policies.schedule.recorded import PhasePlan, Recorded
+from ...policies.schedule.rollout_schedule import Schedule
+from ..folder.layout import RunDir
+from ..folder.run_log import RunLog
+from ..observe.console import Reporter
+from ..observe.outcome_checks import Outcomes
+from ..observe.recorder import Recorder
+from ..resume.checkpoints import kept_models, save_checkpoints
+from ..resume.restarts import as_trainer_lost, noting_trainer_loss
+from ..resume.run_state import RunState
+from ..resume.save_state import Boundary, StateKeeper, take_up
+from ..system.system import System
+from .evaluate import Evaluator
+from .stream import RolloutStream
 
 
 class Run:

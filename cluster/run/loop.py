@@ -12,29 +12,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from rlhfspec.actors.waiting.process_metrics import give_back_free_memory
-from rlhfspec.actors.waiting.watch import watching
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.run_status import STOPPING
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.iteration_metrics import iteration_metrics, with_evaluation
-from rlhfspec.cluster.observe.observer import Observer, observing
-from rlhfspec.cluster.observe.outcome_checks import UNCHANGED
-from rlhfspec.cluster.observe.summary import START_UP, signal_line, with_signal
-from rlhfspec.cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.plan.run_profile import RunProfile
-from rlhfspec.cluster.resume.checkpoints import save_checkpoints
-from rlhfspec.cluster.resume.restarts import LOSSES, TrainerRestarts
-from rlhfspec.cluster.resume.run_state import RunState
-from rlhfspec.cluster.run.draft_step import refit_draft
-from rlhfspec.cluster.run.lifetime import Run, ending_well
-from rlhfspec.cluster.run.stream import Collected
-from rlhfspec.cluster.run.update import Update
-from rlhfspec.cluster.system.system import System, running_system
-from rlhfspec.core.errors import NumericsError, PlacementError, TrainerLost
-from rlhfspec.core.records import Rollout, UpdateReport
-from rlhfspec.core.weight_records import WeightManifest
+from ...actors.waiting.process_metrics import give_back_free_memory
+from ...actors.waiting.watch import watching
+from ...core.errors import NumericsError, PlacementError, TrainerLost
+from ...core.records import Rollout, UpdateReport
+from ...core.weight_records import WeightManifest
+from ..folder.layout import RunDir
+from ..folder.run_status import STOPPING
+from ..observe.console import Reporter
+from ..observe.iteration_metrics import iteration_metrics, with_evaluation
+from ..observe.observer import Observer, observing
+from ..observe.outcome_checks import UNCHANGED
+from ..observe.summary import START_UP, signal_line, with_signal
+from ..placement.ray_session import RaySession, ray_session, sigterm_exits
+from ..plan.run_plan import RunPlan
+from ..plan.run_profile import RunProfile
+from ..resume.checkpoints import save_checkpoints
+from ..resume.restarts import LOSSES, TrainerRestarts
+from ..resume.run_state import RunState
+from ..system.system import System, running_system
+from .draft_step import refit_draft
+from .lifetime import Run, ending_well
+from .stream import Collected
+from .update import Update
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
 

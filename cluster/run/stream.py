@@ -11,18 +11,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rlhfspec.actors.actor_messages import Taken
-from rlhfspec.actors.waiting.watch import OpenWait
-from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.run.update import Update
-from rlhfspec.cluster.system.system import GeneratingSystem, Scored
-from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.core.errors import NodeDied, RewardError, RlhfSpecError
-from rlhfspec.core.records import ResponseFacts, Reward, Rollout, SampleKey, SampleRequest, Unscored
-from rlhfspec.learning.rewards.written_text import response_text
-from rlhfspec.policies.schedule.in_turns import InTurns
-from rlhfspec.policies.schedule.rollout_schedule import Schedule, in_order, require_fresh
-from rlhfspec.policies.scheduling.events import MoveRecord
+from ...actors.actor_messages import Taken
+from ...actors.waiting.watch import OpenWait
+from ...core.decode_records import GenerationStats
+from ...core.errors import NodeDied, RewardError, RlhfSpecError
+from ...core.records import ResponseFacts, Reward, Rollout, SampleKey, SampleRequest, Unscored
+from ...learning.rewards.written_text import response_text
+from ...policies.schedule.in_turns import InTurns
+from ...policies.schedule.rollout_schedule import Schedule, in_order, require_fresh
+from ...policies.scheduling.events import MoveRecord
+from ..observe.console import Reporter
+from ..system.system import GeneratingSystem, Scored
+from .update import Update
 
 _WAIT_S = 0.2
 "How long one look at the scheduler or the reward pool may take when there is nothing new."

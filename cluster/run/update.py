@@ -8,12 +8,12 @@ from typing import Any
 
 import ray
 
-from rlhfspec.actors.waiting.watch import LOOK_S
-from rlhfspec.cluster.folder.run_log import RunLog
-from rlhfspec.cluster.system.system import System
-from rlhfspec.core.errors import NumericsError
-from rlhfspec.core.records import Rollout, UpdateReport
-from rlhfspec.policies.schedule.rollout_schedule import Schedule, in_order
+from ...actors.waiting.watch import LOOK_S
+from ...core.errors import NumericsError
+from ...core.records import Rollout, UpdateReport
+from ...policies.schedule.rollout_schedule import Schedule, in_order
+from ..folder.run_log import RunLog
+from ..system.system import System
 
 
 class Update:

@@ -14,9 +14,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from rlhfspec.cluster.serving.engine_requests import Asked
-from rlhfspec.cluster.serving.request_bodies import ChatBody
-from rlhfspec.core.records import Completion, FinishReason
+from ...core.records import Completion, FinishReason
+from .engine_requests import Asked
+from .request_bodies import ChatBody
 
 _UNFINISHED = "\ufffd"
 "What a text ends with where a character's bytes are not all there."

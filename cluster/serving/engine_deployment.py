@@ -18,24 +18,24 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from ray import serve
 
-from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.serving.api_error import ApiError, refuse
-from rlhfspec.cluster.serving.engine_answers import AnswerWriter, event
-from rlhfspec.cluster.serving.engine_pool import EnginePool, PauseMode
-from rlhfspec.cluster.serving.engine_requests import Asked, RequestReader
-from rlhfspec.cluster.serving.request_bodies import (
+from ...core.errors import InputError, ModelError, WeightsError, describe_error
+from ...core.outside import user_path
+from ..placement.ray_session import RaySession
+from ..plan.run_plan import RunPlan
+from .api_error import ApiError, refuse
+from .engine_answers import AnswerWriter, event
+from .engine_pool import EnginePool, PauseMode
+from .engine_requests import Asked, RequestReader
+from .request_bodies import (
     ChatBody,
     CompletionBody,
     read_body,
     read_object,
     require_known,
 )
-from rlhfspec.cluster.serving.served_weights import LastPublished, forget_published, read_version
-from rlhfspec.cluster.serving.server_metrics import ServerMetrics
-from rlhfspec.cluster.serving.server_notes import ServerNotes
-from rlhfspec.core.errors import InputError, ModelError, WeightsError, describe_error
-from rlhfspec.core.outside import user_path
+from .served_weights import LastPublished, forget_published, read_version
+from .server_metrics import ServerMetrics
+from .server_notes import ServerNotes
 
 http = FastAPI(title="rlhfspec engine", openapi_url=None)
 

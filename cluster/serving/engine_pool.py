@@ -20,15 +20,9 @@ from typing import Any, Literal
 
 import ray
 
-from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.serving.api_error import ApiError
-from rlhfspec.cluster.serving.outcome_check import MOST_BYTES, OutcomeCheck
-from rlhfspec.cluster.system.system import GeneratingSystem, running_generation
-from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.core.errors import ModelError, describe_error
-from rlhfspec.core.records import (
+from ...core.decode_records import GenerationStats
+from ...core.errors import ModelError, describe_error
+from ...core.records import (
     EPOCHS_OF_A_ROUND,
     Completion,
     FinishReason,
@@ -36,6 +30,12 @@ from rlhfspec.core.records import (
     SampleRequest,
     as_asked,
 )
+from ..placement.ray_session import RaySession
+from ..plan.run_plan import RunPlan
+from ..system.system import GeneratingSystem, running_generation
+from ..weights.publish import PublishedWeights
+from .api_error import ApiError
+from .outcome_check import MOST_BYTES, OutcomeCheck
 
 logger = logging.getLogger(__name__)
 PauseMode = Literal["abort", "wait", "keep"]

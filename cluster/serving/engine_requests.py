@@ -18,26 +18,26 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.serving.api_error import ApiError, refuse
-from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, GenerationBody, require_known
-from rlhfspec.core.errors import InputError, ModelError
-from rlhfspec.core.outside import cut
-from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.core.settings.data import DataConfig
-from rlhfspec.core.surfaces.surface import note_once, surface
-from rlhfspec.engine.requests import require_can_be_sampled
-from rlhfspec.engine.weights.generation_settings import load_generation_settings
-from rlhfspec.engine.weights.loading import num_token_ids
-from rlhfspec.learning.data.chat_format import (
+from ...core.errors import InputError, ModelError
+from ...core.outside import cut
+from ...core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from ...core.settings.data import DataConfig
+from ...core.surfaces.surface import note_once, surface
+from ...engine.requests import require_can_be_sampled
+from ...engine.weights.generation_settings import load_generation_settings
+from ...engine.weights.loading import num_token_ids
+from ...learning.data.chat_format import (
     no_template,
     own_template,
     render_chat,
     require_written,
 )
-from rlhfspec.learning.data.encoding import encode_texts, prompt_ids
-from rlhfspec.learning.data.end_tokens import model_end_tokens, turn_end
-from rlhfspec.learning.data.messages import Tools, Turn, parse_turns, require_whole_text
-from rlhfspec.learning.data.template_variables import template_variables
+from ...learning.data.encoding import encode_texts, prompt_ids
+from ...learning.data.end_tokens import model_end_tokens, turn_end
+from ...learning.data.messages import Tools, Turn, parse_turns, require_whole_text
+from ...learning.data.template_variables import template_variables
+from .api_error import ApiError, refuse
+from .request_bodies import ChatBody, CompletionBody, GenerationBody, require_known
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 "Stop strings of a request, and characters of one: each is looked for in every step."

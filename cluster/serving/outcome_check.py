@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import ray
 
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.engine.model.comparison import continuation_fault
-from rlhfspec.engine.weights.chunks import require_names, unique_tensors, weight_views
-from rlhfspec.engine.weights.loading import build_causal_lm, num_token_ids
+from ...core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from ...engine.model.comparison import continuation_fault
+from ...engine.weights.chunks import require_names, unique_tensors, weight_views
+from ...engine.weights.loading import build_causal_lm, num_token_ids
+from ..plan.run_plan import RunPlan
+from ..weights.publish import PublishedWeights
 
 TOKENS = 16
 "Of the prompt, and of the response."

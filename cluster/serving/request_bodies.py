@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-from rlhfspec.cluster.serving.api_error import refuse
-from rlhfspec.core.outside import cut, quote
-from rlhfspec.core.surfaces.surface import note_once, surface
+from ...core.outside import cut, quote
+from ...core.surfaces.surface import note_once, surface
+from .api_error import refuse
 
 MAX_CHOICES = 1024
 "Responses to one prompt (`n`)."

@@ -14,13 +14,13 @@ from typing import Any
 
 from ray.experimental import internal_kv
 
-from rlhfspec.cluster.weights.first_weights import load_and_put
-from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.errors import ModelError, RlhfSpecError
-from rlhfspec.core.outside import quote, user_path
-from rlhfspec.core.settings.run import ModelsConfig
-from rlhfspec.core.surfaces.surface import surface
-from rlhfspec.engine.weights.loading import load_hf_config
+from ...core.errors import ModelError, RlhfSpecError
+from ...core.outside import quote, user_path
+from ...core.settings.run import ModelsConfig
+from ...core.surfaces.surface import surface
+from ...engine.weights.loading import load_hf_config
+from ..weights.first_weights import load_and_put
+from ..weights.publish import PublishedWeights
 
 _STORE = b"rlhfspec-served-weights"
 

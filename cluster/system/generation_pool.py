@@ -16,19 +16,19 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rlhfspec.actors.actor_messages import FinishedText, GenerationSpec, InstanceNumerics, LostInstance, Taken
-from rlhfspec.actors.generation.generation_actor import GenerationActor
-from rlhfspec.actors.waiting.deaths import DEATHS, last_line
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.cluster.plan.topology import PlacementContext, PlacementSlot, Topology, actor_options
-from rlhfspec.cluster.system.instance_table import InstanceTable
-from rlhfspec.cluster.system.phases import FinalReport, StartingInstance
-from rlhfspec.cluster.system.placement_slots import PlacementSlots
-from rlhfspec.cluster.system.pool_changes import PoolChanges
-from rlhfspec.cluster.system.scheduler_client import SchedulerClient
-from rlhfspec.cluster.weights.publish import PublishedWeights, publish
-from rlhfspec.core.config import ClusterConfig
-from rlhfspec.core.records import Rollout
+from ...actors.actor_messages import FinishedText, GenerationSpec, InstanceNumerics, LostInstance, Taken
+from ...actors.generation.generation_actor import GenerationActor
+from ...actors.waiting.deaths import DEATHS, last_line
+from ...actors.waiting.remote import Handle
+from ...core.config import ClusterConfig
+from ...core.records import Rollout
+from ..plan.topology import PlacementContext, PlacementSlot, Topology, actor_options
+from ..weights.publish import PublishedWeights, publish
+from .instance_table import InstanceTable
+from .phases import FinalReport, StartingInstance
+from .placement_slots import PlacementSlots
+from .pool_changes import PoolChanges
+from .scheduler_client import SchedulerClient
 
 
 class GenerationPool:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.cluster.plan.topology import PlacementSlot
-from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.policies.scheduling.members import KEPT_GONE, InstanceState
+from ...actors.waiting.remote import Handle
+from ...core.decode_records import GenerationStats
+from ...policies.scheduling.members import KEPT_GONE, InstanceState
+from ..plan.topology import PlacementSlot
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,15 +16,15 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rlhfspec.actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
-from rlhfspec.actors.generation.trace_events import TraceEvent
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.waiting import get, no_answer, wait_any
-from rlhfspec.actors.waiting.watch import LOOK_S, OpenWait
-from rlhfspec.cluster.plan.topology import PlacementSlot
-from rlhfspec.cluster.system.placement_slots import PlacementSlots, is_placed
-from rlhfspec.cluster.weights.publish import PublishedWeights, confirm
-from rlhfspec.core.errors import InstanceLost, NodeDied, RlhfSpecError, WaitTimeout
+from ...actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
+from ...actors.generation.trace_events import TraceEvent
+from ...actors.waiting.remote import Handle
+from ...actors.waiting.waiting import get, no_answer, wait_any
+from ...actors.waiting.watch import LOOK_S, OpenWait
+from ...core.errors import InstanceLost, NodeDied, RlhfSpecError, WaitTimeout
+from ..plan.topology import PlacementSlot
+from ..weights.publish import PublishedWeights, confirm
+from .placement_slots import PlacementSlots, is_placed
 
 LOGGED_AFTER_S = 20.0
 "Without a place for so long, what is missing is said; the wish stays open, since nodes may still come."

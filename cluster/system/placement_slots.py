@@ -20,8 +20,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from rlhfspec.cluster.placement.machine import num_cores
-from rlhfspec.cluster.plan.topology import POOL_LABEL, PlacementSlot, Topology, amounts, gaps
+from ..placement.machine import num_cores
+from ..plan.topology import POOL_LABEL, PlacementSlot, Topology, amounts, gaps
 
 
 class PlacementSlots:

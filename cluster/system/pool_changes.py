@@ -12,20 +12,20 @@ from collections.abc import Callable, Mapping
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rlhfspec.actors.actor_messages import LostInstance, Taken
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.actors.waiting.restart_budget import RestartBudget
-from rlhfspec.actors.waiting.waiting import awake_s
-from rlhfspec.cluster.plan.topology import PlacementSlot, Topology
-from rlhfspec.cluster.system.instance_table import Instance, InstanceTable
-from rlhfspec.cluster.system.phases import LeavingInstances, Ready, StartingInstance, StartingInstances
-from rlhfspec.cluster.system.placement_slots import PlacementSlots, announced_ends
-from rlhfspec.cluster.system.scheduler_client import SchedulerClient
-from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.config import ClusterConfig
-from rlhfspec.core.errors import InstanceLost, WaitTimeout
-from rlhfspec.policies.scaling.scaling_records import Resize, Starts
-from rlhfspec.policies.scheduling.members import InstanceState
+from ...actors.actor_messages import LostInstance, Taken
+from ...actors.waiting import run_metrics
+from ...actors.waiting.restart_budget import RestartBudget
+from ...actors.waiting.waiting import awake_s
+from ...core.config import ClusterConfig
+from ...core.errors import InstanceLost, WaitTimeout
+from ...policies.scaling.scaling_records import Resize, Starts
+from ...policies.scheduling.members import InstanceState
+from ..plan.topology import PlacementSlot, Topology
+from ..weights.publish import PublishedWeights
+from .instance_table import Instance, InstanceTable
+from .phases import LeavingInstances, Ready, StartingInstance, StartingInstances
+from .placement_slots import PlacementSlots, announced_ends
+from .scheduler_client import SchedulerClient
 
 _OF_RANKS = "; an instance ends with any of its ranks, and its log says with which"
 INCIDENT_S = 60.0

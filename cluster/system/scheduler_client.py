@@ -15,17 +15,17 @@ from typing import Any
 
 import ray
 
-from rlhfspec.actors.actor_messages import HeldSamples, LostInstance, Rejoined, SchedulerSettings, Taken
-from rlhfspec.actors.waiting import run_metrics
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.restart_budget import RestartBudget
-from rlhfspec.actors.waiting.waiting import ActorDied, awake_s, get
-from rlhfspec.cluster.system.instance_table import InstanceTable
-from rlhfspec.core.decode_records import GenerationStats
-from rlhfspec.core.errors import InstanceLost, SchedulerLost, WaitTimeout
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.policies.scaling.scaling_records import Starts
-from rlhfspec.policies.scheduling.members import InstanceState
+from ...actors.actor_messages import HeldSamples, LostInstance, Rejoined, SchedulerSettings, Taken
+from ...actors.waiting import run_metrics
+from ...actors.waiting.remote import Handle
+from ...actors.waiting.restart_budget import RestartBudget
+from ...actors.waiting.waiting import ActorDied, awake_s, get
+from ...core.decode_records import GenerationStats
+from ...core.errors import InstanceLost, SchedulerLost, WaitTimeout
+from ...core.records import Completion, SampleKey, SampleRequest
+from ...policies.scaling.scaling_records import Starts
+from ...policies.scheduling.members import InstanceState
+from .instance_table import InstanceTable
 
 SCHEDULER = "scheduler"
 _GRACE_S = 5.0

@@ -13,30 +13,30 @@ from typing import Any
 from ray.util.placement_group import remove_placement_group
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.actors.actor_messages import Taken
-from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
-from rlhfspec.actors.waiting.node import own_raylet, watching_raylet
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.watch import open_waits, waits_noted, watching
-from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
-from rlhfspec.cluster.placement.ray_session import RaySession
-from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts
-from rlhfspec.cluster.plan.reward_plan import scoring_timeout_s
-from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.plan.topology import PlacementContext, Topology, actor_options, place
-from rlhfspec.cluster.run.episodes import Episodes, start_episodes
-from rlhfspec.cluster.system.generation_pool import GenerationPool
-from rlhfspec.cluster.system.instance_table import InstanceTable
-from rlhfspec.cluster.system.placement_slots import PlacementSlots, cores_of, lost_machines
-from rlhfspec.cluster.system.scheduler_client import SchedulerClient, scheduler_name
-from rlhfspec.cluster.system.trainer_pool import TrainerPool
-from rlhfspec.cluster.weights.first_weights import first_draft, load_and_put
-from rlhfspec.cluster.weights.group_publication import Broadcast
-from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.config import Config
-from rlhfspec.core.records import Completion, SampleRequest, SamplingParams
-from rlhfspec.learning.data.cursor import PromptCursor
-from rlhfspec.learning.data.prompts import sampling_params
+from ...actors.actor_messages import Taken
+from ...actors.scheduling.scheduler_actor import SchedulerActor
+from ...actors.waiting.node import own_raylet, watching_raylet
+from ...actors.waiting.remote import Handle
+from ...actors.waiting.watch import open_waits, waits_noted, watching
+from ...actors.workers.reward_actors import RewardActor, RewardPool
+from ...core.config import Config
+from ...core.records import Completion, SampleRequest, SamplingParams
+from ...learning.data.cursor import PromptCursor
+from ...learning.data.prompts import sampling_params
+from ..placement.ray_session import RaySession
+from ..plan.evaluation_prompts import EvaluationPrompts
+from ..plan.reward_plan import scoring_timeout_s
+from ..plan.run_plan import RunPlan
+from ..plan.topology import PlacementContext, Topology, actor_options, place
+from ..run.episodes import Episodes, start_episodes
+from ..weights.first_weights import first_draft, load_and_put
+from ..weights.group_publication import Broadcast
+from ..weights.publish import PublishedWeights
+from .generation_pool import GenerationPool
+from .instance_table import InstanceTable
+from .placement_slots import PlacementSlots, cores_of, lost_machines
+from .scheduler_client import SchedulerClient, scheduler_name
+from .trainer_pool import TrainerPool
 
 logger = logging.getLogger(__name__)
 

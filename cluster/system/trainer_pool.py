@@ -15,19 +15,19 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import GetTimeoutError
 
-from rlhfspec.actors.actor_messages import TrainerSpec
-from rlhfspec.actors.waiting.heartbeat import Heartbeat
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.waiting import awake_s, get, get_all, wait_any
-from rlhfspec.actors.workers.trainer_actor import TrainerActor
-from rlhfspec.cluster.plan.topology import PlacementContext, PlacementSlot, actor_options
-from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights, confirm
-from rlhfspec.core.config import ClusterConfig
-from rlhfspec.core.errors import InstanceLost, WaitTimeout
-from rlhfspec.core.records import UpdateReport
-from rlhfspec.core.weight_records import DigestKind
-from rlhfspec.learning.drafts.draft_learner import RefitReport
-from rlhfspec.learning.trainer.reloaded import Said
+from ...actors.actor_messages import TrainerSpec
+from ...actors.waiting.heartbeat import Heartbeat
+from ...actors.waiting.remote import Handle
+from ...actors.waiting.waiting import awake_s, get, get_all, wait_any
+from ...actors.workers.trainer_actor import TrainerActor
+from ...core.config import ClusterConfig
+from ...core.errors import InstanceLost, WaitTimeout
+from ...core.records import UpdateReport
+from ...core.weight_records import DigestKind
+from ...learning.drafts.draft_learner import RefitReport
+from ...learning.trainer.reloaded import Said
+from ..plan.topology import PlacementContext, PlacementSlot, actor_options
+from ..weights.publish import Fetching, PublishedWeights, confirm
 
 _ANSWERS_WITHIN_S = 20.0
 "For a trainer that lives to say so: on a starved machine that takes a while."

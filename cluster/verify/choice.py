@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollouts import SampleLocation, locations_in, rollout_files
-from rlhfspec.cluster.folder.run_time import of_folder
-from rlhfspec.cluster.verify.kept_weights import KeptWeights
-from rlhfspec.cluster.verify.verification import Difference, Verification
-from rlhfspec.core.config import Config
-from rlhfspec.core.config_io import load_config
-from rlhfspec.core.errors import ConfigError, DataError
+from ...core.config import Config
+from ...core.config_io import load_config
+from ...core.errors import ConfigError, DataError
+from ..folder.layout import RunDir
+from ..folder.rollouts import SampleLocation, locations_in, rollout_files
+from ..folder.run_time import of_folder
+from .kept_weights import KeptWeights
+from .verification import Difference, Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

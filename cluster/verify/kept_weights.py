@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhfspec.cluster.folder.iteration_logs import read_weights_log
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.verify.verification import Difference
-from rlhfspec.core.checkpoint_manifest import MANIFEST, CheckpointDamaged, has_manifest, verify_checkpoint
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.files import PARTIAL, REPLACED
+from ...core.checkpoint_manifest import MANIFEST, CheckpointDamaged, has_manifest, verify_checkpoint
+from ...core.errors import ModelError
+from ...core.files import PARTIAL, REPLACED
+from ..folder.iteration_logs import read_weights_log
+from ..folder.layout import RunDir
+from .verification import Difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,27 +15,27 @@ from queue import SimpleQueue
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.folder.rollouts import Recorded
-from rlhfspec.cluster.verify.choice import RecordedRun
-from rlhfspec.cluster.verify.kept_weights import KeptModel
-from rlhfspec.core.errors import DataError, ModelError, NotFiniteError, WeightsError
-from rlhfspec.core.records import Completion, FinishReason, History, SampleKey, SampleRequest, SamplingParams
-from rlhfspec.core.sample_state import SampleState
-from rlhfspec.core.weight_records import kind_of
-from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.drafters.record_drafter import RecordDrafter
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.invariance_probe import KeptVerdicts
-from rlhfspec.engine.numerics import use_threads
-from rlhfspec.engine.requests import require_can_go_on
-from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.engine.weights.chunks import pack_tensors, pack_weights, weight_views
-from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
-from rlhfspec.engine.weights.stored_weights import stored_weights
-from rlhfspec.learning.data.end_tokens import stop_strings
-from rlhfspec.policies.drafting.baselines import FixedPolicy
-from rlhfspec.policies.drafting.draft_policy import DraftPolicy
+from ...core.errors import DataError, ModelError, NotFiniteError, WeightsError
+from ...core.records import Completion, FinishReason, History, SampleKey, SampleRequest, SamplingParams
+from ...core.sample_state import SampleState
+from ...core.weight_records import kind_of
+from ...engine.build import build_engine
+from ...engine.drafters.head.head_weights import HeadWeights
+from ...engine.drafters.record_drafter import RecordDrafter
+from ...engine.engine import Engine
+from ...engine.model.invariance_probe import KeptVerdicts
+from ...engine.numerics import use_threads
+from ...engine.requests import require_can_go_on
+from ...engine.weights.causal_lm import CausalLM
+from ...engine.weights.chunks import pack_tensors, pack_weights, weight_views
+from ...engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
+from ...engine.weights.stored_weights import stored_weights
+from ...learning.data.end_tokens import stop_strings
+from ...policies.drafting.baselines import FixedPolicy
+from ...policies.drafting.draft_policy import DraftPolicy
+from ..folder.rollouts import Recorded
+from .choice import RecordedRun
+from .kept_weights import KeptModel
 
 NUM_NODES = 16
 "Drafted at a step; more rows a forward are no faster on a CPU thread, and the tails of responses are wasted."

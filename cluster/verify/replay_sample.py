@@ -9,27 +9,27 @@ from typing import cast
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollouts import Recorded, read_recorded
-from rlhfspec.cluster.plan.drafts import MtpLayer, what_drafts
-from rlhfspec.cluster.plan.inputs import read_tokenizer
-from rlhfspec.cluster.verify.choice import RecordedRun, all_locations, why_not_here
-from rlhfspec.cluster.verify.kept_weights import KeptWeights, find_weights
-from rlhfspec.cluster.verify.regeneration import Regenerator, Work
-from rlhfspec.cluster.verify.verification import Difference, Verification, completion_differences
-from rlhfspec.core.checkpoint_manifest import has_manifest
-from rlhfspec.core.errors import DataError, ModelError, WeightsError
-from rlhfspec.core.records import Completion
-from rlhfspec.core.settings.generation import SpeculationConfig
-from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.decoding.verify import Verdict
-from rlhfspec.engine.drafters.drafter import Drafter
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.learning.data.prompts import sampling_params
-from rlhfspec.policies.drafting.baselines import FixedPolicy
-from rlhfspec.policies.drafting.draft_policy import DraftPolicy
+from ...core.checkpoint_manifest import has_manifest
+from ...core.errors import DataError, ModelError, WeightsError
+from ...core.records import Completion
+from ...core.settings.generation import SpeculationConfig
+from ...engine.decoding.draft_tree import DEAD, DraftTree
+from ...engine.decoding.running_batch import RunningBatch
+from ...engine.decoding.verify import Verdict
+from ...engine.drafters.drafter import Drafter
+from ...engine.drafters.head.head_weights import HeadWeights
+from ...engine.weights.causal_lm import CausalLM
+from ...learning.data.prompts import sampling_params
+from ...policies.drafting.baselines import FixedPolicy
+from ...policies.drafting.draft_policy import DraftPolicy
+from ..folder.layout import RunDir
+from ..folder.rollouts import Recorded, read_recorded
+from ..plan.drafts import MtpLayer, what_drafts
+from ..plan.inputs import read_tokenizer
+from .choice import RecordedRun, all_locations, why_not_here
+from .kept_weights import KeptWeights, find_weights
+from .regeneration import Regenerator, Work
+from .verification import Difference, Verification, completion_differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

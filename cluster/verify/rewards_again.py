@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.folder.rollouts import Recorded
-from rlhfspec.cluster.plan.reward_plan import resolved_reward
-from rlhfspec.cluster.verify.choice import RecordedRun
-from rlhfspec.cluster.verify.verification import Difference, reward_differences
-from rlhfspec.core.config import EnvironmentConfig, RewardConfig
-from rlhfspec.core.errors import InputError
-from rlhfspec.core.records import Completion, Prompt, ResponseFacts, Reward
-from rlhfspec.learning.data.prompts import load_prompts
-from rlhfspec.learning.rewards.reward_function import build_reward
+from ...core.config import EnvironmentConfig, RewardConfig
+from ...core.errors import InputError
+from ...core.records import Completion, Prompt, ResponseFacts, Reward
+from ...learning.data.prompts import load_prompts
+from ...learning.rewards.reward_function import build_reward
+from ..folder.rollouts import Recorded
+from ..plan.reward_plan import resolved_reward
+from .choice import RecordedRun
+from .verification import Difference, reward_differences
 
 _RULES = ("chain", "one_sentence", "gsm8k", "format")
 "Read text and reference alone, which rollout files keep."

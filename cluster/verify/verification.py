@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfspec.core.records import Completion, Reward
+from ...core.records import Completion, Reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

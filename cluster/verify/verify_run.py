@@ -11,15 +11,24 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.rollouts import Recorded, SampleLocation, read_recorded
-from rlhfspec.cluster.observe.outcome_checks import faults
-from rlhfspec.cluster.placement.machine import memory_bytes, num_cores
-from rlhfspec.cluster.plan.inputs import read_tokenizer
-from rlhfspec.cluster.plan.model_files import count_params
-from rlhfspec.cluster.verify.choice import RecordedRun, all_locations, drawn, verifiable
-from rlhfspec.cluster.verify.kept_weights import KeptWeights, find_weights
-from rlhfspec.cluster.verify.regeneration import (
+from ...core.errors import DataError, InputError
+from ...core.metrics import read_metrics
+from ...core.records import Completion
+from ...core.settings.run import ModelsConfig
+from ...engine.model.compute_backend import ComputeBackend
+from ...engine.weights.causal_lm import max_context_tokens
+from ...engine.weights.loading import load_hf_config
+from ...learning.data.prompts import sampling_params
+from ...learning.rewards.written_text import response_text, text_without_special_tokens
+from ..folder.layout import RunDir
+from ..folder.rollouts import Recorded, SampleLocation, read_recorded
+from ..observe.outcome_checks import faults
+from ..placement.machine import memory_bytes, num_cores
+from ..plan.inputs import read_tokenizer
+from ..plan.model_files import count_params
+from .choice import RecordedRun, all_locations, drawn, verifiable
+from .kept_weights import KeptWeights, find_weights
+from .regeneration import (
     NotLoaded,
     OtherWeights,
     Regenerated,
@@ -27,17 +36,8 @@ from rlhfspec.cluster.verify.regeneration import (
     Work,
     regenerate,
 )
-from rlhfspec.cluster.verify.rewards_again import RewardsAgain
-from rlhfspec.cluster.verify.verification import Difference, Verification, completion_differences
-from rlhfspec.core.errors import DataError, InputError
-from rlhfspec.core.metrics import read_metrics
-from rlhfspec.core.records import Completion
-from rlhfspec.core.settings.run import ModelsConfig
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.weights.causal_lm import max_context_tokens
-from rlhfspec.engine.weights.loading import load_hf_config
-from rlhfspec.learning.data.prompts import sampling_params
-from rlhfspec.learning.rewards.written_text import response_text, text_without_special_tokens
+from .rewards_again import RewardsAgain
+from .verification import Difference, Verification, completion_differences
 
 Tick = Callable[[str, float], None]
 "Told a stage and how much of it is done, from 0 to 1."

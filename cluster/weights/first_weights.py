@@ -7,15 +7,15 @@ from typing import Literal
 import ray
 from transformers import PreTrainedModel
 
-from rlhfspec.cluster.plan.drafts import DraftModel, Drafts
-from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.settings.run import ModelsConfig
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.drafters.head.published_head import pack_head
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.chunks import WeightPacker, pack_weights
-from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, require_finite
-from rlhfspec.engine.weights.stored_weights import stored_weights
+from ...core.settings.run import ModelsConfig
+from ...engine.drafters.head.head_weights import HeadWeights
+from ...engine.drafters.head.published_head import pack_head
+from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.chunks import WeightPacker, pack_weights
+from ...engine.weights.loading import load_causal_lm, load_hf_config, require_finite
+from ...engine.weights.stored_weights import stored_weights
+from ..plan.drafts import DraftModel, Drafts
+from .publish import PublishedWeights
 
 
 def load_and_put(

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rlhfspec.actors.actor_messages import LoadedWeights, SentWeights
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.waiting import awake_s, get
-from rlhfspec.cluster.system.trainer_pool import TrainerPool
-from rlhfspec.cluster.weights.publish import PublishedWeights, confirm, part_seconds
-from rlhfspec.core.config import ClusterConfig
-from rlhfspec.core.errors import InstanceLost, NumericsError, RlhfSpecError
-from rlhfspec.core.weight_records import DEVICE_BUCKET_BYTES, WORDS, WeightManifest
+from ...actors.actor_messages import LoadedWeights, SentWeights
+from ...actors.waiting.remote import Handle
+from ...actors.waiting.waiting import awake_s, get
+from ...core.config import ClusterConfig
+from ...core.errors import InstanceLost, NumericsError, RlhfSpecError
+from ...core.weight_records import DEVICE_BUCKET_BYTES, WORDS, WeightManifest
+from ..system.trainer_pool import TrainerPool
+from .publish import PublishedWeights, confirm, part_seconds
 
 if TYPE_CHECKING:
-    from rlhfspec.actors.transport.broadcast import BroadcastForm
+    from ...actors.transport.broadcast import BroadcastForm
 
 JOIN_TIMEOUT_S = 30.0
 "For all members to come, and for each bucket."

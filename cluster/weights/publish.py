@@ -14,12 +14,12 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
-from rlhfspec.actors.actor_messages import LoadedWeights
-from rlhfspec.actors.waiting.remote import Handle
-from rlhfspec.actors.waiting.waiting import awake_s, get, get_all
-from rlhfspec.actors.waiting.watch import LOOK_S
-from rlhfspec.core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout, WeightsError
-from rlhfspec.core.weight_records import DigestKind, WeightManifest
+from ...actors.actor_messages import LoadedWeights
+from ...actors.waiting.remote import Handle
+from ...actors.waiting.waiting import awake_s, get, get_all
+from ...actors.waiting.watch import LOOK_S
+from ...core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout, WeightsError
+from ...core.weight_records import DigestKind, WeightManifest
 
 _Brought = TypeVar("_Brought")
 _GRACE_S = 5.0

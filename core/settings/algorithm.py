@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfspec.core.settings.correction import CorrectionConfig, require_level
-from rlhfspec.core.settings.generation import RolloutConfig
-from rlhfspec.core.settings.section import Name, Section
+from .correction import CorrectionConfig, require_level
+from .generation import RolloutConfig
+from .section import Name, Section
 
 Kind = Literal[
     "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhfspec.core.settings.section import Seconds, Section
+from .section import Seconds, Section
 
 MAX_ACTORS = 4096
 LEAST_HEARTBEATS = 5

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfspec.core.settings.section import Section
+from .section import Section
 
 CorrectionKind = Literal["none", "tis", "sequence_tis", "icepop", "mis", "geometric", "decoupled"]
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhfspec.core.settings.section import Name, PromptTemplate, Section, UserPath
+from .section import Name, PromptTemplate, Section, UserPath
 
 MAX_DRAWN_PROBLEMS = 1_000_000
 _TEMPLATE_ARGUMENTS = frozenset(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from rlhfspec.core.ranges import LEAST_TEMPERATURE
-from rlhfspec.core.settings.data import DataConfig
-from rlhfspec.core.settings.reward import RewardConfig
-from rlhfspec.core.settings.section import Name, Section
+from ..ranges import LEAST_TEMPERATURE
+from .data import DataConfig
+from .reward import RewardConfig
+from .section import Name, Section
 
 MAX_SAMPLES_PER_PROMPT = 1024
 BEST_METRICS = ("eval/reward_mean", "eval/accuracy", "eval/mean_at_k", "eval/pass_at_k", "eval/best_at_k")

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlhfspec.core.ranges import LEAST_TEMPERATURE
-from rlhfspec.core.settings.section import MAX_THREADS, Seconds, Section, UserPath
+from ..ranges import LEAST_TEMPERATURE
+from .section import MAX_THREADS, Seconds, Section, UserPath
 
 StopString = Annotated[str, Field(min_length=1)]
 DRAFTERS_ELSEWHERE = {

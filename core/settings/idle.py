@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rlhfspec.core.settings.algorithm import ALGORITHMS, AlgorithmConfig
-from rlhfspec.core.settings.section import Section
+from .algorithm import ALGORITHMS, AlgorithmConfig
+from .section import Section
 
 if TYPE_CHECKING:
-    from rlhfspec.core.config import Config
-    from rlhfspec.core.settings.supervised import SupervisedConfig
+    from ..config import Config
+    from .supervised import SupervisedConfig
 
 _Row = tuple[str, Callable[[Any, Any], object], str]
 "Section and names in it (`*`: all but those behind it), whether they are idle (of config, section), why."

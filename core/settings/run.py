@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from rlhfspec.core.settings.section import Moment, Name, Section, UserPath, folder_name
+from .section import Moment, Name, Section, UserPath, folder_name
 
 CACHE_DIR = "~/.cache/rlhfspec"
 

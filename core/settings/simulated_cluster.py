@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhfspec.core.settings.section import Name, Section, UserPath
+from .section import Name, Section, UserPath
 
 Share = Annotated[float, Field(ge=1e-3, le=1.0)]
 Count = Annotated[int, Field(ge=1, le=10**7)]

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhfspec.core.settings.cluster import ClusterConfig
-from rlhfspec.core.settings.run import CACHE_DIR
-from rlhfspec.core.settings.section import (
+from .cluster import ClusterConfig
+from .run import CACHE_DIR
+from .section import (
     MAX_THREADS,
     Moment,
     Name,
@@ -17,7 +17,7 @@ from rlhfspec.core.settings.section import (
     UserPath,
     folder_name,
 )
-from rlhfspec.core.settings.trainer import Beta, ComputeDtype, LoraConfig
+from .trainer import Beta, ComputeDtype, LoraConfig
 
 USUAL_TOKENS = 1024
 "Of a sequence at most, where data.max_tokens says nothing."

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhfspec.core.settings.section import Name, Section
+from .section import Name, Section
 
 
 class WandbConfig(Section):

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlhfspec.core.settings.generation import SpeculationConfig
-from rlhfspec.core.settings.section import MAX_THREADS, Name, Section
+from .generation import SpeculationConfig
+from .section import MAX_THREADS, Name, Section
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhfspec.core.outside import cut, quote
+from ..outside import cut, quote
 
 logger = logging.getLogger(__name__)
 TABLES = Path(__file__).parent

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.engine.attention.backends import MIN_ROWS
-from rlhfspec.engine.upload import upload
+from ..upload import upload
+from .backends import MIN_ROWS
 
 
 def pack_queries(qkv: Float[Tensor, "M Hkv G E"], batch: int) -> Float[Tensor, "N R E"]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import MIN_ROWS
+from .backends import MIN_ROWS
 
 NEG_INF = float("-inf")
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.attention.backends import SHARE_BIAS, reference_attention
+from ...core.errors import ConfigError
+from .backends import SHARE_BIAS, reference_attention
 
 VERSION = "0.0.35"
 

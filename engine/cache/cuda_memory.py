@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.engine.cache.kv_memory import OnPages, Pages, PoolShape
+from ...core.errors import RlhfSpecError
+from .kv_memory import OnPages, Pages, PoolShape
 
 SPARE_GROWTHS = 2
 "Of how many growing samples the pages are kept; making one takes longer than mapping it."

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from rlhfspec.core.records import SampleKey
+from ...core.records import SampleKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.attention.visibility import count_up
-from rlhfspec.engine.cache.cuda_memory import MappedMemory
-from rlhfspec.engine.cache.cuda_pages import CudaPages
-from rlhfspec.engine.cache.kv_memory import (
+from ...core.errors import ModelError
+from ..attention.visibility import count_up
+from .cuda_memory import MappedMemory
+from .cuda_pages import CudaPages
+from .kv_memory import (
     KVMemory,
     PagedHostMemory,
     PoolShape,

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.engine.cache.kv_pool import KVPool
+from ...core.errors import RlhfSpecError
+from .kv_pool import KVPool
 
 
 class LeaseEnded(RlhfSpecError):

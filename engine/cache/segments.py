@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from rlhfspec.engine.cache.kv_pool import KVPool
+from .kv_pool import KVPool
 
 SEGMENT_FIELDS = ("slot", "first", "count", "start", "base", "columns", "seen", "depth")
 """Of each segment, as 64-bit integers: its slot; its first packed token and their number; the position of the first;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 
-from rlhfspec.core.errors import ConfigError
+from ...core.errors import ConfigError
 
 
 class SharedFile:

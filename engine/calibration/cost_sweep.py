@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.records import SampleKey, SampleRequest, Stream
-from rlhfspec.engine.engine import Engine
-from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
-from rlhfspec.profiles.cost import CostTable, Shape
+from ...core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from ...core.errors import ConfigError
+from ...core.records import SampleKey, SampleRequest, Stream
+from ...policies.drafting.draft_policy import DraftLaw, Proposal
+from ...profiles.cost import CostTable, Shape
+from ..engine import Engine
 
 SHAPES = ((1, 1, 16), (2, 2, 8), (3, 3, 5))
 "Branching, width, levels of the recorded drafts; the chain first."

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.records import SampleRequest
-from rlhfspec.engine.decoding.draft_tree import DraftTree
-from rlhfspec.engine.decoding.verify import Verdict
-from rlhfspec.engine.drafters.refinement import Scorer
-from rlhfspec.profiles.acceptance import AcceptanceModel
-from rlhfspec.profiles.recording import DraftRecording
+from ...core.errors import ConfigError
+from ...core.records import SampleRequest
+from ...profiles.acceptance import AcceptanceModel
+from ...profiles.recording import DraftRecording
+from ..decoding.draft_tree import DraftTree
+from ..decoding.verify import Verdict
+from ..drafters.refinement import Scorer
 
 
 class RecordingScorer(Scorer):

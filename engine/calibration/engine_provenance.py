@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from rlhfspec.core.config import EngineConfig
-from rlhfspec.core.records import SamplingParams
-from rlhfspec.engine.cache.kv_pool import KVShape
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.drafters.head.published_head import head_checksum
-from rlhfspec.engine.model.llama_model import LlamaModel
-from rlhfspec.engine.numerics import choose_backend, kernels_for, resolve_device, resolve_numerics
-from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.engine.weights.chunks import model_checksum
-from rlhfspec.profiles.provenance import Provenance
+from ...core.config import EngineConfig
+from ...core.records import SamplingParams
+from ...profiles.provenance import Provenance
+from ..cache.kv_pool import KVShape
+from ..drafters.head.head_weights import HeadWeights
+from ..drafters.head.published_head import head_checksum
+from ..model.llama_model import LlamaModel
+from ..numerics import choose_backend, kernels_for, resolve_device, resolve_numerics
+from ..weights.causal_lm import CausalLM
+from ..weights.chunks import model_checksum
 
 ENGINE_CODE = "rows of attention abreast"
 "To be renamed when decode steps take another time than before: old profiles are then measured anew."

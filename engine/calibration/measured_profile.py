@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
-from rlhfspec.core.records import SampleRequest
-from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.calibration.profiler import (
+from ...core.config import EngineConfig, SpeculationConfig
+from ...core.records import SampleRequest
+from ...profiles.provenance import Provenance
+from ..build import build_engine
+from ..drafters.head.head_weights import HeadWeights
+from ..model.compute_backend import ComputeBackend
+from ..model.invariance_probe import KeptVerdicts
+from ..weights.causal_lm import CausalLM
+from .profiler import (
     MAX_PROFILED_NODES,
     MadeProfile,
     Placeholder,
@@ -15,12 +20,7 @@ from rlhfspec.engine.calibration.profiler import (
     make_profile,
     make_verification_profile,
 )
-from rlhfspec.engine.calibration.random_chains import RandomChains
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.invariance_probe import KeptVerdicts
-from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.profiles.provenance import Provenance
+from .random_chains import RandomChains
 
 
 def measured_profile(

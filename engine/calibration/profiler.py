@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from rlhfspec.core.records import SampleRequest
-from rlhfspec.engine.calibration.cost_sweep import MAX_PROFILED_NODES, SHAPES, sweep_costs
-from rlhfspec.engine.calibration.draft_recorder import RecordingScorer
-from rlhfspec.engine.drafters.refinement import Scorer
-from rlhfspec.engine.engine import Engine
-from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
-from rlhfspec.profiles.acceptance import AcceptanceModel, fit_acceptance
-from rlhfspec.profiles.cost import CostTable, fit_costs, join_costs
-from rlhfspec.profiles.profile import Profile, YieldCurve
-from rlhfspec.profiles.provenance import Provenance
-from rlhfspec.profiles.quality import acceptance_quality, cost_quality
-from rlhfspec.profiles.recording import DraftRecording, join_nodes
+from ...core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from ...core.records import SampleRequest
+from ...policies.drafting.draft_policy import DraftLaw, Proposal
+from ...profiles.acceptance import AcceptanceModel, fit_acceptance
+from ...profiles.cost import CostTable, fit_costs, join_costs
+from ...profiles.profile import Profile, YieldCurve
+from ...profiles.provenance import Provenance
+from ...profiles.quality import acceptance_quality, cost_quality
+from ...profiles.recording import DraftRecording, join_nodes
+from ..drafters.refinement import Scorer
+from ..engine import Engine
+from .cost_sweep import MAX_PROFILED_NODES, SHAPES, sweep_costs
+from .draft_recorder import RecordingScorer
 
 CURVE_NODES = 24
 NOTHING_DRAFTED = (YieldCurve(branching=1, width=1, levels=1, curve=(0.0, 0.0)),)

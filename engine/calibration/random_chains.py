@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec.core.decode_records import Budget
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.drafters.drafter import Drafter
-from rlhfspec.engine.drafters.refinement import Refinement
+from ...core.decode_records import Budget
+from ..decoding.noise import Noise
+from ..decoding.running_batch import RunningBatch
+from ..drafters.drafter import Drafter
+from ..drafters.refinement import Refinement
 
 
 class RandomChains(Drafter):

@@ -16,8 +16,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from rlhfspec.engine.cache.segments import SEGMENT_FIELDS
-from rlhfspec.engine.cpu.writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
+from ..cache.segments import SEGMENT_FIELDS
+from .writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
 
 VECTORS_TOGETHER = 4
 "Of a head: their means are summed at a time, and the sums of at least two rows stay in registers."

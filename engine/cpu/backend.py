@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cpu.chain import NativeChain
-from rlhfspec.engine.cpu.forward import NativeForward, NativeLayer
-from rlhfspec.engine.cpu.noise_on_demand import CpuNoiseSource
-from rlhfspec.engine.cpu.pool_attention import CpuAttention
-from rlhfspec.engine.cpu.sampling import LEAST_VOCABULARY
-from rlhfspec.engine.cpu.streamed_linear import StreamedLinear
-from rlhfspec.engine.model.compute_backend import ComputeBackend, FusedForward
-from rlhfspec.engine.model.linears import Decoder, Linear
+from ..cache.kv_pool import KVPool
+from ..model.compute_backend import ComputeBackend, FusedForward
+from ..model.linears import Decoder, Linear
+from .chain import NativeChain
+from .forward import NativeForward, NativeLayer
+from .noise_on_demand import CpuNoiseSource
+from .pool_attention import CpuAttention
+from .sampling import LEAST_VOCABULARY
+from .streamed_linear import StreamedLinear
 
 
 class CpuBackend(ComputeBackend):

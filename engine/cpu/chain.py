@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cache.segments import segments_of
-from rlhfspec.engine.cpu.forward import NativeForward
-from rlhfspec.engine.cpu.program import Program, native_code
-from rlhfspec.engine.cpu.sampling import leaders_name
+from ..cache.kv_pool import KVPool
+from ..cache.segments import segments_of
+from .forward import NativeForward
+from .program import Program, native_code
+from .sampling import leaders_name
 
 LEADERS = 2
 "The next token, and the one that it leads: by how much tells how likely it is accepted."

@@ -10,15 +10,15 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import LOG2_E
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cache.segments import Segments
-from rlhfspec.engine.cpu.pool_attention import block_tokens
-from rlhfspec.engine.cpu.products import PANEL
-from rlhfspec.engine.cpu.program import Program, native_code
-from rlhfspec.engine.cpu.streamed_linear import StreamedLinear
-from rlhfspec.engine.model.compute_backend import SeesHidden
-from rlhfspec.engine.model.linears import Decoder, Layer, Linear, ReducedLinear, same_bits
+from ..attention.backends import LOG2_E
+from ..cache.kv_pool import KVPool
+from ..cache.segments import Segments
+from ..model.compute_backend import SeesHidden
+from ..model.linears import Decoder, Layer, Linear, ReducedLinear, same_bits
+from .pool_attention import block_tokens
+from .products import PANEL
+from .program import Program, native_code
+from .streamed_linear import StreamedLinear
 
 MIN_TOKENS = 64
 "Room for fewer is not made."

@@ -9,7 +9,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from rlhfspec.engine.model.linears import has_avx512
+from ..model.linears import has_avx512
 
 SHARED = "rlhfspec_"
 "Before the names that the process knows functions by."

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from rlhfspec.engine.attention.backends import LOG2_E
-from rlhfspec.engine.cache.segments import SEGMENT_FIELDS
-from rlhfspec.engine.cpu.writer import ADDRESS, FLOAT, INTEGER, VECTOR, WIDTH, Writer
+from ..attention.backends import LOG2_E
+from ..cache.segments import SEGMENT_FIELDS
+from .writer import ADDRESS, FLOAT, INTEGER, VECTOR, WIDTH, Writer
 
 NORMS = {
     **dict.fromkeys(("out", "x", "gains"), ADDRESS),

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.cpu.sampling import LEAST_VOCABULARY
-from rlhfspec.engine.cpu.tokens import CpuNoise, gumbel_rows
-from rlhfspec.engine.decoding.noise import Noise, NoiseSource, id_words, values_of_levels
+from ..decoding.noise import Noise, NoiseSource, id_words, values_of_levels
+from .sampling import LEAST_VOCABULARY
+from .tokens import CpuNoise, gumbel_rows
 
 
 class NoiseOnDemand(CpuNoise):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import LOG2_E
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cache.segments import Segments
-from rlhfspec.engine.cpu.attention import BLOCK_ROWS
-from rlhfspec.engine.cpu.program import native_code
-from rlhfspec.engine.model.compute_backend import PoolAttention
+from ..attention.backends import LOG2_E
+from ..cache.kv_pool import KVPool
+from ..cache.segments import Segments
+from ..model.compute_backend import PoolAttention
+from .attention import BLOCK_ROWS
+from .program import native_code
 
 
 class CpuAttention(PoolAttention):

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from rlhfspec.engine.cpu.writer import ADDRESS, INTEGER
-from rlhfspec.engine.parts import PARTS
+from ..parts import PARTS
+from .writer import ADDRESS, INTEGER
 
 PANEL = 16
 "Columns of a panel: the layout of the weights is the same on every processor."

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from rlhfspec.engine.cpu.attention import ATTEND, STORE, write_attend, write_store
-from rlhfspec.engine.cpu.jit import SHARED, compile_modules, share_functions, widest_vector
-from rlhfspec.engine.cpu.layers import (
+from .attention import ATTEND, STORE, write_attend, write_store
+from .jit import SHARED, compile_modules, share_functions, widest_vector
+from .layers import (
     ADVANCE,
     EMBED,
     GATE,
@@ -33,8 +33,8 @@ from rlhfspec.engine.cpu.layers import (
     write_rotate,
     write_turn,
 )
-from rlhfspec.engine.cpu.products import PRODUCT, product_name, products_text
-from rlhfspec.engine.cpu.sampling import (
+from .products import PRODUCT, product_name, products_text
+from .sampling import (
     GUMBEL,
     LEADERS,
     MOST_LEADERS,
@@ -42,8 +42,8 @@ from rlhfspec.engine.cpu.sampling import (
     write_gumbel,
     write_leaders,
 )
-from rlhfspec.engine.cpu.weight_panels import PANELS, panels_name, write_panels
-from rlhfspec.engine.cpu.writer import ADDRESS, FLOAT, INTEGER, Writer
+from .weight_panels import PANELS, panels_name, write_panels
+from .writer import ADDRESS, FLOAT, INTEGER, Writer
 
 _PANEL_FORMS: list[dict[str, bool]] = [
     {"compares": compares, "gained": gained, "bfloat16": bfloat16}

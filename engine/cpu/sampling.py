@@ -7,8 +7,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from rlhfspec.engine.attention.backends import LOG2_E
-from rlhfspec.engine.cpu.writer import (
+from ..attention.backends import LOG2_E
+from .writer import (
     ADDRESS,
     FLOAT,
     INTEGER,

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhfspec.engine.cpu.products import PANEL, product_name
-from rlhfspec.engine.cpu.program import common_code
-from rlhfspec.engine.cpu.weight_panels import DIFFER_BYTES, panels_name
-from rlhfspec.engine.model.linears import Rows, same_bits, with_rows
+from ..model.linears import Rows, same_bits, with_rows
+from .products import PANEL, product_name
+from .program import common_code
+from .weight_panels import DIFFER_BYTES, panels_name
 
 
 class StreamedLinear:

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.cpu.program import common_code
-from rlhfspec.engine.cpu.sampling import MOST_LEADERS, leaders_name
-from rlhfspec.engine.decoding.noise import Noise
+from ..decoding.noise import Noise
+from .program import common_code
+from .sampling import MOST_LEADERS, leaders_name
 
 
 class CpuNoise(Noise):

@@ -11,8 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from rlhfspec.engine.cpu.products import PANEL
-from rlhfspec.engine.cpu.writer import ADDRESS, FLOAT, INTEGER, WIDTH, Writer
+from .products import PANEL
+from .writer import ADDRESS, FLOAT, INTEGER, WIDTH, Writer
 
 PANELS: dict[str, ir.Type] = {
     **dict.fromkeys(("panels", "rows", "gains", "differ"), ADDRESS),

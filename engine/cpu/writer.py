@@ -12,8 +12,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from rlhfspec.engine.attention.backends import LOG2_E
-from rlhfspec.engine.cache.kv_pool import CELL_STEP
+from ..attention.backends import LOG2_E
+from ..cache.kv_pool import CELL_STEP
 
 WIDTH = CELL_STEP
 "Floats in a vector, on every processor: the order of a sum over a row depends on it. Cells are whole vectors."

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import SHARE_BIAS, sdpa_attention
+from ..attention.backends import SHARE_BIAS, sdpa_attention
 
 SPLIT = 512
 "Cached positions of one program."

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhfspec.engine.cuda import row_operators  # noqa: F401 (defines them)
-from rlhfspec.engine.model.compute_backend import ComputeBackend, RowOperators
-from rlhfspec.engine.model.linears import Linear, MatrixLinear
+from ..model.compute_backend import ComputeBackend, RowOperators
+from ..model.linears import Linear, MatrixLinear
+from . import row_operators  # noqa: F401 (defines them)
 
 
 class CudaBackend(ComputeBackend):

@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.sampling_rule import RowSampling, choose, emitted_logprobs, kept_tokens, scale
-from rlhfspec.engine.decoding.verify import Verdict
+from .noise import Noise
+from .sampling_rule import RowSampling, choose, emitted_logprobs, kept_tokens, scale
+from .verify import Verdict
 
 
 @runtime_checkable

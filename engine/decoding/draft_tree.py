@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import CHUNK
+from ..attention.backends import CHUNK
 
 DEAD = -1
 

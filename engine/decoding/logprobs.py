@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.engine.parts import PARTS, part_width
+from ..parts import PARTS, part_width
 
 
 def scaled_logits(logits: Float[Tensor, "... V"], temperature: float) -> Float[Tensor, "... V"]:

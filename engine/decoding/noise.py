@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
-from rlhfspec.core.records import SampleKey, Stream
-from rlhfspec.engine.triton_here import can_run_triton
-from rlhfspec.engine.upload import upload
+from ...core.records import SampleKey, Stream
+from ..triton_here import can_run_triton
+from ..upload import upload
 
 MASK64 = (1 << 64) - 1
 STREAM_IDS = {Stream.TRAIN: 1, Stream.EVAL: 2, Stream.BENCH: 3}
@@ -118,7 +118,7 @@ class HashedNoise(Noise):
     @property
     def values(self) -> Float[Tensor, "B D V"]:
         """All of it, for who looks at more than the best token."""
-        from rlhfspec.engine.decoding.noise_cuda import fused_gumbel
+        from .noise_cuda import fused_gumbel
 
         if self._made is None:
             self._made = fused_gumbel(self.words, self._vocab_size)
@@ -130,7 +130,7 @@ class HashedNoise(Noise):
 
     def choose(self, logits: Tensor, levels: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
         """See `Noise.choose`."""
-        from rlhfspec.engine.decoding.noise_cuda import fused_choice
+        from .noise_cuda import fused_choice
 
         return fused_choice(logits, self.words, levels, divisors, factors)
 

@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rlhfspec.core.records import SampleKey, SampleRequest, WeightSpan
-from rlhfspec.core.sample_state import SampleState
-from rlhfspec.engine.attention.visibility import count_up
-from rlhfspec.engine.decoding.noise import Noise, NoiseSource, key_words, row_words
-from rlhfspec.engine.decoding.sampling_rule import RowSampling
-from rlhfspec.engine.decoding.stop_strings import StopStrings
-from rlhfspec.engine.upload import upload
+from ...core.records import SampleKey, SampleRequest, WeightSpan
+from ...core.sample_state import SampleState
+from ..attention.visibility import count_up
+from ..upload import upload
+from .noise import Noise, NoiseSource, key_words, row_words
+from .sampling_rule import RowSampling
+from .stop_strings import StopStrings
 
 NO_STOP = -1
 LAST_TOKENS = 4

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhfspec.core.records import SamplingParams
-from rlhfspec.engine.decoding.logprobs import token_logprobs
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.upload import upload
+from ...core.records import SamplingParams
+from ..upload import upload
+from .logprobs import token_logprobs
+from .noise import Noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

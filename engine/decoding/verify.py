@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rlhfspec.engine.attention.visibility import count_up
-from rlhfspec.engine.decoding.draft_tree import DraftTree
+from ..attention.visibility import count_up
+from .draft_tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

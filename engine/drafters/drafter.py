@@ -15,14 +15,14 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from rlhfspec.core.decode_records import Budget
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, keep, select_best
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.decoding.verify import Verdict
-from rlhfspec.engine.drafters.refinement import Refinement
-from rlhfspec.engine.upload import upload
+from ...core.decode_records import Budget
+from ..cache.kv_pool import KVPool
+from ..decoding.draft_tree import DraftTree, chain, keep, select_best
+from ..decoding.noise import Noise
+from ..decoding.running_batch import RunningBatch
+from ..decoding.verify import Verdict
+from ..upload import upload
+from .refinement import Refinement
 
 Part = TypeVar("Part")
 

@@ -14,17 +14,17 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rlhfspec.core.decode_records import Budget
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree, chain, keep
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.decoding.verify import Verdict
-from rlhfspec.engine.drafters.drafter import Drafter
-from rlhfspec.engine.drafters.level_drafter import LevelDrafter
-from rlhfspec.engine.drafters.refinement import Refinement
-from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
-from rlhfspec.engine.upload import upload
+from ...core.decode_records import Budget
+from ..cache.kv_pool import KVPool
+from ..decoding.draft_tree import DEAD, DraftTree, chain, keep
+from ..decoding.noise import Noise
+from ..decoding.running_batch import RunningBatch
+from ..decoding.verify import Verdict
+from ..upload import upload
+from .drafter import Drafter
+from .level_drafter import LevelDrafter
+from .refinement import Refinement
+from .suffix_drafter import SuffixDrafter
 
 FOLLOW = 1.0 / 32.0
 "How fast the mean of what the computing drafter gets accepted follows."

@@ -18,18 +18,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhfspec.core.decode_records import Budget
-from rlhfspec.engine.attention.backends import Attention
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, root_only
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.decoding.sampling_rule import TopK, choose, leader_shares, leaders
-from rlhfspec.engine.drafters.drafter import Drafter
-from rlhfspec.engine.drafters.refinement import Refinement
-from rlhfspec.engine.model.compute_backend import FusedChain, PoolAttention
-from rlhfspec.engine.model.forward_plan import TreePlan
-from rlhfspec.engine.upload import upload
+from ...core.decode_records import Budget
+from ..attention.backends import Attention
+from ..cache.kv_pool import KVPool
+from ..decoding.draft_tree import DraftTree, chain, root_only
+from ..decoding.noise import Noise
+from ..decoding.running_batch import RunningBatch
+from ..decoding.sampling_rule import TopK, choose, leader_shares, leaders
+from ..model.compute_backend import FusedChain, PoolAttention
+from ..model.forward_plan import TreePlan
+from ..upload import upload
+from .drafter import Drafter
+from .refinement import Refinement
 
 
 class LevelByLevel:

@@ -8,18 +8,18 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.attention.visibility import count_up
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.decoding.draft_tree import DraftTree
-from rlhfspec.engine.decoding.running_batch import LAST_TOKENS, RunningBatch
-from rlhfspec.engine.decoding.verify import Verdict
-from rlhfspec.engine.drafters.level_drafter import LevelDrafter, level_plan
-from rlhfspec.engine.model.compute_backend import FusedChain
-from rlhfspec.engine.model.forward_plan import TreePlan
-from rlhfspec.engine.model.prefill import fill_committed
-from rlhfspec.engine.model.prefill_plan import PrefillPiece
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.weights.shared_ids import foreign_of, without
+from ..attention.visibility import count_up
+from ..cache.kv_pool import KVPool
+from ..decoding.draft_tree import DraftTree
+from ..decoding.running_batch import LAST_TOKENS, RunningBatch
+from ..decoding.verify import Verdict
+from ..model.compute_backend import FusedChain
+from ..model.forward_plan import TreePlan
+from ..model.prefill import fill_committed
+from ..model.prefill_plan import PrefillPiece
+from ..model.runner import ModelRunner
+from ..weights.shared_ids import foreign_of, without
+from .level_drafter import LevelDrafter, level_plan
 
 MAX_CATCH_UP_TOKENS = LAST_TOKENS
 "More missing tokens than this are prefilled sample by sample instead of batched with the root."

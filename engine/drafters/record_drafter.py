@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhfspec.core.decode_records import Budget
-from rlhfspec.core.records import SampleKey
-from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.drafters.drafter import Drafter, chains
-from rlhfspec.engine.drafters.refinement import Refinement
+from ...core.decode_records import Budget
+from ...core.records import SampleKey
+from ..decoding.draft_tree import DEAD, DraftTree
+from ..decoding.noise import Noise
+from ..decoding.running_batch import RunningBatch
+from .drafter import Drafter, chains
+from .refinement import Refinement
 
 
 class RecordDrafter(Drafter):

@@ -16,13 +16,13 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from rlhfspec.core.decode_records import Budget, DraftLog, LookUpLog
-from rlhfspec.core.records import SampleRequest
-from rlhfspec.engine.decoding.draft_tree import DraftTree
-from rlhfspec.engine.decoding.sampling_rule import TopK
-from rlhfspec.engine.decoding.verify import Verdict
-from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
-from rlhfspec.profiles.acceptance import AcceptanceModel, Coefficients, acceptance
+from ...core.decode_records import Budget, DraftLog, LookUpLog
+from ...core.records import SampleRequest
+from ...policies.drafting.draft_policy import DraftLaw, Proposal
+from ...profiles.acceptance import AcceptanceModel, Coefficients, acceptance
+from ..decoding.draft_tree import DraftTree
+from ..decoding.sampling_rule import TopK
+from ..decoding.verify import Verdict
 
 FARTHEST = 50.0
 "Largest margin and least log-probability that the model is shown, nats."

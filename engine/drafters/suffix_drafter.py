@@ -17,15 +17,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from rlhfspec.core.decode_records import Budget
-from rlhfspec.core.records import SampleKey
-from rlhfspec.engine.decoding.draft_tree import DEAD
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.drafters.drafter import Drafter
-from rlhfspec.engine.drafters.match_acceptance import MatchAcceptance
-from rlhfspec.engine.drafters.refinement import Refinement
-from rlhfspec.engine.drafters.suffix_automaton import ROOT, SuffixAutomaton
+from ...core.decode_records import Budget
+from ...core.records import SampleKey
+from ..decoding.draft_tree import DEAD
+from ..decoding.noise import Noise
+from ..decoding.running_batch import RunningBatch
+from .drafter import Drafter
+from .match_acceptance import MatchAcceptance
+from .refinement import Refinement
+from .suffix_automaton import ROOT, SuffixAutomaton
 
 STATE_BYTES = 420
 "Of a state in memory: a dictionary and four numbers, 357 bytes measured over 200,000 tokens, and some room."

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.cache.kv_pool import CELL_STEP
-from rlhfspec.engine.group.follower import Follower
-from rlhfspec.engine.group.ranks import GroupError, GroupRanks, joined
-from rlhfspec.engine.model.llama_model import INNER_STEP, LlamaModel, config_of
-from rlhfspec.engine.model.support import not_held
-from rlhfspec.engine.numerics import choose_backend
-from rlhfspec.engine.parts import PARTS, Share
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.chunks import unique_tensors
-from rlhfspec.engine.weights.llama_config import LlamaConfig, weight_shapes
+from ...core.errors import ModelError
+from ..cache.kv_pool import CELL_STEP
+from ..model.llama_model import INNER_STEP, LlamaModel, config_of
+from ..model.support import not_held
+from ..numerics import choose_backend
+from ..parts import PARTS, Share
+from ..weights.causal_lm import DTYPES
+from ..weights.chunks import unique_tensors
+from ..weights.llama_config import LlamaConfig, weight_shapes
+from .follower import Follower
+from .ranks import GroupError, GroupRanks, joined
 
 if TYPE_CHECKING:
     # takes as long as all the rest of a start

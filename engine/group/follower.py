@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from rlhfspec.engine.group.ranks import EndedEarly, GroupError, GroupRanks
-from rlhfspec.engine.group.split_answers import Wanted, split_answers
-from rlhfspec.engine.model.llama_model import LlamaModel
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.model.sent_plans import as_planned
-from rlhfspec.engine.model.support import not_held
-from rlhfspec.engine.numerics import choose_backend
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.llama_config import LlamaConfig
+from ..model.llama_model import LlamaModel
+from ..model.runner import ModelRunner
+from ..model.sent_plans import as_planned
+from ..model.support import not_held
+from ..numerics import choose_backend
+from ..weights.causal_lm import DTYPES
+from ..weights.llama_config import LlamaConfig
+from .ranks import EndedEarly, GroupError, GroupRanks
+from .split_answers import Wanted, split_answers
 
 
 class Follower:

@@ -12,23 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.core.errors import NumericsError
-from rlhfspec.core.records import SamplingParams
-from rlhfspec.engine.cache.shared_memory import SharedFile
-from rlhfspec.engine.decoding.answers import Answers, WholeAnswers
-from rlhfspec.engine.decoding.draft_tree import DraftTree, chain
-from rlhfspec.engine.decoding.noise import row_words
-from rlhfspec.engine.decoding.sampling_rule import RowSampling
-from rlhfspec.engine.decoding.verify import verify
-from rlhfspec.engine.group.split_answers import Wanted, split_answers
-from rlhfspec.engine.model.comparison import tree_plan
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.invariance_probe import PATH_TOKENS, PROBE_SEED, plain_logits
-from rlhfspec.engine.model.linears import Ranks
-from rlhfspec.engine.model.llama_model import LlamaModel
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.llama_config import LlamaConfig, weight_shapes
+from ...core.errors import NumericsError
+from ...core.records import SamplingParams
+from ..cache.shared_memory import SharedFile
+from ..decoding.answers import Answers, WholeAnswers
+from ..decoding.draft_tree import DraftTree, chain
+from ..decoding.noise import row_words
+from ..decoding.sampling_rule import RowSampling
+from ..decoding.verify import verify
+from ..model.comparison import tree_plan
+from ..model.compute_backend import ComputeBackend
+from ..model.invariance_probe import PATH_TOKENS, PROBE_SEED, plain_logits
+from ..model.linears import Ranks
+from ..model.llama_model import LlamaModel
+from ..model.runner import ModelRunner
+from ..weights.causal_lm import DTYPES
+from ..weights.llama_config import LlamaConfig, weight_shapes
+from .split_answers import Wanted, split_answers
 
 IDS, CONTEXT = 512, 5
 TEMPERATURES = (1.0, 0.7, 0.0)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhfspec.engine.cache.shared_memory import SharedFile
-from rlhfspec.engine.parts import Share
-from rlhfspec.engine.weights.chunks import CHUNK_BYTES
+from ..cache.shared_memory import SharedFile
+from ..parts import Share
+from ..weights.chunks import CHUNK_BYTES
 
 _LEAST_BYTES = 1 << 20
 _ALIGNED = 64

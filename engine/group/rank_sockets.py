@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from rlhfspec.engine.cache.shared_memory import SharedFile
+from ..cache.shared_memory import SharedFile
 
 _TRIES = 400
 "Before a rank that waits goes to sleep: to be woken takes longer than the others' share of a sum."

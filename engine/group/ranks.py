@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhfspec.core.errors import RlhfSpecError, WeightsError
-from rlhfspec.engine.cache.shared_memory import SharedFile
-from rlhfspec.engine.group.meeting import Buckets, Meeting, buckets_of
-from rlhfspec.engine.group.rank_sockets import Peer, meet_peers
-from rlhfspec.engine.parts import PARTS, Share
+from ...core.errors import RlhfSpecError, WeightsError
+from ..cache.shared_memory import SharedFile
+from ..parts import PARTS, Share
+from .meeting import Buckets, Meeting, buckets_of
+from .rank_sockets import Peer, meet_peers
 
 _LENGTH_BYTES = 8
 _TAKEN = torch.zeros(0, dtype=torch.uint8)

@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.decoding.logprobs import normalizer, part_sums
-from rlhfspec.engine.decoding.noise import NoiseSource
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.decoding.verify import Verdict
-from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.parts import PARTS, Share, part_width
+from ..decoding.logprobs import normalizer, part_sums
+from ..decoding.noise import NoiseSource
+from ..decoding.running_batch import RunningBatch
+from ..decoding.verify import Verdict
+from ..model.forward_plan import ForwardPlan, TreePlan
+from ..model.runner import ModelRunner
+from ..parts import PARTS, Share, part_width
 
 SCORE, TOKEN_ID, LOGIT, SUMS = 0, 1, 2, 3
 "Columns of what a rank says of a node; in float64, which holds float32 and ids."

@@ -18,18 +18,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhfspec.core.errors import NotFiniteError, RlhfSpecError
-from rlhfspec.engine.attention.backends import Attention
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cache.segments import Segments
-from rlhfspec.engine.decoding.draft_tree import DraftTree, ancestors_or_self, chain
-from rlhfspec.engine.model.compute_backend import PoolAttention
-from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan, TurnRows
-from rlhfspec.engine.model.llama_model import LlamaModel
-from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from rlhfspec.engine.model.support import switch_attention, unsupported
-from rlhfspec.engine.weights.causal_lm import CausalLM, max_context_tokens
-from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite, unique_tensors
+from ...core.errors import NotFiniteError, RlhfSpecError
+from ..attention.backends import Attention
+from ..cache.kv_pool import KVPool
+from ..cache.segments import Segments
+from ..decoding.draft_tree import DraftTree, ancestors_or_self, chain
+from ..weights.causal_lm import CausalLM, max_context_tokens
+from ..weights.chunks import describe_not_finite, not_finite, unique_tensors
+from .compute_backend import PoolAttention
+from .forward_plan import ForwardPlan, TreePlan, TurnRows
+from .llama_model import LlamaModel
+from .prefill_plan import PrefillPiece, PrefillPlan
+from .support import switch_attention, unsupported
 
 COMPARED_TOKENS = 96
 SINGLE_TOKENS = 4

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import Attention, ordered_attention
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cache.segments import Segments
-from rlhfspec.engine.decoding.noise import NoiseSource, noise_source
-from rlhfspec.engine.model.linears import (
+from ..attention.backends import Attention, ordered_attention
+from ..cache.kv_pool import KVPool
+from ..cache.segments import Segments
+from ..decoding.noise import NoiseSource, noise_source
+from .linears import (
     Decoder,
     LayOut,
     Linear,

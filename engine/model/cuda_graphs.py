@@ -20,8 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from rlhfspec.engine.cache.kv_memory import round_up
-from rlhfspec.engine.model.forward_plan import TreePlan
+from ..cache.kv_memory import round_up
+from .forward_plan import TreePlan
 
 logger = logging.getLogger(__name__)
 

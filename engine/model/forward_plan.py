@@ -16,13 +16,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.engine.attention.backends import SHARE_BIAS, Attention, num_biases
-from rlhfspec.engine.attention.packing import RaggedRows, pack_queries, unpack_queries
-from rlhfspec.engine.attention.visibility import as_bias, chain_visibility, tree_visibility
-from rlhfspec.engine.cache.kv_memory import round_up
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cache.segments import Segments, segments_of
-from rlhfspec.engine.model.compute_backend import PoolAttention
+from ..attention.backends import SHARE_BIAS, Attention, num_biases
+from ..attention.packing import RaggedRows, pack_queries, unpack_queries
+from ..attention.visibility import as_bias, chain_visibility, tree_visibility
+from ..cache.kv_memory import round_up
+from ..cache.kv_pool import KVPool
+from ..cache.segments import Segments, segments_of
+from .compute_backend import PoolAttention
 
 TurnRows = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 "`RowOperators.turn` with a layer's part of its arguments."

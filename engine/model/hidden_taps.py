@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.model.prefill_plan import PrefillPiece
+from ..decoding.running_batch import RunningBatch
+from .prefill_plan import PrefillPiece
 
 
 @runtime_checkable

@@ -21,15 +21,15 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rlhfspec.core.errors import NotInvariantError, NumericsError, StorageError
-from rlhfspec.core.files import write_whole
-from rlhfspec.engine.attention.backends import CHUNK
-from rlhfspec.engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes
-from rlhfspec.engine.model.comparison import is_rounding, tree_logits
-from rlhfspec.engine.model.llama_model import LlamaModel
-from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.weights.chunks import unique_tensors
+from ...core.errors import NotInvariantError, NumericsError, StorageError
+from ...core.files import write_whole
+from ..attention.backends import CHUNK
+from ..decoding.draft_tree import DraftTree, chain, drop_split_nodes
+from ..weights.chunks import unique_tensors
+from .comparison import is_rounding, tree_logits
+from .llama_model import LlamaModel
+from .prefill_plan import PrefillPiece, PrefillPlan
+from .runner import ModelRunner
 
 PATH_TOKENS = 4
 PROBE_SEED = 20251

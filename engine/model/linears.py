@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.engine.cache.shared_memory import SharedFile
-from rlhfspec.engine.parts import Share
+from ..cache.shared_memory import SharedFile
+from ..parts import Share
 
 Same = bool | Tensor
 "Whether bits are the same; of a GPU's as a tensor, bool [], that nobody has waited for."

@@ -24,13 +24,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.model.compute_backend import FusedChain, FusedForward, PoolAttention
-from rlhfspec.engine.model.forward_plan import ForwardPlan
-from rlhfspec.engine.model.hidden_taps import HiddenTaps
-from rlhfspec.engine.model.linears import Layer, same_bits
-from rlhfspec.engine.model.llama_model import LlamaModel
-from rlhfspec.engine.weights.llama_config import Rotary
+from ..cache.kv_pool import KVPool
+from ..weights.llama_config import Rotary
+from .compute_backend import FusedChain, FusedForward, PoolAttention
+from .forward_plan import ForwardPlan
+from .hidden_taps import HiddenTaps
+from .linears import Layer, same_bits
+from .llama_model import LlamaModel
 
 MAX_ROTATION_BYTES = 8 << 20
 "A table of every position's rotation for all heads is kept up to this size; beyond, one for each pair."

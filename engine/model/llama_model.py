@@ -18,10 +18,21 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.linears import (
+from ...core.errors import ModelError
+from ..cache.kv_pool import KVShape, cell_size
+from ..parts import Share
+from ..weights.chunks import require_fit, require_names, unique_tensors
+from ..weights.llama_config import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LlamaConfig,
+    head_size,
+    sliding_window,
+    weight_shapes,
+)
+from .compute_backend import ComputeBackend
+from .linears import (
     Decoder,
     Layer,
     Linear,
@@ -32,17 +43,6 @@ from rlhfspec.engine.model.linears import (
     Same,
     first_altered,
     same_bits,
-)
-from rlhfspec.engine.parts import Share
-from rlhfspec.engine.weights.chunks import require_fit, require_names, unique_tensors
-from rlhfspec.engine.weights.llama_config import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    LlamaConfig,
-    head_size,
-    sliding_window,
-    weight_shapes,
 )
 
 INNER_STEP = 32

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
-from rlhfspec.engine.model.runner import ModelRunner
-from rlhfspec.engine.upload import upload
+from ..upload import upload
+from .prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
+from .runner import ModelRunner
 
 
 def fill_committed(

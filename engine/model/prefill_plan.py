@@ -9,21 +9,21 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import (
+from ..attention.backends import (
     SHARE_BIAS,
     Attention,
     num_biases,
     reference_attention,
     variable_length_attention,
 )
-from rlhfspec.engine.attention.packing import pack_queries, queries_by_head, unpack_queries
-from rlhfspec.engine.attention.visibility import as_bias, chain_visibility
-from rlhfspec.engine.cache.kv_memory import round_up
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.cache.segments import Segments, segments_of
-from rlhfspec.engine.model.compute_backend import PoolAttention
-from rlhfspec.engine.model.forward_plan import ForwardPlan, TurnRows
-from rlhfspec.engine.upload import upload
+from ..attention.packing import pack_queries, queries_by_head, unpack_queries
+from ..attention.visibility import as_bias, chain_visibility
+from ..cache.kv_memory import round_up
+from ..cache.kv_pool import KVPool
+from ..cache.segments import Segments, segments_of
+from ..upload import upload
+from .compute_backend import PoolAttention
+from .forward_plan import ForwardPlan, TurnRows
 
 MAX_SCORES_TOGETHER = 1 << 20
 "Attention scores of prompts attended together; more would fall out of a processor's cache."

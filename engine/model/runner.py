@@ -12,22 +12,22 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.core.errors import ConfigError, ModelError, NumericsError
-from rlhfspec.engine.attention.backends import Attention
-from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
-from rlhfspec.engine.cache.shared_memory import SharedFile
-from rlhfspec.engine.model.comparison import Comparison, failing_is_refused, require_finite_logits
-from rlhfspec.engine.model.compute_backend import ComputeBackend, FusedChain, PoolAttention
-from rlhfspec.engine.model.cuda_graphs import SAMPLE_COUNTS, ForwardGraphs, Recorder, at_least
-from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan
-from rlhfspec.engine.model.hidden_taps import HiddenTaps
-from rlhfspec.engine.model.linears import Ranks
-from rlhfspec.engine.model.llama_forward import LlamaForward
-from rlhfspec.engine.model.llama_model import LlamaModel, can_serve
-from rlhfspec.engine.model.sent_plans import as_sent
-from rlhfspec.engine.model.support import not_held, refuse_unsupported
-from rlhfspec.engine.parts import PARTS, part_width
-from rlhfspec.engine.weights.causal_lm import CausalLM
+from ...core.errors import ConfigError, ModelError, NumericsError
+from ..attention.backends import Attention
+from ..cache.kv_pool import KVPool, KVShape
+from ..cache.shared_memory import SharedFile
+from ..parts import PARTS, part_width
+from ..weights.causal_lm import CausalLM
+from .comparison import Comparison, failing_is_refused, require_finite_logits
+from .compute_backend import ComputeBackend, FusedChain, PoolAttention
+from .cuda_graphs import SAMPLE_COUNTS, ForwardGraphs, Recorder, at_least
+from .forward_plan import ForwardPlan, TreePlan
+from .hidden_taps import HiddenTaps
+from .linears import Ranks
+from .llama_forward import LlamaForward
+from .llama_model import LlamaModel, can_serve
+from .sent_plans import as_sent
+from .support import not_held, refuse_unsupported
 
 LOGITS_TOGETHER = 1 << 20
 "Numbers that a rank says at once where ranks gather logits."
@@ -398,6 +398,6 @@ class ModelRunner:
 
 def _stock_forward(model: Any, backend: ComputeBackend) -> Forward:
     # imports transformers' modelling code, which most instances never need
-    from rlhfspec.engine.model.stock_forward import StockForward
+    from .stock_forward import StockForward
 
     return StockForward(model, backend)

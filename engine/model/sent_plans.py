@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.engine.attention.backends import Attention
-from rlhfspec.engine.attention.packing import RaggedRows
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.model.compute_backend import PoolAttention
-from rlhfspec.engine.model.forward_plan import ForwardPlan, TreePlan
-from rlhfspec.engine.model.prefill_plan import PrefillPlan
+from ..attention.backends import Attention
+from ..attention.packing import RaggedRows
+from ..cache.kv_pool import KVPool
+from .compute_backend import PoolAttention
+from .forward_plan import ForwardPlan, TreePlan
+from .prefill_plan import PrefillPlan
 
 
 def as_sent(plan: ForwardPlan) -> dict[str, Any]:

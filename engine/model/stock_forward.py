@@ -18,13 +18,13 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.forward_plan import ForwardPlan
-from rlhfspec.engine.model.hidden_taps import HiddenTaps
-from rlhfspec.engine.model.linears import LayOut, Rows, Same, first_altered, same_bits
-from rlhfspec.engine.model.support import switch_attention, unsupported
-from rlhfspec.engine.weights.chunks import copy_over, require_names, unique_tensors
+from ..cache.kv_pool import KVShape, cell_size
+from ..weights.chunks import copy_over, require_names, unique_tensors
+from .compute_backend import ComputeBackend
+from .forward_plan import ForwardPlan
+from .hidden_taps import HiddenTaps
+from .linears import LayOut, Rows, Same, first_altered, same_bits
+from .support import switch_attention, unsupported
 
 _READ = (torch.float32, torch.bfloat16)
 "Types of weights that products read."

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from rlhfspec.core.errors import ModelError, WeightsError
-from rlhfspec.engine.weights.causal_lm import CausalLM
+from ...core.errors import ModelError, WeightsError
+from ..weights.causal_lm import CausalLM
 
 
 def refuse_unsupported(model: CausalLM, capacity: int) -> None:

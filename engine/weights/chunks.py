@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.core.errors import NotFiniteError, WeightsError
-from rlhfspec.core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, WeightManifest, kind_of
-from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.engine.weights.digests import Digest, HostMirror, read_once, read_only
+from ...core.errors import NotFiniteError, WeightsError
+from ...core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, WeightManifest, kind_of
+from .causal_lm import CausalLM
+from .digests import Digest, HostMirror, read_once, read_only
 
 CHUNK_BYTES = 32 << 20
 "A tensor that is larger is a chunk of its own."

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.outside import quote
-from rlhfspec.core.surfaces.surface import surface
+from ...core.errors import ModelError
+from ...core.outside import quote
+from ...core.surfaces.surface import surface
 
 
 def require_config_read(name: str, given: Mapping[str, Any], config: Any) -> None:

@@ -18,8 +18,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.core.weight_records import ALIGNMENT_BYTES, WORDS, DigestKind
-from rlhfspec.engine.triton_here import can_run_triton
+from ...core.weight_records import ALIGNMENT_BYTES, WORDS, DigestKind
+from ..triton_here import can_run_triton
 
 _PIECE_BYTES = 1 << 19
 "So many bytes at once: those that are read stay in a core's cache until all is done with them."
@@ -123,7 +123,7 @@ def word_sums(tensor: Tensor) -> Int[Tensor, " 2"]:
     words = flat.view(torch.int64)
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     if can_run_triton(words.device):
-        from rlhfspec.engine.weights.word_sums_cuda import add_word_sums
+        from .word_sums_cuda import add_word_sums
 
         add_word_sums(words, sums)
         return sums

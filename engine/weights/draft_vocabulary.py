@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.weights.shared_ids import FOREIGN_KEY, listed
+from ...core.errors import ModelError
+from .shared_ids import FOREIGN_KEY, listed
 
 
 def foreign_ids(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[int]:

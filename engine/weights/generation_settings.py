@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.outside import is_file, quote
+from ...core.errors import ModelError
+from ...core.outside import is_file, quote
 
 FILE = "generation_config.json"
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rlhfspec.core.errors import ModelError
+from ...core.errors import ModelError
 
 _FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 "As safetensors and torch call the types that hold weights themselves."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhfspec.core.errors import ModelError
+from ...core.errors import ModelError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 HEAD, EMBEDDING, FINAL_NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"

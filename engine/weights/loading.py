@@ -21,19 +21,19 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.outside import is_lfs_pointer
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
-from rlhfspec.engine.weights.config_json import require_config_read
-from rlhfspec.engine.weights.left_over import (
+from ...core.errors import ModelError
+from ...core.outside import is_lfs_pointer
+from .causal_lm import DTYPES
+from .chunks import describe_not_finite, not_finite
+from .config_json import require_config_read
+from .left_over import (
     loading_settings,
     require_plain_weights,
     require_taken,
     require_writer,
 )
-from rlhfspec.engine.weights.renamed_configs import register_renamed
-from rlhfspec.engine.weights.weight_files import ADAPTER_FILE, first_line, require_all_weights, unequal_ties
+from .renamed_configs import register_renamed
+from .weight_files import ADAPTER_FILE, first_line, require_all_weights, unequal_ties
 
 register_renamed()
 

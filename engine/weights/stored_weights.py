@@ -14,10 +14,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.llama_config import EMBEDDING, HEAD, LlamaConfig, weight_shapes
-from rlhfspec.engine.weights.weight_files import ADAPTER_FILE, first_line, shapes_in, weight_files
+from ...core.errors import ModelError
+from .causal_lm import DTYPES
+from .llama_config import EMBEDDING, HEAD, LlamaConfig, weight_shapes
+from .weight_files import ADAPTER_FILE, first_line, shapes_in, weight_files
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.outside import is_lfs_pointer
-from rlhfspec.engine.weights.left_over import require_float_weights, require_taken
+from ...core.errors import ModelError
+from ...core.outside import is_lfs_pointer
+from .left_over import require_float_weights, require_taken
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 "In the order in which transformers looks for them, each before its index."

@@ -10,12 +10,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import cut, quote
-from rlhfspec.core.surfaces.surface import surface
-from rlhfspec.learning.data.messages import Tools, Turn, require_role
-from rlhfspec.learning.data.template_time import template_time_of
-from rlhfspec.learning.data.template_variables import words_of
+from ...core.errors import DataError
+from ...core.outside import cut, quote
+from ...core.surfaces.surface import surface
+from .messages import Tools, Turn, require_role
+from .template_time import template_time_of
+from .template_variables import words_of
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 "What messages call what the assistant thought before its content."

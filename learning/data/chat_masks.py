@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.errors import DataError, ModelError
-from rlhfspec.core.outside import quote
-from rlhfspec.learning.data.chat_format import (
+from ...core.errors import DataError, ModelError
+from ...core.outside import quote
+from .chat_format import (
     OTHER_WORDS,
     no_template,
     own_template,
@@ -20,8 +20,8 @@ from rlhfspec.learning.data.chat_format import (
     render_marked,
     require_written,
 )
-from rlhfspec.learning.data.messages import Tools, Turn
-from rlhfspec.learning.data.template_variables import require_variables
+from .messages import Tools, Turn
+from .template_variables import require_variables
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TAG_AT_END = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")

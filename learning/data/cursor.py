@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import quote
-from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.learning.data.prompts import EpochOrder, PromptDataset
+from ...core.errors import DataError
+from ...core.outside import quote
+from ...core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from .prompts import EpochOrder, PromptDataset
 
 
 class PromptCursor:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import cut, is_dir, is_file, is_lfs_pointer
-from rlhfspec.learning.data.text_records import COMPRESSIONS, form_of, looks_like_rows
+from ...core.errors import DataError
+from ...core.outside import cut, is_dir, is_file, is_lfs_pointer
+from .text_records import COMPRESSIONS, form_of, looks_like_rows
 
 _FORMS = {
     ".jsonl": "JSON lines",

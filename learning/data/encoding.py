@@ -10,20 +10,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.config import DataConfig
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import cut, is_file
-from rlhfspec.learning.data.chat_format import (
+from ...core.config import DataConfig
+from ...core.errors import DataError
+from ...core.outside import cut, is_file
+from ..rewards.written_text import chat_prefill, text_prefill, unbegun_turn
+from .chat_format import (
     named_template,
     no_template,
     own_template,
     render_chat,
     require_written,
 )
-from rlhfspec.learning.data.messages import Messages, Tools, Turn, pairs_of
-from rlhfspec.learning.data.prompt_rows import Row
-from rlhfspec.learning.data.template_variables import require_variables
-from rlhfspec.learning.rewards.written_text import chat_prefill, text_prefill, unbegun_turn
+from .messages import Messages, Tools, Turn, pairs_of
+from .prompt_rows import Row
+from .template_variables import require_variables
 
 
 @dataclass(frozen=True, slots=True)

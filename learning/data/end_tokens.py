@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.config import DataConfig
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.decoding.stop_strings import StopStrings
-from rlhfspec.engine.weights.generation_settings import as_ids, config_end_tokens, load_generation_settings
-from rlhfspec.engine.weights.loading import num_token_ids
-from rlhfspec.learning.data.chat_format import own_template, render_chat
-from rlhfspec.learning.data.encoding import encode_texts, read_template
-from rlhfspec.learning.data.messages import Turn
+from ...core.config import DataConfig
+from ...core.errors import ConfigError
+from ...engine.decoding.stop_strings import StopStrings
+from ...engine.weights.generation_settings import as_ids, config_end_tokens, load_generation_settings
+from ...engine.weights.loading import num_token_ids
+from .chat_format import own_template, render_chat
+from .encoding import encode_texts, read_template
+from .messages import Turn
 
 _SAID = "what-the-assistant-said"
 _ASKED: Turn = {"role": "user", "content": "-"}

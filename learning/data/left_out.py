@@ -13,10 +13,10 @@ import numpy as np
 import regex
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.errors import ConfigError, DataError
-from rlhfspec.core.named_code import describe, named_code
-from rlhfspec.core.outside import cut
-from rlhfspec.learning.data.messages import Messages, Turn
+from ...core.errors import ConfigError, DataError
+from ...core.named_code import describe, named_code
+from ...core.outside import cut
+from .messages import Messages, Turn
 
 _SPOKEN = ("user", "tool")
 "Whose texts come from outside."

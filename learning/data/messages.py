@@ -12,9 +12,9 @@ import unicodedata
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import cut, quote
-from rlhfspec.core.surfaces.surface import surface
+from ...core.errors import DataError
+from ...core.outside import cut, quote
+from ...core.surfaces.surface import surface
 
 Turn = Mapping[str, Any]
 "One message: role and content, and whatever else a template may read (tool_calls, reasoning_content, name)."

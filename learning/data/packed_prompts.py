@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 import pyarrow as pa
 
-from rlhfspec.core.records import Prompt
+from ...core.records import Prompt
 
 _BATCH = 1024
 _TURN = pa.struct([("role", pa.string()), ("content", pa.string())])

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlhfspec.core.config import DataConfig
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import cut
-from rlhfspec.learning.data.left_out import LeftOut, RowFilter
-from rlhfspec.learning.data.messages import (
+from ...core.config import DataConfig
+from ...core.errors import DataError
+from ...core.outside import cut
+from .left_out import LeftOut, RowFilter
+from .messages import (
     Messages,
     Turn,
     asked_and_answered,
@@ -21,8 +21,8 @@ from rlhfspec.learning.data.messages import (
     readable,
     whole_text,
 )
-from rlhfspec.learning.data.raw_records import ReadProgress, iter_records
-from rlhfspec.learning.data.record import (
+from .raw_records import ReadProgress, iter_records
+from .record import (
     Columns,
     Record,
     has_field,

@@ -11,18 +11,18 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.config import DataConfig, SamplingConfig
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.records import Prompt, SamplingParams
-from rlhfspec.learning.data.encoding import PromptEncoder, Rendered, longest_token
-from rlhfspec.learning.data.end_tokens import model_end_tokens
-from rlhfspec.learning.data.left_out import LeftOut, Remarks, RowFilter, Seen
-from rlhfspec.learning.data.messages import whole_text
-from rlhfspec.learning.data.packed_prompts import PackedPrompts, PromptPacker
-from rlhfspec.learning.data.prompt_rows import Row, iter_rows
-from rlhfspec.learning.data.raw_records import ReadProgress
-from rlhfspec.learning.tasks.chain_task import draw_problem
-from rlhfspec.learning.tasks.one_sentence import draw_prompts
+from ...core.config import DataConfig, SamplingConfig
+from ...core.errors import DataError
+from ...core.records import Prompt, SamplingParams
+from ..tasks.chain_task import draw_problem
+from ..tasks.one_sentence import draw_prompts
+from .encoding import PromptEncoder, Rendered, longest_token
+from .end_tokens import model_end_tokens
+from .left_out import LeftOut, Remarks, RowFilter, Seen
+from .messages import whole_text
+from .packed_prompts import PackedPrompts, PromptPacker
+from .prompt_rows import Row, iter_rows
+from .raw_records import ReadProgress
 
 DRAWN_PROMPTS = 4096
 """Prompts a generated task draws when data.limit says nothing."""

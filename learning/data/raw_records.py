@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.surfaces.surface import note_once
-from rlhfspec.learning.data.data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
-from rlhfspec.learning.data.messages import ROLE_KEYS
-from rlhfspec.learning.data.record import Record, has_field
-from rlhfspec.learning.data.text_records import form_of, text_records
+from ...core.errors import DataError
+from ...core.surfaces.surface import note_once
+from .data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
+from .messages import ROLE_KEYS
+from .record import Record, has_field
+from .text_records import form_of, text_records
 
 _EXACT = 2**53
 ROWS_AT_ONCE = 1024

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import cut
-from rlhfspec.core.settings.data import DataConfig
-from rlhfspec.core.settings.section import TEMPLATE_NAME
-from rlhfspec.core.settings.supervised import ExamplesConfig
-from rlhfspec.core.surfaces.surface import surface
-from rlhfspec.learning.data.messages import ROLES, Turn, parse_turns, require_whole_text, tools_of, turn_list
+from ...core.errors import DataError
+from ...core.outside import cut
+from ...core.settings.data import DataConfig
+from ...core.settings.section import TEMPLATE_NAME
+from ...core.settings.supervised import ExamplesConfig
+from ...core.surfaces.surface import surface
+from .messages import ROLES, Turn, parse_turns, require_whole_text, tools_of, turn_list
 
 _EMPTY = (None, "", "[]", "{}", "null", [], {})
 "What columns hold that hold nothing."

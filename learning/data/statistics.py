@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.config import DataConfig
-from rlhfspec.core.errors import DataError
-from rlhfspec.learning.data.encoding import PromptEncoder, Rendered
-from rlhfspec.learning.data.left_out import LeftOut, Seen
-from rlhfspec.learning.data.prompt_rows import Row
-from rlhfspec.learning.data.prompts import Tick, source_rows
-from rlhfspec.learning.data.raw_records import ReadProgress
+from ...core.config import DataConfig
+from ...core.errors import DataError
+from .encoding import PromptEncoder, Rendered
+from .left_out import LeftOut, Seen
+from .prompt_rows import Row
+from .prompts import Tick, source_rows
+from .raw_records import ReadProgress
 
 MAX_FAULTS = 10
 "Faults that are spelled out."

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.outside import cut
-from rlhfspec.core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
-from rlhfspec.core.surfaces.surface import note_once
-from rlhfspec.learning.data.chat_masks import (
+from ...core.errors import DataError
+from ...core.outside import cut
+from ...core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
+from ...core.surfaces.surface import note_once
+from ..rewards.rendering import render
+from .chat_masks import (
     conversation_tokens,
     is_learned,
     rendered,
@@ -28,13 +29,12 @@ from rlhfspec.learning.data.chat_masks import (
     require_once,
     require_template,
 )
-from rlhfspec.learning.data.encoding import prompt_ids
-from rlhfspec.learning.data.end_tokens import turn_end
-from rlhfspec.learning.data.left_out import Remarks
-from rlhfspec.learning.data.messages import Tools, Turn, role_and_content, turn_list
-from rlhfspec.learning.data.raw_records import iter_records
-from rlhfspec.learning.data.record import Columns, Record, named_columns, top_names
-from rlhfspec.learning.rewards.rendering import render
+from .encoding import prompt_ids
+from .end_tokens import turn_end
+from .left_out import Remarks
+from .messages import Tools, Turn, role_and_content, turn_list
+from .raw_records import iter_records
+from .record import Columns, Record, named_columns, top_names
 
 Note = Callable[[str], object]
 _HELD_OUT = 0x5EED

@@ -18,8 +18,8 @@ from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from rlhfspec.core.errors import DataError, ModelError
-from rlhfspec.learning.data.template_variables import parsed
+from ...core.errors import DataError, ModelError
+from .template_variables import parsed
 
 _KEPT = "rlhfspec_template_time"
 "Attribute of a tokenizer whose templates are told a time."

@@ -10,8 +10,8 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.core.surfaces.surface import note_once, surface
+from ...core.errors import DataError
+from ...core.surfaces.surface import note_once, surface
 
 _MARKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _GIVEN = {"raise_exception", "strftime_now"}

@@ -16,8 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhfspec.core.errors import DataError
-from rlhfspec.learning.data.record import Record
+from ...core.errors import DataError
+from .record import Record
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.core.errors import NotFiniteError
-from rlhfspec.engine.decoding.logprobs import scaled_logits
-from rlhfspec.engine.weights.shared_ids import foreign_of, without
-from rlhfspec.learning.drafts.draft_learner import DraftLearner, DraftTerms, RefitReport
-from rlhfspec.learning.drafts.soft_targets import whole_kl
-from rlhfspec.learning.objectives.policy import SeenLogits
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.trainer_core import backward
-from rlhfspec.learning.trainer.training_forward import response_logits
+from ...core.errors import NotFiniteError
+from ...engine.decoding.logprobs import scaled_logits
+from ...engine.weights.shared_ids import foreign_of, without
+from ..objectives.policy import SeenLogits
+from ..trainer.parallel import OneTrainer
+from ..trainer.trainer_core import backward
+from ..trainer.training_forward import response_logits
+from .draft_learner import DraftLearner, DraftTerms, RefitReport
+from .soft_targets import whole_kl
 
 
 class DraftCotrainer(DraftLearner):

@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.core.config import DrafterTrainingConfig
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.files import storage_errors
-from rlhfspec.engine.weights.chunks import not_finite, unique_tensors
-from rlhfspec.learning.drafts.held_out import LearningRate
-from rlhfspec.learning.trainer.trainer_core import Trainer, small_trainer
-from rlhfspec.learning.trainer.training_forward import prepare_for_training
+from ...core.config import DrafterTrainingConfig
+from ...core.errors import ConfigError
+from ...core.files import storage_errors
+from ...engine.weights.chunks import not_finite, unique_tensors
+from ..trainer.trainer_core import Trainer, small_trainer
+from ..trainer.training_forward import prepare_for_training
+from .held_out import LearningRate
 
 WARMUP_STEPS = 10
 _KEY = "refit"

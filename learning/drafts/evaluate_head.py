@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from rlhfspec.core.config import EngineConfig, SpeculationConfig
-from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.decoding.noise import gumbel_noise, key_words
-from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights, require_fit
-from rlhfspec.engine.drafters.head.tapping import record_features
-from rlhfspec.engine.engine import Engine
-from rlhfspec.learning.drafts.features import PackedFeatures, num_anchors
-from rlhfspec.learning.drafts.head import HeadModule, TargetParts
-from rlhfspec.learning.drafts.unrolled import unroll
+from ...core.config import EngineConfig, SpeculationConfig
+from ...core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from ...engine.build import build_engine
+from ...engine.decoding.noise import gumbel_noise, key_words
+from ...engine.drafters.head.feature_recorder import FeatureSequence
+from ...engine.drafters.head.head_weights import HeadWeights, require_fit
+from ...engine.drafters.head.tapping import record_features
+from ...engine.engine import Engine
+from .features import PackedFeatures, num_anchors
+from .head import HeadModule, TargetParts
+from .unrolled import unroll
 
 Tick = Callable[[str, float], None]
 

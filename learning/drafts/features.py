@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
+from ...core.errors import ConfigError
+from ...engine.drafters.head.feature_recorder import FeatureSequence
 
 
 def first_anchor(sequence: FeatureSequence) -> int:

@@ -14,20 +14,20 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.drafters.head.config_keys import ROPE_NEEDS, rope_of
-from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
-from rlhfspec.engine.drafters.head.head_weights import (
+from ...core.errors import ModelError
+from ...engine.drafters.head.config_keys import ROPE_NEEDS, rope_of
+from ...engine.drafters.head.feature_recorder import FeatureSequence
+from ...engine.drafters.head.head_weights import (
     LAYER,
     HeadConfig,
     HeadWeights,
     default_taps,
     vocabulary_tensors,
 )
-from rlhfspec.engine.model.llama_model import LlamaModel
-from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.engine.weights.llama_config import MODEL_TYPES
-from rlhfspec.learning.drafts.stoppable import fastest_dtype
+from ...engine.model.llama_model import LlamaModel
+from ...engine.weights.causal_lm import CausalLM
+from ...engine.weights.llama_config import MODEL_TYPES
+from .stoppable import fastest_dtype
 
 
 class Rotation:

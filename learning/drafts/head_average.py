@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.core.errors import WeightsError
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
+from ...core.errors import WeightsError
+from ...engine.drafters.head.head_weights import HeadWeights
 
 
 class HeadAverage:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.drafters.head.feature_recorder import FeatureSequence
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.learning.drafts.features import PackedFeatures, Stretch, num_anchors, pack_stretches
-from rlhfspec.learning.drafts.head import HeadModule, TargetParts
-from rlhfspec.learning.drafts.soft_loss import LevelRows, SoftTargetLoss, TargetRows
-from rlhfspec.learning.drafts.stoppable import Products, StoppableAdam, Stopped
-from rlhfspec.learning.drafts.unrolled import unroll
+from ...core.errors import ConfigError
+from ...engine.drafters.head.feature_recorder import FeatureSequence
+from ...engine.drafters.head.head_weights import HeadWeights
+from .features import PackedFeatures, Stretch, num_anchors, pack_stretches
+from .head import HeadModule, TargetParts
+from .soft_loss import LevelRows, SoftTargetLoss, TargetRows
+from .stoppable import Products, StoppableAdam, Stopped
+from .unrolled import unroll
 
 LEVEL_WEIGHT = 0.8
 "A level's weight in the loss over that of the level before (SpecForge's choice)."

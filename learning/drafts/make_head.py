@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rlhfspec.core.errors import ConfigError, DataError
-from rlhfspec.core.records import Prompt, SamplingParams
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights
-from rlhfspec.engine.numerics import on_threads
-from rlhfspec.learning.drafts.evaluate_head import Acceptance, OwnResponse, Responder, drafted_response
-from rlhfspec.learning.drafts.features import num_anchors, pack_sequences
-from rlhfspec.learning.drafts.head import (
+from ...core.errors import ConfigError, DataError
+from ...core.records import Prompt, SamplingParams
+from ...engine.drafters.head.head_weights import HeadWeights
+from ...engine.numerics import on_threads
+from .evaluate_head import Acceptance, OwnResponse, Responder, drafted_response
+from .features import num_anchors, pack_sequences
+from .head import (
     DRAFT_VOCABULARY,
     HeadModule,
     TargetParts,
@@ -28,8 +28,8 @@ from rlhfspec.learning.drafts.head import (
     expected_counts,
     fresh_head,
 )
-from rlhfspec.learning.drafts.head_trainer import HeadTrainer
-from rlhfspec.learning.drafts.stoppable import fastest_dtype
+from .head_trainer import HeadTrainer
+from .stoppable import fastest_dtype
 
 Tick = Callable[[str, float], None]
 

@@ -28,22 +28,22 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.core.errors import NotFiniteError
-from rlhfspec.core.records import Rollout
-from rlhfspec.engine.decoding.logprobs import scaled_logits
-from rlhfspec.engine.weights.shared_ids import foreign_of, without
-from rlhfspec.learning.drafts.draft_learner import (
+from ...core.errors import NotFiniteError
+from ...core.records import Rollout
+from ...engine.decoding.logprobs import scaled_logits
+from ...engine.weights.shared_ids import foreign_of, without
+from ..trainer.batching import num_unique, pack_by_length
+from ..trainer.experience import Experience, collate
+from ..trainer.trainer_core import OneForward
+from ..trainer.training_forward import response_logits
+from .draft_learner import (
     DraftLearner,
     DraftTerms,
     Outcome,
     RefitReport,
 )
-from rlhfspec.learning.drafts.held_out import is_held_out, is_no_worse
-from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targets_without
-from rlhfspec.learning.trainer.batching import num_unique, pack_by_length
-from rlhfspec.learning.trainer.experience import Experience, collate
-from rlhfspec.learning.trainer.trainer_core import OneForward
-from rlhfspec.learning.trainer.training_forward import response_logits
+from .held_out import is_held_out, is_no_worse
+from .soft_targets import SoftTargetStore, soft_kl, targets_without
 
 LEARN_OVER_EVALUATE = 4.0
 "A step's cost over an evaluation's, before any step has been timed."

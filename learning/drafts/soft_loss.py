@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhfspec.learning.drafts.stoppable import Products, pieces_of
+from .stoppable import Products, pieces_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

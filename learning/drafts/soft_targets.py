@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.weights.shared_ids import NEVER
-from rlhfspec.learning.objectives.policy import SeenLogits
-from rlhfspec.learning.trainer.parallel import OneTrainer
+from ...engine.weights.shared_ids import NEVER
+from ..objectives.policy import SeenLogits
+from ..trainer.parallel import OneTrainer
 
 _SMALLEST_REST = 1e-6
 "Float32 cannot tell a smaller remaining probability from rounding."

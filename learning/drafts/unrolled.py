@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.learning.drafts.features import PackedFeatures, Span
-from rlhfspec.learning.drafts.head import HeadModule
-from rlhfspec.learning.drafts.stoppable import Products, pieces_of
+from .features import PackedFeatures, Span
+from .head import HeadModule
+from .stoppable import Products, pieces_of
 
 
 @dataclass(slots=True)

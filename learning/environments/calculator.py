@@ -11,9 +11,9 @@ import operator
 import re
 from fractions import Fraction
 
-from rlhfspec.core.records import Prompt
-from rlhfspec.learning.environments.environment_protocol import Step
-from rlhfspec.learning.tasks.gsm8k import gsm8k_reward, reference_number
+from ...core.records import Prompt
+from ..tasks.gsm8k import gsm8k_reward, reference_number
+from .environment_protocol import Step
 
 _CALL = re.compile(r"<<(?P<sum>[^<>=]{1,80})=$")
 _BARE = re.compile(r"(?P<sum>[-+*/().\d ]{1,80})=$")

@@ -15,11 +15,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from rlhfspec.core.config import EnvironmentConfig
-from rlhfspec.core.errors import ConfigError, EpisodeError
-from rlhfspec.core.named_code import describe, named_code
-from rlhfspec.core.records import Prompt
-from rlhfspec.core.surfaces.surface import surface
+from ...core.config import EnvironmentConfig
+from ...core.errors import ConfigError, EpisodeError
+from ...core.named_code import describe, named_code
+from ...core.records import Prompt
+from ...core.surfaces.surface import surface
 
 Message = Mapping[str, str]
 Observation = str | Sequence[Message] | Sequence[int] | np.ndarray

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Int
 
-from rlhfspec.core.records import Completion, FinishReason, History, Prompt, SampleRequest
-from rlhfspec.learning.data.messages import Messages
+from ...core.records import Completion, FinishReason, History, Prompt, SampleRequest
+from ..data.messages import Messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

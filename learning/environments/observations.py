@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.errors import EpisodeError
-from rlhfspec.core.records import Prompt
-from rlhfspec.engine.weights.loading import num_token_ids
-from rlhfspec.learning.data.chat_format import no_template, own_template, render_chat
-from rlhfspec.learning.data.messages import Messages, Tools, Turn, as_dicts, pairs_of
-from rlhfspec.learning.environments.environment_protocol import Message, Observation
+from ...core.errors import EpisodeError
+from ...core.records import Prompt
+from ...engine.weights.loading import num_token_ids
+from ..data.chat_format import no_template, own_template, render_chat
+from ..data.messages import Messages, Tools, Turn, as_dicts, pairs_of
+from .environment_protocol import Message, Observation
 
 _SAID = "what-the-policy-said"
 "Stands for a turn's text where the template renders what follows it."

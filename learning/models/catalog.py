@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhfspec.core.errors import ConfigError
+from ...core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,26 +17,26 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.records import Prompt
-from rlhfspec.learning.models.net2net import deepen, widen
-from rlhfspec.learning.models.tokenization import character_tokenizer, token_id
-from rlhfspec.learning.objectives.padded_batches import (
+from ...core.errors import RlhfSpecError
+from ...core.records import Prompt
+from ..objectives.padded_batches import (
     Example,
     SupervisedBatch,
     distilled_loss,
     next_token_loss,
     supervised_batches,
 )
-from rlhfspec.learning.tasks.chain_task import ALPHABET as CHAIN_ALPHABET
-from rlhfspec.learning.tasks.chain_task import (
+from ..tasks.chain_task import ALPHABET as CHAIN_ALPHABET
+from ..tasks.chain_task import (
     MAX_RESPONSE_TOKENS,
     ChainProblem,
     chain_reward,
     draw_problem,
     solution,
 )
-from rlhfspec.learning.trainer.trainer_core import OneForward, small_trainer
+from ..trainer.trainer_core import OneForward, small_trainer
+from .net2net import deepen, widen
+from .tokenization import character_tokenizer, token_id
 
 Progress = Callable[[str, float], None]
 

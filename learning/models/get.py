@@ -16,13 +16,13 @@ from pathlib import Path
 import transformers
 from filelock import FileLock, Timeout
 
-from rlhfspec.core.errors import ConfigError, ModelError, WaitTimeout, one_line
-from rlhfspec.core.files import storage_errors, whole_folder
-from rlhfspec.engine.numerics import on_threads
-from rlhfspec.engine.weights.loading import HUB_TIMEOUT_S, load_tokenizer
-from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel, known_model
-from rlhfspec.learning.models.gguf_folder import convert_gguf, require_gguf_packages
-from rlhfspec.learning.models.make import require_writable
+from ...core.errors import ConfigError, ModelError, WaitTimeout, one_line
+from ...core.files import storage_errors, whole_folder
+from ...engine.numerics import on_threads
+from ...engine.weights.loading import HUB_TIMEOUT_S, load_tokenizer
+from .catalog import KNOWN_MODELS, KnownModel, known_model
+from .gguf_folder import convert_gguf, require_gguf_packages
+from .make import require_writable
 
 PROVENANCE_FILE = "provenance.json"
 LOCK_TIMEOUT_S = 3600.0

@@ -24,12 +24,12 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.surfaces.surface import surface
-from rlhfspec.engine.weights.chunks import model_checksum
-from rlhfspec.engine.weights.loading import meta_model
-from rlhfspec.engine.weights.weight_files import require_all_weights
-from rlhfspec.learning.trainer.reloaded import Said, few_of, own_log_probs, require_reloads
+from ...core.errors import ModelError
+from ...core.surfaces.surface import surface
+from ...engine.weights.chunks import model_checksum
+from ...engine.weights.loading import meta_model
+from ...engine.weights.weight_files import require_all_weights
+from ..trainer.reloaded import Said, few_of, own_log_probs, require_reloads
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhfspec.core.errors import ConfigError, DataError
-from rlhfspec.engine.numerics import on_threads
-from rlhfspec.learning.models.demo_pair import DemoPairMaker, DemoRecipe
-from rlhfspec.learning.models.text_pair import TextPairMaker, TextRecipe, read_examples
+from ...core.errors import ConfigError, DataError
+from ...engine.numerics import on_threads
+from .demo_pair import DemoPairMaker, DemoRecipe
+from .text_pair import TextPairMaker, TextRecipe, read_examples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

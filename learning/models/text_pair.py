@@ -16,20 +16,20 @@ from pathlib import Path
 import numpy as np
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhfspec.core.config import DataConfig
-from rlhfspec.core.errors import DataError
-from rlhfspec.learning.data.prompt_rows import read_rows
-from rlhfspec.learning.models.demo_pair import llama_config, new_llama
-from rlhfspec.learning.models.net2net import deepen, widen
-from rlhfspec.learning.models.tokenization import token_id, train_bpe
-from rlhfspec.learning.objectives.padded_batches import (
+from ...core.config import DataConfig
+from ...core.errors import DataError
+from ..data.prompt_rows import read_rows
+from ..objectives.padded_batches import (
     Example,
     SupervisedBatch,
     distilled_loss,
     next_token_loss,
     supervised_batches,
 )
-from rlhfspec.learning.trainer.trainer_core import OneForward, small_trainer
+from ..trainer.trainer_core import OneForward, small_trainer
+from .demo_pair import llama_config, new_llama
+from .net2net import deepen, widen
+from .tokenization import token_id, train_bpe
 
 SEPARATOR = "\n"
 """Between prompt and answer; `data.prompt_template` of a run on such a pair is "{prompt}\\n"."""

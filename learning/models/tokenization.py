@@ -9,7 +9,7 @@ from typing import Literal
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhfspec.core.errors import ModelError
+from ...core.errors import ModelError
 
 _LONG_RUN = re.compile(r"\S{1025}|\s{1025}")
 _PIECE = re.compile(r"\S{1,256}|\s{1,256}")

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhfspec.core.settings.algorithm import AlgorithmConfig
-from rlhfspec.learning.objectives.losses import kl_estimate
-from rlhfspec.learning.trainer.experience import Experience
+from ...core.settings.algorithm import AlgorithmConfig
+from ..trainer.experience import Experience
+from .losses import kl_estimate
 
 
 def place_terminal_reward(rewards: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

@@ -13,19 +13,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
-from rlhfspec.engine.upload import upload
-from rlhfspec.learning.objectives.advantages import (
+from ...core.config import AlgorithmConfig, TrainerConfig
+from ...engine.upload import upload
+from ..trainer.experience import Experience
+from ..trainer.parallel import OneTrainer
+from ..trainer.policy_forward import OwnStates, padded
+from .advantages import (
     discounted_returns,
     explained_variance,
     gae,
     token_rewards,
     whiten,
 )
-from rlhfspec.learning.objectives.losses import clipped_value_loss
-from rlhfspec.learning.trainer.experience import Experience
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.policy_forward import OwnStates, padded
+from .losses import clipped_value_loss
 
 NUM_HISTORY = 3
 

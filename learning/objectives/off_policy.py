@@ -24,10 +24,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.settings.correction import CorrectionConfig
-from rlhfspec.learning.objectives.losses import MOST_LOG_RATIO, kl_estimate
-from rlhfspec.learning.trainer.experience import Experience
+from ...core.errors import ConfigError
+from ...core.settings.correction import CorrectionConfig
+from ..trainer.experience import Experience
+from .losses import MOST_LOG_RATIO, kl_estimate
 
 
 def importance_weights(

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.learning.trainer.batching import pack_by_length, pad_right
+from ..trainer.batching import pack_by_length, pad_right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

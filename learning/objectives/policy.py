@@ -14,10 +14,16 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.core.errors import NumericsError
-from rlhfspec.core.settings.algorithm import AlgorithmConfig
-from rlhfspec.engine.decoding.logprobs import scaled_logits
-from rlhfspec.learning.objectives.losses import (
+from ...core.errors import NumericsError
+from ...core.settings.algorithm import AlgorithmConfig
+from ...engine.decoding.logprobs import scaled_logits
+from ..trainer.batching import Pack, PackedSequences
+from ..trainer.engine_scoring import with_values
+from ..trainer.experience import Experience
+from ..trainer.laps import Laps
+from ..trainer.parallel import OneTrainer
+from ..trainer.policy_forward import PolicyForward
+from .losses import (
     PolicyLoss,
     Sequences,
     cispo_loss,
@@ -26,13 +32,7 @@ from rlhfspec.learning.objectives.losses import (
     log_ratio,
     token_weights,
 )
-from rlhfspec.learning.objectives.targets import Targets
-from rlhfspec.learning.trainer.batching import Pack, PackedSequences
-from rlhfspec.learning.trainer.engine_scoring import with_values
-from rlhfspec.learning.trainer.experience import Experience
-from rlhfspec.learning.trainer.laps import Laps
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.policy_forward import PolicyForward
+from .targets import Targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from rlhfspec.engine.upload import upload
-from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
-from rlhfspec.learning.rewards.reward_head import packed_scores
-from rlhfspec.learning.trainer.batching import Pack, PackedSequences, shared_packs
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.training_forward import response_statistics
+from ...engine.upload import upload
+from ..data.supervised_rows import Demonstration, PreferencePair
+from ..rewards.reward_head import packed_scores
+from ..trainer.batching import Pack, PackedSequences, shared_packs
+from ..trainer.parallel import OneTrainer
+from ..trainer.training_forward import response_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

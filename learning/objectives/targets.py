@@ -9,8 +9,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
-from rlhfspec.learning.objectives.advantages import (
+from ...core.config import AlgorithmConfig, TrainerConfig
+from ..trainer.engine_scoring import EngineValues
+from ..trainer.experience import Experience
+from ..trainer.parallel import OneTrainer
+from ..trainer.policy_forward import FirstValues
+from .advantages import (
     group_advantages,
     kl_penalty,
     leave_one_out_advantages,
@@ -20,13 +24,9 @@ from rlhfspec.learning.objectives.advantages import (
     spread,
     token_rewards,
 )
-from rlhfspec.learning.objectives.critic import Critic, ppo_advantages
-from rlhfspec.learning.objectives.losses import kl_estimate
-from rlhfspec.learning.objectives.off_policy import importance_weights
-from rlhfspec.learning.trainer.engine_scoring import EngineValues
-from rlhfspec.learning.trainer.experience import Experience
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.policy_forward import FirstValues
+from .critic import Critic, ppo_advantages
+from .losses import kl_estimate
+from .off_policy import importance_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

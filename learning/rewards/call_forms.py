@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from rlhfspec.core.surfaces.surface import surface
+from ...core.surfaces.surface import surface
 
 PARTS, BAD, NONE = "parts", "bad", "none"
 Answer = tuple[str, Any]

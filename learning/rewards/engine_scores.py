@@ -16,17 +16,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
-from rlhfspec.engine.model.comparison import compared_ids
-from rlhfspec.engine.model.compute_backend import PoolAttention
-from rlhfspec.engine.model.llama_forward import LlamaForward
-from rlhfspec.engine.model.llama_model import LlamaModel, can_serve
-from rlhfspec.engine.model.prefill import prefill_packs
-from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
-from rlhfspec.engine.model.support import refuse_unsupported
-from rlhfspec.engine.numerics import choose_backend, on_threads
-from rlhfspec.engine.weights.causal_lm import max_context_tokens
+from ...core.errors import ModelError
+from ...engine.cache.kv_pool import KVPool, KVShape
+from ...engine.model.comparison import compared_ids
+from ...engine.model.compute_backend import PoolAttention
+from ...engine.model.llama_forward import LlamaForward
+from ...engine.model.llama_model import LlamaModel, can_serve
+from ...engine.model.prefill import prefill_packs
+from ...engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
+from ...engine.model.support import refuse_unsupported
+from ...engine.numerics import choose_backend, on_threads
+from ...engine.weights.causal_lm import max_context_tokens
 
 NUM_SLOTS = 8
 "Texts whose keys and values are held at once."

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.named_code import describe, file_of, give_way, named_code, place_of
-from rlhfspec.learning.rewards.call_forms import BAD, PLACES, Answer, Call, CannotBeCalled, call_of
+from ...core.errors import ConfigError
+from ...core.named_code import describe, file_of, give_way, named_code, place_of
+from .call_forms import BAD, PLACES, Answer, Call, CannotBeCalled, call_of
 
 READY, CANNOT_IMPORT = "ready", "cannot import"
 

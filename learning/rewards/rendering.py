@@ -11,9 +11,9 @@ from datetime import datetime
 import regex
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.learning.data.chat_format import own_template, render_chat
-from rlhfspec.learning.data.messages import Tools, Turn, as_dicts
-from rlhfspec.learning.rewards.score_request import ScoreRequest
+from ..data.chat_format import own_template, render_chat
+from ..data.messages import Tools, Turn, as_dicts
+from .score_request import ScoreRequest
 
 
 def render(

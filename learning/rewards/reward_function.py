@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from rlhfspec.core.config import RewardConfig
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.settings.reward import Scorer
-from rlhfspec.learning.rewards.reward_stage import RewardStage
-from rlhfspec.learning.rewards.score_request import RewardSource, RuleSource
+from ...core.config import RewardConfig
+from ...core.errors import ConfigError
+from ...core.settings.reward import Scorer
+from .reward_stage import RewardStage
+from .score_request import RewardSource, RuleSource
 
 ServedSource = Callable[[Scorer], RewardSource]
 "Makes what asks a reward server: only processes with Ray can."
@@ -45,19 +45,19 @@ def _source(
 ) -> RewardSource:
     # imported here so that a rule reward does not wait for what it never uses
     if scorer.kind == "chain":
-        from rlhfspec.learning.tasks.chain_task import chain_reward
+        from ..tasks.chain_task import chain_reward
 
         return RuleSource(chain_reward)
     if scorer.kind == "one_sentence":
-        from rlhfspec.learning.tasks.one_sentence import one_sentence_reward
+        from ..tasks.one_sentence import one_sentence_reward
 
         return RuleSource(one_sentence_reward)
     if scorer.kind == "gsm8k":
-        from rlhfspec.learning.tasks.gsm8k import gsm8k_reward
+        from ..tasks.gsm8k import gsm8k_reward
 
         return RuleSource(gsm8k_reward)
     if scorer.kind == "model" and scorer.model is not None:
-        from rlhfspec.learning.rewards.reward_model import ModelReward
+        from .reward_model import ModelReward
 
         return ModelReward(scorer.model, config, device=device)
     if scorer.kind == "serve":
@@ -70,7 +70,7 @@ def _source(
             "to build"
         )
     if ":" in scorer.kind or scorer.kind == "format":
-        from rlhfspec.learning.rewards.user_function import UserReward
+        from .user_function import UserReward
 
         return UserReward(scorer.kind, timeout_s=config.timeout_s, pattern=scorer.pattern, fields=fields)
     raise ConfigError(

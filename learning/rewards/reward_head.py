@@ -15,12 +15,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
-from rlhfspec.engine.weights.loading import load_hf_config
-from rlhfspec.engine.weights.weight_files import first_line, require_all_weights
-from rlhfspec.learning.trainer.batching import PackedSequences
-from rlhfspec.learning.trainer.training_forward import autocast
+from ...core.errors import ModelError
+from ...engine.weights.chunks import describe_not_finite, not_finite
+from ...engine.weights.loading import load_hf_config
+from ...engine.weights.weight_files import first_line, require_all_weights
+from ..trainer.batching import PackedSequences
+from ..trainer.training_forward import autocast
 
 HEAD = "score"
 "What Hugging Face calls the head of a sequence classifier over a causal LM."

@@ -12,14 +12,14 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import PretrainedConfig
 
-from rlhfspec.core.config import RewardConfig
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.records import Reward, Unscored
-from rlhfspec.engine.weights.causal_lm import DTYPES, max_context_tokens
-from rlhfspec.engine.weights.loading import load_model, load_tokenizer
-from rlhfspec.learning.rewards.engine_scores import engine_scores
-from rlhfspec.learning.rewards.rendering import ModelText
-from rlhfspec.learning.rewards.score_request import ScoreRequest
+from ...core.config import RewardConfig
+from ...core.errors import ModelError
+from ...core.records import Reward, Unscored
+from ...engine.weights.causal_lm import DTYPES, max_context_tokens
+from ...engine.weights.loading import load_model, load_tokenizer
+from .engine_scores import engine_scores
+from .rendering import ModelText
+from .score_request import ScoreRequest
 
 _LEAST_FILL = 0.75
 "Of a batch's longest text, the least share of tokens that others in it have."

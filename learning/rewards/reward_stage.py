@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from rlhfspec.core.config import RewardConfig
-from rlhfspec.core.errors import ConfigError, RewardError
-from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
-from rlhfspec.core.settings.reward import RewardPart, Scorer, ShapingConfig
-from rlhfspec.learning.rewards.score_request import RewardSource, ScoreRequest, score_requests
+from ...core.config import RewardConfig
+from ...core.errors import ConfigError, RewardError
+from ...core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
+from ...core.settings.reward import RewardPart, Scorer, ShapingConfig
+from .score_request import RewardSource, ScoreRequest, score_requests
 
 
 class RewardStage:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
 
-from rlhfspec.core.errors import RewardError
-from rlhfspec.core.records import Prompt, ResponseFacts, Reward, Unscored
+from ...core.errors import RewardError
+from ...core.records import Prompt, ResponseFacts, Reward, Unscored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,12 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.named_code import user_folders
-from rlhfspec.core.records import Reward, Unscored
-from rlhfspec.learning.rewards.call_forms import NONE, PARTS
-from rlhfspec.learning.rewards.function_child import READY
-from rlhfspec.learning.rewards.score_request import ScoreRequest
+from ...core.errors import ConfigError
+from ...core.named_code import user_folders
+from ...core.records import Reward, Unscored
+from .call_forms import NONE, PARTS
+from .function_child import READY
+from .score_request import ScoreRequest
 
 _START_S = 120.0
 "what importing the user's module may take"

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.records import Completion, FinishReason
+from ...core.records import Completion, FinishReason
 
 _SAID = "what-the-assistant-said"
 _OPENED = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.core.errors import RewardError
-from rlhfspec.core.records import Prompt, Reward
+from ...core.errors import RewardError
+from ...core.records import Prompt, Reward
 
 LETTERS = "abcdefghijklmnop"
 MAX_SHIFT = 5

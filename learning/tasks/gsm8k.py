@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 
-from rlhfspec.core.errors import RewardError
-from rlhfspec.core.records import Prompt, Reward
+from ...core.errors import RewardError
+from ...core.records import Prompt, Reward
 
 FORMAT_SHARE = 0.2
 _ANSWER = re.compile(r"####[ \t]*(?P<number>(?:[-+][ \t]*)?(?:\$[ \t]*)?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")

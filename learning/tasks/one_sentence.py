@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 
-from rlhfspec.core.records import Prompt, Reward
+from ...core.records import Prompt, Reward
 
 _WORDS = """
 apple airport anchor balloon bakery bridge bicycle butterfly calendar camel candle carpet castle cheese

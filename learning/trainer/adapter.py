@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.settings.trainer import LoraConfig
-from rlhfspec.learning.trainer.adapter_merge import Wrapped, merged_tensors
+from ...core.errors import ConfigError
+from ...core.settings.trainer import LoraConfig
+from .adapter_merge import Wrapped, merged_tensors
 
 _NAME = "default"
 "What peft calls an adapter that was given no name."

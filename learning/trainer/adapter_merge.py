@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.surfaces.surface import surface
+from ...core.errors import ConfigError
+from ...core.surfaces.surface import surface
 
 _INSIDE = re.compile(r"\.(?:base_layer|token_adapter|original_module)(?=\.|$)")
 "Parts of names that stand for what is inside a wrapper."

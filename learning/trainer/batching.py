@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhfspec.engine.attention.visibility import NEG_INF, chain_visibility
-from rlhfspec.engine.upload import upload
-from rlhfspec.learning.trainer.parallel import OneTrainer
+from ...engine.attention.visibility import NEG_INF, chain_visibility
+from ...engine.upload import upload
+from .parallel import OneTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,16 +17,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhfspec.core.config import EngineConfig
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.engine.build import build_scoring_runner
-from rlhfspec.engine.decoding.logprobs import token_logprobs
-from rlhfspec.engine.model.prefill import fill_committed, prefill_packs
-from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
-from rlhfspec.engine.numerics import describe_numerics, on_threads, resolve_device, resolve_numerics
-from rlhfspec.engine.weights.causal_lm import CausalLM
-from rlhfspec.learning.trainer.experience import Experience
-from rlhfspec.learning.trainer.training_forward import note_forward
+from ...core.config import EngineConfig
+from ...core.errors import ConfigError
+from ...engine.build import build_scoring_runner
+from ...engine.decoding.logprobs import token_logprobs
+from ...engine.model.prefill import fill_committed, prefill_packs
+from ...engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
+from ...engine.numerics import describe_numerics, on_threads, resolve_device, resolve_numerics
+from ...engine.weights.causal_lm import CausalLM
+from .experience import Experience
+from .training_forward import note_forward
 
 MOST_SLOTS = 16
 "Responses whose caches are held at once."

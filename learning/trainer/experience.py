@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhfspec.core.errors import NumericsError
-from rlhfspec.core.records import Completion, FinishReason, Rollout
-from rlhfspec.learning.trainer.batching import PackedSequences, pad_right
+from ...core.errors import NumericsError
+from ...core.records import Completion, FinishReason, Rollout
+from .batching import PackedSequences, pad_right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,16 +20,16 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.checkpoint_manifest import write_manifest
-from rlhfspec.core.files import whole_folder
-from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.chunks import WeightPacker, checksum_of, load_into, model_checksum
-from rlhfspec.engine.weights.config_json import write_older_names
-from rlhfspec.engine.weights.generation_settings import as_ids, write_generation_settings
-from rlhfspec.learning.data.end_tokens import turn_end
-from rlhfspec.learning.trainer.reloaded import Said, refused_kept, require_reloads
-from rlhfspec.learning.trainer.trainer_core import Trainer
+from ...core.checkpoint_manifest import write_manifest
+from ...core.files import whole_folder
+from ...core.weight_records import WeightManifest
+from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.chunks import WeightPacker, checksum_of, load_into, model_checksum
+from ...engine.weights.config_json import write_older_names
+from ...engine.weights.generation_settings import as_ids, write_generation_settings
+from ..data.end_tokens import turn_end
+from .reloaded import Said, refused_kept, require_reloads
+from .trainer_core import Trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rlhfspec.policies.simulate.roofline import SHEETS
+from ...policies.simulate.roofline import SHEETS
 
 
 class Laps:

@@ -18,29 +18,29 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.records import Rollout, UpdateReport
-from rlhfspec.engine.weights.chunks import describe_not_finite, not_finite
-from rlhfspec.learning.objectives.critic import Critic
-from rlhfspec.learning.objectives.off_policy import lag_metrics, recomputed
-from rlhfspec.learning.objectives.policy import (
+from ...core.config import AlgorithmConfig, TrainerConfig
+from ...core.errors import ConfigError
+from ...core.records import Rollout, UpdateReport
+from ...engine.weights.chunks import describe_not_finite, not_finite
+from ..objectives.critic import Critic
+from ..objectives.off_policy import lag_metrics, recomputed
+from ..objectives.policy import (
     Coefficients,
     LogitsObserver,
     MinibatchMetrics,
     PolicyObjective,
     added_up,
 )
-from rlhfspec.learning.objectives.targets import Targets, update_targets
-from rlhfspec.learning.trainer.engine_scoring import EngineScorer, EngineValues
-from rlhfspec.learning.trainer.experience import Experience, collate
-from rlhfspec.learning.trainer.laps import peak_flops, step_flops
-from rlhfspec.learning.trainer.learner_state import LearnerState
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.policy_forward import FirstForwards, Part, PolicyForward
-from rlhfspec.learning.trainer.reloaded import few_of
-from rlhfspec.learning.trainer.trainer_core import Horizon, Trainer, rate_factor
-from rlhfspec.learning.trainer.training_forward import prepare_for_training, require_packs
+from ..objectives.targets import Targets, update_targets
+from .engine_scoring import EngineScorer, EngineValues
+from .experience import Experience, collate
+from .laps import peak_flops, step_flops
+from .learner_state import LearnerState
+from .parallel import OneTrainer
+from .policy_forward import FirstForwards, Part, PolicyForward
+from .reloaded import few_of
+from .trainer_core import Horizon, Trainer, rate_factor
+from .training_forward import prepare_for_training, require_packs
 
 
 class Learner(Trainer):

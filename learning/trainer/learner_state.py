@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rlhfspec.core.errors import ConfigError, StorageError
-from rlhfspec.learning.objectives.policy import Coefficients
-from rlhfspec.learning.trainer.parallel import OneTrainer
+from ...core.errors import ConfigError, StorageError
+from ..objectives.policy import Coefficients
+from .parallel import OneTrainer
 
 _COUNTERS = ("weight_version", "num_optimizer_steps", "seed")
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.attention.backends import variable_length_attention
-from rlhfspec.learning.trainer.batching import PackedSequences
+from ...core.errors import ModelError
+from ...engine.attention.backends import variable_length_attention
+from .batching import PackedSequences
 
 ATTENTION_NAME = "rlhfspec_packed"
 

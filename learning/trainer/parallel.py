@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhfspec.core.errors import NotFiniteError, PeerLost
-from rlhfspec.engine.weights.chunks import unique_tensors
+from ...core.errors import NotFiniteError, PeerLost
+from ...engine.weights.chunks import unique_tensors
 
 T = TypeVar("T")
 

@@ -18,13 +18,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhfspec.engine.upload import upload
-from rlhfspec.learning.trainer.adapter import Adapter
-from rlhfspec.learning.trainer.batching import Pack, PackedSequences, shared_packs
-from rlhfspec.learning.trainer.engine_scoring import EngineScorer
-from rlhfspec.learning.trainer.experience import Experience
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.training_forward import response_logits, response_statistics
+from ...engine.upload import upload
+from .adapter import Adapter
+from .batching import Pack, PackedSequences, shared_packs
+from .engine_scoring import EngineScorer
+from .experience import Experience
+from .parallel import OneTrainer
+from .training_forward import response_logits, response_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

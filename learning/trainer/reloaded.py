@@ -20,14 +20,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from rlhfspec.core.errors import ModelError, NotAsLearned
-from rlhfspec.engine.weights.chunks import model_checksum
-from rlhfspec.engine.weights.generation_settings import FILE, as_ids
-from rlhfspec.engine.weights.left_over import require_taken
-from rlhfspec.engine.weights.loading import load_hf_config
-from rlhfspec.engine.weights.weight_files import first_line, require_all_weights
-from rlhfspec.learning.trainer.batching import PackedSequences
-from rlhfspec.learning.trainer.training_forward import response_statistics
+from ...core.errors import ModelError, NotAsLearned
+from ...engine.weights.chunks import model_checksum
+from ...engine.weights.generation_settings import FILE, as_ids
+from ...engine.weights.left_over import require_taken
+from ...engine.weights.loading import load_hf_config
+from ...engine.weights.weight_files import first_line, require_all_weights
+from .batching import PackedSequences
+from .training_forward import response_statistics
 
 SEQUENCES, TOKENS = 2, 96
 "How many are asked for, and of how many tokens at most: a forward of a second."

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rlhfspec.engine.weights.chunks import unique_tensors
-from rlhfspec.learning.trainer.parallel import DataParallel, gradient_of
+from ...engine.weights.chunks import unique_tensors
+from .parallel import DataParallel, gradient_of
 
 
 class Sharded(DataParallel):

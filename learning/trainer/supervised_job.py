@@ -25,29 +25,29 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from rlhfspec.core.checkpoint_manifest import state_folders, verify_checkpoint, write_manifest
-from rlhfspec.core.errors import ConfigError, ModelError, NotAsLearned, WeightsError
-from rlhfspec.core.files import partial_of, whole_folder
-from rlhfspec.core.settings.supervised import (
+from ...core.checkpoint_manifest import state_folders, verify_checkpoint, write_manifest
+from ...core.errors import ConfigError, ModelError, NotAsLearned, WeightsError
+from ...core.files import partial_of, whole_folder
+from ...core.settings.supervised import (
     PreferenceLossConfig,
     SupervisedModelConfig,
     SupervisedTrainerConfig,
 )
-from rlhfspec.engine.model.support import refuse_changing_rope
-from rlhfspec.engine.weights.causal_lm import DTYPES
-from rlhfspec.engine.weights.loading import load_causal_lm, num_token_ids
-from rlhfspec.learning.objectives.supervised_objectives import (
+from ...engine.model.support import refuse_changing_rope
+from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.loading import load_causal_lm, num_token_ids
+from ..objectives.supervised_objectives import (
     ForwardSettings,
     MeanBatch,
     NextTokens,
     Preferences,
 )
-from rlhfspec.learning.rewards.reward_head import HEAD, load_scorer, set_pad_token
-from rlhfspec.learning.trainer.finished_model import ModelForm, save_model, write_adapter_folder
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.reloaded import few_of
-from rlhfspec.learning.trainer.trainer_core import Trainer, step_rule
-from rlhfspec.learning.trainer.training_forward import compute_dtype_on, prepare_for_training, require_packs
+from ..rewards.reward_head import HEAD, load_scorer, set_pad_token
+from .finished_model import ModelForm, save_model, write_adapter_folder
+from .parallel import OneTrainer
+from .reloaded import few_of
+from .trainer_core import Trainer, step_rule
+from .training_forward import compute_dtype_on, prepare_for_training, require_packs
 
 _TRAINED_ON = "trained_on.json"
 "In a state's folder."

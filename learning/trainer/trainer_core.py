@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_scheduler
 
-from rlhfspec.core.config import TrainerConfig
-from rlhfspec.core.errors import ConfigError, NotFiniteError, RlhfSpecError
-from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
-from rlhfspec.learning.trainer.adapter import Adapter
-from rlhfspec.learning.trainer.batching import Pack
-from rlhfspec.learning.trainer.laps import Laps
-from rlhfspec.learning.trainer.learner_state import LearnerState
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.reloaded import Said, said_by
-from rlhfspec.learning.trainer.training_forward import hold_linears_in, require_master_weights
+from ...core.config import TrainerConfig
+from ...core.errors import ConfigError, NotFiniteError, RlhfSpecError
+from ...core.settings.supervised import SupervisedTrainerConfig
+from .adapter import Adapter
+from .batching import Pack
+from .laps import Laps
+from .learner_state import LearnerState
+from .parallel import OneTrainer
+from .reloaded import Said, said_by
+from .training_forward import hold_linears_in, require_master_weights
 
 
 @runtime_checkable

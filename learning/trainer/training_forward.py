@@ -24,16 +24,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhfspec.core.errors import ConfigError, ModelError
-from rlhfspec.core.settings.trainer import ComputeDtype
-from rlhfspec.engine.attention.backends import plan_attention_once
-from rlhfspec.engine.calibration.engine_provenance import device_name
-from rlhfspec.engine.decoding.logprobs import log_softmax, scaled_logits
-from rlhfspec.engine.model.comparison import failing_is_refused
-from rlhfspec.engine.model.linears import has_bfloat16
-from rlhfspec.engine.model.support import switch_attention, unsupported
-from rlhfspec.learning.trainer.batching import PackedSequences
-from rlhfspec.learning.trainer.packed_attention import ATTENTION_NAME
+from ...core.errors import ConfigError, ModelError
+from ...core.settings.trainer import ComputeDtype
+from ...engine.attention.backends import plan_attention_once
+from ...engine.calibration.engine_provenance import device_name
+from ...engine.decoding.logprobs import log_softmax, scaled_logits
+from ...engine.model.comparison import failing_is_refused
+from ...engine.model.linears import has_bfloat16
+from ...engine.model.support import switch_attention, unsupported
+from .batching import PackedSequences
+from .packed_attention import ATTENTION_NAME
 
 
 def response_logits(

@@ -22,13 +22,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
-from rlhfspec.policies.drafting.cadence import Cadence
-from rlhfspec.policies.drafting.draft_policy import DrafterAlarm, DraftLaw, Proposal
-from rlhfspec.policies.drafting.goodput import GoodputPolicy
-from rlhfspec.policies.drafting.look_ups import MOST_GAIN, LookUps
-from rlhfspec.policies.drafting.trials import MEMORY_STEPS, Trials
-from rlhfspec.profiles.profile import Profile
+from ...core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
+from ...profiles.profile import Profile
+from .cadence import Cadence
+from .draft_policy import DrafterAlarm, DraftLaw, Proposal
+from .goodput import GoodputPolicy
+from .look_ups import MOST_GAIN, LookUps
+from .trials import MEMORY_STEPS, Trials
 
 LEAD = 1.5
 """A look-up must promise so many times as much. Where it is right a computed draft often is, too: to take the easy

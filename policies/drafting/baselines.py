@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from ...core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 
 
 class OffPolicy:

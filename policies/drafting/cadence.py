@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from rlhfspec.policies.drafting.goodput import LARGE_BATCH, GoodputPolicy
-from rlhfspec.policies.drafting.node_search import Allocation
+from ...core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from .goodput import LARGE_BATCH, GoodputPolicy
+from .node_search import Allocation
 
 UPDATE_STEPS = 4
 "Of so many plain decode steps, or steps of a large batch, one re-plans and updates the estimators."

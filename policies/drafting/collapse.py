@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 
-from rlhfspec.core.decode_records import DraftLog
-from rlhfspec.policies.drafting.draft_policy import DrafterAlarm
+from ...core.decode_records import DraftLog
+from .draft_policy import DrafterAlarm
 
 HEALTHY_SHARE = 0.65
 COLLAPSED_SHARE = 0.1

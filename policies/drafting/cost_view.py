@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfspec.profiles.cost import CostModel, Shape
+from ...profiles.cost import CostModel, Shape
 
 FAR_CONTEXT = 1 << 20
 "Tokens: the second point of the lines in the context."

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rlhfspec.core.decode_records import Budget, DecodeState, StepRecord
+from ...core.decode_records import Budget, DecodeState, StepRecord
 
 
 @runtime_checkable

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec.core.decode_records import DecodeState, StepRecord
-from rlhfspec.policies.drafting.collapse import CollapseDetector
-from rlhfspec.policies.drafting.planner import Chosen
-from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
-from rlhfspec.profiles.cost import Shape
-from rlhfspec.profiles.profile import Profile
+from ...core.decode_records import DecodeState, StepRecord
+from ...profiles.cost import Shape
+from ...profiles.profile import Profile
+from .collapse import CollapseDetector
+from .planner import Chosen
+from .recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
 
 OTHER_BATCH = 2
 "A batch so many times as large as the one that was drafted last is another one."

@@ -28,14 +28,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from rlhfspec.policies.drafting.cost_view import step_at
-from rlhfspec.policies.drafting.draft_policy import DrafterAlarm
-from rlhfspec.policies.drafting.estimators import Estimators
-from rlhfspec.policies.drafting.node_search import Allocation, best_nodes, sorted_scores
-from rlhfspec.policies.drafting.planner import PROBE_DEPTH, Planner
-from rlhfspec.policies.drafting.trials import Probes
-from rlhfspec.profiles.profile import Profile
+from ...core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from ...profiles.profile import Profile
+from .cost_view import step_at
+from .draft_policy import DrafterAlarm
+from .estimators import Estimators
+from .node_search import Allocation, best_nodes, sorted_scores
+from .planner import PROBE_DEPTH, Planner
+from .trials import Probes
 
 LARGE_BATCH = 16
 "From so many samples on the depth that the whole batch wants hardly varies: chains are as deep as planned."

@@ -16,11 +16,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, StepRecord
-from rlhfspec.policies.drafting.cost_view import BatchCosts, CostView, step_at
-from rlhfspec.policies.drafting.node_search import best_nodes
-from rlhfspec.policies.drafting.trials import MEMORY_STEPS, Trials
-from rlhfspec.profiles.profile import Profile
+from ...core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from ...profiles.profile import Profile
+from .cost_view import BatchCosts, CostView, step_at
+from .node_search import best_nodes
+from .trials import MEMORY_STEPS, Trials
 
 MOST_GAIN = 4.0
 ODD_SHARE = 0.1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.policies.drafting.cost_view import CostView, step_at
+from .cost_view import CostView, step_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from rlhfspec.policies.drafting.cost_view import BatchCosts, CostView
-from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
-from rlhfspec.profiles.profile import Profile, YieldCurve
+from ...profiles.profile import Profile, YieldCurve
+from .cost_view import BatchCosts, CostView
+from .recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
 
 MOST_GAIN = 2.0
 "A tree yields at most so many times what it did in the profile."

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.core.decode_records import DraftLog, StepRecord
+from ...core.decode_records import DraftLog, StepRecord
 
 PRIOR_DRAFTS = 40.0
 "Drafts that the profile's conditional acceptance counts for."

@@ -23,8 +23,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from rlhfspec.core.decode_records import Budget, DraftLog, StepRecord
-from rlhfspec.policies.drafting.draft_policy import DraftLaw, DraftPolicy, Proposal
+from ...core.decode_records import Budget, DraftLog, StepRecord
+from .draft_policy import DraftLaw, DraftPolicy, Proposal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec.core.decode_records import StepRecord
-from rlhfspec.policies.drafting.estimators import Estimators
-from rlhfspec.policies.drafting.planner import Chosen, Planner
+from ...core.decode_records import StepRecord
+from .estimators import Estimators
+from .planner import Chosen, Planner
 
 PROBE_SHARE = 0.005
 "Of the time spent in plain decoding, what trying the drafter may cost; twice as much while it is suspended."

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhfspec.policies.migration.move_messages import (
+from ..reallocation.pool_records import MoveMode
+from .move_messages import (
     Cancel,
     Claim,
     HandOver,
@@ -26,8 +27,7 @@ from rlhfspec.policies.migration.move_messages import (
     Settle,
     Verdict,
 )
-from rlhfspec.policies.migration.source import Say
-from rlhfspec.policies.reallocation.pool_records import MoveMode
+from .source import Say
 
 
 class DestinationStage(Enum):

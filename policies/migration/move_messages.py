@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlhfspec.core.records import SampleKey
-from rlhfspec.core.sample_state import SampleState
-from rlhfspec.policies.reallocation.pool_records import MoveMode
+from ...core.records import SampleKey
+from ...core.sample_state import SampleState
+from ..reallocation.pool_records import MoveMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

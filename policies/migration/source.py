@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from rlhfspec.policies.migration.move_messages import (
+from ..reallocation.pool_records import MoveMode
+from .move_messages import (
     CallOff,
     Claim,
     Landed,
@@ -27,7 +28,6 @@ from rlhfspec.policies.migration.move_messages import (
     Shipped,
     Verdict,
 )
-from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 
 class SourceStage(Enum):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.policies.reallocation.finish_time_policy import FinishTimePolicy
-from rlhfspec.policies.reallocation.gate import Gate
-from rlhfspec.policies.reallocation.paper_rule import PaperRule
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from ...core.errors import ConfigError
+from .finish_time_policy import FinishTimePolicy
+from .gate import Gate
+from .paper_rule import PaperRule
+from .pool_records import ReallocationPolicy
+from .rate_curve import RateCurve
 
 REALLOCATION_POLICIES = ("static", "pull", "paper_rule", "finish_time")
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.reallocation.survival import Survival
+from .rate_curve import RateCurve
+from .survival import Survival
 
 CELLS = 64
 "Cells of a response's length; the prediction of a pool costs instances * cells * cells."

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfspec.core.records import SampleKey
-from rlhfspec.policies.reallocation.finish_time import Load, Outlook, outlook
-from rlhfspec.policies.reallocation.gate import Gate, WayCosts
-from rlhfspec.policies.reallocation.move_search import FoundMove, Hurdle, search_moves
-from rlhfspec.policies.reallocation.pool_records import Move, PoolView
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.reallocation.sample_arrays import FlatPool, flatten, key_of
-from rlhfspec.policies.reallocation.survival import LengthHistory
+from ...core.records import SampleKey
+from .finish_time import Load, Outlook, outlook
+from .gate import Gate, WayCosts
+from .move_search import FoundMove, Hurdle, search_moves
+from .pool_records import Move, PoolView
+from .rate_curve import RateCurve
+from .sample_arrays import FlatPool, flatten, key_of
+from .survival import LengthHistory
 
 SAMPLE_COOLDOWN_S = 1.0
 "A sample that was moved stays for so long."

@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from rlhfspec.policies.reallocation.pool_records import MoveMode
-from rlhfspec.profiles.transfer import PrefillModel, TransferModel
+from ...profiles.transfer import PrefillModel, TransferModel
+from .pool_records import MoveMode
 
 GateMode = Literal["auto", "always_migrate", "always_recompute"]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.policies.reallocation.finish_time import Load, Outlook, both_done_seconds
-from rlhfspec.policies.reallocation.gate import WayCosts
-from rlhfspec.policies.reallocation.pool_records import MoveMode
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.reallocation.sample_arrays import FlatPool
+from .finish_time import Load, Outlook, both_done_seconds
+from .gate import WayCosts
+from .pool_records import MoveMode
+from .rate_curve import RateCurve
+from .sample_arrays import FlatPool
 
 MAX_ROUNDS = 16
 "Moves planned at once for one pair; in large pools fewer."

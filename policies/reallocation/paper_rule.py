@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec.policies.reallocation.gate import Gate
-from rlhfspec.policies.reallocation.pool_records import Move, PoolView
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.reallocation.sample_arrays import FlatPool, flatten, key_of
+from .gate import Gate
+from .pool_records import Move, PoolView
+from .rate_curve import RateCurve
+from .sample_arrays import FlatPool, flatten, key_of
 
 COOLDOWN_S = 0.5
 "An instance that took part in a move rests for so long."

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rlhfspec.core.records import SampleKey
+from ...core.records import SampleKey
 
 
 class MoveMode(StrEnum):

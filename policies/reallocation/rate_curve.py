@@ -14,10 +14,10 @@ from copy import copy
 
 import numpy as np
 
-from rlhfspec.policies.drafting.cost_view import BatchCosts
-from rlhfspec.policies.drafting.planner import ShapeTable
-from rlhfspec.policies.drafting.recalibration import AcceptanceRecalibration, TrackRecord
-from rlhfspec.profiles.profile import Profile
+from ...profiles.profile import Profile
+from ..drafting.cost_view import BatchCosts
+from ..drafting.planner import ShapeTable
+from ..drafting.recalibration import AcceptanceRecalibration, TrackRecord
 
 FACTOR_STEP = 0.05
 FACTOR_RANGE = (0.2, 5.0)

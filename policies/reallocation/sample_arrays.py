@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.core.records import SampleKey
-from rlhfspec.policies.reallocation.pool_records import PoolView
+from ...core.records import SampleKey
+from .pool_records import PoolView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.policies.reallocation.finish_time import SURE
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from ..reallocation.finish_time import SURE
+from ..reallocation.rate_curve import RateCurve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

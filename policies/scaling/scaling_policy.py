@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhfspec.policies.reallocation.finish_time import outlook
-from rlhfspec.policies.reallocation.pool_records import PoolView
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.reallocation.sample_arrays import flatten
-from rlhfspec.policies.reallocation.survival import LengthHistory
-from rlhfspec.policies.scaling.forecast import Forecast
-from rlhfspec.policies.scaling.scaling_records import Candidate, Limits, PoolFacts, Resize, Starts
-from rlhfspec.policies.scaling.scaling_rule import decide, has_surplus
+from ..reallocation.finish_time import outlook
+from ..reallocation.pool_records import PoolView
+from ..reallocation.rate_curve import RateCurve
+from ..reallocation.sample_arrays import flatten
+from ..reallocation.survival import LengthHistory
+from .forecast import Forecast
+from .scaling_records import Candidate, Limits, PoolFacts, Resize, Starts
+from .scaling_rule import decide, has_surplus
 
 
 class ScalingPolicy:

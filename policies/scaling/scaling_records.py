@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec.policies.scaling.forecast import Forecast
+from .forecast import Forecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

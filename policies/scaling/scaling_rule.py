@@ -7,7 +7,7 @@ idle timeout: what is given up at one moment would not be added at the same mome
 
 from __future__ import annotations
 
-from rlhfspec.policies.scaling.scaling_records import Limits, PoolFacts, Resize
+from .scaling_records import Limits, PoolFacts, Resize
 
 GAIN_SHARE = 0.05
 "Of a rollout's time: what an instance must save at least,"

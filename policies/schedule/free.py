@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlhfspec.core.errors import WeightsError
-from rlhfspec.core.records import Completion, Rollout, SampleKey, SampleRequest, Unscored
-from rlhfspec.policies.schedule.rollout_schedule import InFlight, OpenSample, Schedule
+from ...core.errors import WeightsError
+from ...core.records import Completion, Rollout, SampleKey, SampleRequest, Unscored
+from .rollout_schedule import InFlight, OpenSample, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

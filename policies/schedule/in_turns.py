@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from rlhfspec.core.errors import ConfigError, NumericsError
-from rlhfspec.core.records import Reward, Rollout, SampleKey, SampleRequest, Unscored
-from rlhfspec.policies.schedule.rollout_schedule import Schedule
+from ...core.errors import ConfigError, NumericsError
+from ...core.records import Reward, Rollout, SampleKey, SampleRequest, Unscored
+from .rollout_schedule import Schedule
 
 
 class UsefulGroups:

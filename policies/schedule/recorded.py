@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from rlhfspec.core.records import Rollout, SampleKey, SampleRequest
-from rlhfspec.policies.schedule.rollout_schedule import Schedule
+from ...core.records import Rollout, SampleKey, SampleRequest
+from .rollout_schedule import Schedule
 
 FILL = -1
 "The phase before the first update."

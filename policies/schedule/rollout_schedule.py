@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rlhfspec.core.errors import RewardError, WeightsError
-from rlhfspec.core.records import Completion, Rollout, SampleKey, SampleRequest, Unscored
-from rlhfspec.policies.scheduling.open_samples import is_whole
+from ...core.errors import RewardError, WeightsError
+from ...core.records import Completion, Rollout, SampleKey, SampleRequest, Unscored
+from ..scheduling.open_samples import is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

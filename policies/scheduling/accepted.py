@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhfspec.core.records import SampleKey, Stream
-from rlhfspec.policies.scheduling.events import Alarm, Order
+from ...core.records import SampleKey, Stream
+from .events import Alarm, Order
 
 KEPT_ACCEPTED = 1 << 15
 "Samples; about 12 MB. Copies come late by a move or a heartbeat timeout, not by so many samples."

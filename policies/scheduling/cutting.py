@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from rlhfspec.core.records import SampleKey, as_asked
-from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.scheduling.accepted import Accepted
-from rlhfspec.policies.scheduling.events import Cut, CutOwned, Deliver, Event, InstanceReported, Order
-from rlhfspec.policies.scheduling.ledger import Ledger
+from ...core.records import SampleKey, as_asked
+from ..migration.move_messages import MoveOutcome
+from .accepted import Accepted
+from .events import Cut, CutOwned, Deliver, Event, InstanceReported, Order
+from .ledger import Ledger
 
 
 def cut(ledger: Ledger, accepted: Accepted, event: Event, keys: Set[SampleKey] | None) -> list[Order]:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfspec.core.decode_records import InstanceLoad
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest
-from rlhfspec.policies.migration.move_messages import CallOff, MoveOrder, MoveOutcome, MoveReport, Settle
-from rlhfspec.policies.scaling.scaling_records import Resize
+from ...core.decode_records import InstanceLoad
+from ...core.records import Completion, SampleKey, SampleRequest
+from ..migration.move_messages import CallOff, MoveOrder, MoveOutcome, MoveReport, Settle
+from ..scaling.scaling_records import Resize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

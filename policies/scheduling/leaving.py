@@ -6,10 +6,10 @@ the instance dies, to the same tokens.
 
 from __future__ import annotations
 
-from rlhfspec.policies.reallocation.pool_records import Move, MoveMode
-from rlhfspec.policies.scheduling.events import Left, Order
-from rlhfspec.policies.scheduling.ledger import Ledger
-from rlhfspec.policies.scheduling.members import InstanceState
+from ..reallocation.pool_records import Move, MoveMode
+from .events import Left, Order
+from .ledger import Ledger
+from .members import InstanceState
 
 
 def moves_away(ledger: Ledger) -> list[Move]:

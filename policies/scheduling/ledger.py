@@ -9,8 +9,8 @@ import heapq
 from dataclasses import replace
 from typing import Literal
 
-from rlhfspec.core.records import SampleKey, SampleRequest
-from rlhfspec.policies.migration.move_messages import (
+from ...core.records import SampleKey, SampleRequest
+from ..migration.move_messages import (
     CallOff,
     Claim,
     MoveOrder,
@@ -19,11 +19,11 @@ from rlhfspec.policies.migration.move_messages import (
     Settle,
     Verdict,
 )
-from rlhfspec.policies.reallocation.pool_records import Move
-from rlhfspec.policies.scheduling.events import MoveEnded, Order, SendVerdict, Submit
-from rlhfspec.policies.scheduling.members import Members
-from rlhfspec.policies.scheduling.open_samples import OpenSample
-from rlhfspec.policies.scheduling.ownership import (
+from ..reallocation.pool_records import Move
+from .events import MoveEnded, Order, SendVerdict, Submit
+from .members import Members
+from .open_samples import OpenSample
+from .ownership import (
     TAKEN_BACK_EPOCHS,
     OpenMoves,
     Ruling,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rlhfspec.policies.migration.move_messages import CallOff, MoveOutcome
-from rlhfspec.policies.scheduling.events import Abandon, InstanceReported, Order, SendVerdict
-from rlhfspec.policies.scheduling.ledger import Ledger, verdict_for
-from rlhfspec.policies.scheduling.members import InstanceState
-from rlhfspec.policies.scheduling.ownership import TAKEN_BACK_EPOCHS
+from ..migration.move_messages import CallOff, MoveOutcome
+from .events import Abandon, InstanceReported, Order, SendVerdict
+from .ledger import Ledger, verdict_for
+from .members import InstanceState
+from .ownership import TAKEN_BACK_EPOCHS
 
 
 def lose_silent(ledger: Ledger, *, timeout_s: float) -> list[Order]:

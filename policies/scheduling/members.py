@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
-from rlhfspec.core.records import SampleKey
+from ...core.decode_records import GenerationStats, InstanceLoad
+from ...core.records import SampleKey
 
 KEPT_GONE = 16
 "Of the instances that are gone, the last ones are kept, for people and for what they have done."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfspec.core.records import Completion, FinishReason, SampleRequest
+from ...core.records import Completion, FinishReason, SampleRequest
 
 
 @dataclass(slots=True)

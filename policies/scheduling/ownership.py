@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhfspec.core.records import SampleKey
-from rlhfspec.policies.migration.move_messages import MoveOrder, MoveOutcome, MoveReport
-from rlhfspec.policies.reallocation.pool_records import Move, MoveMode
-from rlhfspec.policies.scheduling.events import MoveEnded, MoveRecord
+from ...core.records import SampleKey
+from ..migration.move_messages import MoveOrder, MoveOutcome, MoveReport
+from ..reallocation.pool_records import Move, MoveMode
+from .events import MoveEnded, MoveRecord
 
 TAKEN_BACK_EPOCHS = 2
 

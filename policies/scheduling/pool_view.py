@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec.policies.reallocation.pool_records import InstanceView, PoolView
-from rlhfspec.policies.scheduling.ledger import Ledger
-from rlhfspec.policies.scheduling.members import InstanceState
+from ..reallocation.pool_records import InstanceView, PoolView
+from .ledger import Ledger
+from .members import InstanceState
 
 
 def pool_view(ledger: Ledger, *, max_new_tokens: int) -> PoolView:

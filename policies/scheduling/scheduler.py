@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Set
 from dataclasses import replace
 
-from rlhfspec.core.awake import AwakeClock
-from rlhfspec.core.errors import RlhfSpecError
-from rlhfspec.core.records import Completion, SampleKey, SampleRequest, next_round
-from rlhfspec.policies.migration.move_messages import MoveOutcome
-from rlhfspec.policies.reallocation.pool_records import Move, ReallocationPolicy
-from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
-from rlhfspec.policies.scaling.scaling_records import Starts
-from rlhfspec.policies.scheduling.accepted import Accepted, compare
-from rlhfspec.policies.scheduling.cutting import cut
-from rlhfspec.policies.scheduling.events import (
+from ...core.awake import AwakeClock
+from ...core.errors import RlhfSpecError
+from ...core.records import Completion, SampleKey, SampleRequest, next_round
+from ..migration.move_messages import MoveOutcome
+from ..reallocation.pool_records import Move, ReallocationPolicy
+from ..scaling.scaling_policy import ScalingPolicy
+from ..scaling.scaling_records import Starts
+from .accepted import Accepted, compare
+from .cutting import cut
+from .events import (
     Alarm,
     ClockTicked,
     Cut,
@@ -40,13 +40,13 @@ from rlhfspec.policies.scheduling.events import (
     SamplesArrived,
     StartMove,
 )
-from rlhfspec.policies.scheduling.leaving import let_go, moves_away
-from rlhfspec.policies.scheduling.ledger import Binding, Ledger, verdict_for
-from rlhfspec.policies.scheduling.lost_instances import lose, lose_silent, why_stuck
-from rlhfspec.policies.scheduling.members import InstanceState, Member, Members
-from rlhfspec.policies.scheduling.open_samples import OpenSample, digest, is_whole
-from rlhfspec.policies.scheduling.ownership import TAKEN_BACK_EPOCHS, OpenMoves
-from rlhfspec.policies.scheduling.pool_view import pool_view
+from .leaving import let_go, moves_away
+from .ledger import Binding, Ledger, verdict_for
+from .lost_instances import lose, lose_silent, why_stuck
+from .members import InstanceState, Member, Members
+from .open_samples import OpenSample, digest, is_whole
+from .ownership import TAKEN_BACK_EPOCHS, OpenMoves
+from .pool_view import pool_view
 
 MOVE_TIMEOUT_S = 60.0
 "A move of which nothing was heard for so long is called off and forgotten: a slot waits for it."

@@ -12,13 +12,13 @@ from typing import Literal
 
 import numpy as np
 
-from rlhfspec.policies.drafting.cost_view import BatchCosts, CostView
-from rlhfspec.policies.drafting.planner import ShapeTable
-from rlhfspec.policies.drafting.recalibration import TrackRecord
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.simulate.roofline import Roofline
-from rlhfspec.profiles.cost import CostModel, Shape
-from rlhfspec.profiles.profile import Profile, YieldCurve
+from ...profiles.cost import CostModel, Shape
+from ...profiles.profile import Profile, YieldCurve
+from ..drafting.cost_view import BatchCosts, CostView
+from ..drafting.planner import ShapeTable
+from ..drafting.recalibration import TrackRecord
+from ..reallocation.rate_curve import RateCurve
+from .roofline import Roofline
 
 Speculation = Literal["off", "fixed", "adaptive"]
 CURVE_POINTS = 40

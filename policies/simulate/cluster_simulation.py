@@ -13,29 +13,29 @@ from itertools import islice
 
 import numpy as np
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
-from rlhfspec.policies.reallocation.rate_curve import rate_curve_from_profile
-from rlhfspec.policies.schedule.free import Free, FreeAdmission
-from rlhfspec.policies.schedule.in_turns import InTurns
-from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
-from rlhfspec.policies.schedule.rollout_schedule import Schedule
-from rlhfspec.policies.simulate.analytic_instance import Speculation, last_step_tokens, prompt_cost
-from rlhfspec.policies.simulate.compare import least_finish_s
-from rlhfspec.policies.simulate.described_cluster import DescribedCluster
-from rlhfspec.policies.simulate.scheduled_run import Batches, simulate_phases
-from rlhfspec.policies.simulate.simulated_pool import simulate
-from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
-from rlhfspec.policies.simulate.training_cost import (
+from ...core.errors import ConfigError
+from ...core.settings.simulated_cluster import SimulatedClusterConfig
+from ...profiles.profile import Profile
+from ..reallocation.by_name import make_reallocation_policy
+from ..reallocation.pool_records import ReallocationPolicy
+from ..reallocation.rate_curve import rate_curve_from_profile
+from ..schedule.free import Free, FreeAdmission
+from ..schedule.in_turns import InTurns
+from ..schedule.recorded import PhasePlan, Recorded
+from ..schedule.rollout_schedule import Schedule
+from .analytic_instance import Speculation, last_step_tokens, prompt_cost
+from .compare import least_finish_s
+from .described_cluster import DescribedCluster
+from .scheduled_run import Batches, simulate_phases
+from .simulated_pool import simulate
+from .simulation_records import Binding, PoolSetup, Samples, SimulationResult
+from .training_cost import (
     MemoryFit,
     TrainingCost,
     memory_fit,
     publication_s,
     training_cost,
 )
-from rlhfspec.profiles.profile import Profile
 
 POLLS = 200
 "Of a rollout, where no interval is given."

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.policies.reallocation.by_name import make_reallocation_policy
-from rlhfspec.policies.reallocation.gate import GateMode
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.simulate.simulated_pool import simulate
-from rlhfspec.policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
+from ..reallocation.by_name import make_reallocation_policy
+from ..reallocation.gate import GateMode
+from ..reallocation.rate_curve import RateCurve
+from .simulated_pool import simulate
+from .simulation_records import Binding, PoolSetup, Samples, SimulationResult
 
 COMPARED = ("static", "pull", "recompute_only", "paper_rule", "finish_time")
 "recompute_only is finish_time without migration."

@@ -12,30 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
-from rlhfspec.policies.simulate.analytic_instance import (
+from ...core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
+from ...profiles.transfer import PrefillModel, TransferModel
+from .analytic_instance import (
     AnalyticInstance,
     Draft,
     accepted_nodes,
     even_acceptance,
 )
-from rlhfspec.policies.simulate.model_dimensions import (
+from .model_dimensions import (
     ModelDimensions,
     dimensions_of,
     head_dimensions,
     read_dimensions,
 )
-from rlhfspec.policies.simulate.roofline import SHEETS, ContradictionError, Reached, Roofline
-from rlhfspec.policies.simulate.simulated_instance import SharedMachine
-from rlhfspec.policies.simulate.simulation_records import (
+from .roofline import SHEETS, ContradictionError, Reached, Roofline
+from .simulated_instance import SharedMachine
+from .simulation_records import (
     MoveTruth,
     Samples,
     WorkloadName,
     drawn_lengths,
     samples_of,
 )
-from rlhfspec.policies.simulate.training_cost import most_slots
-from rlhfspec.profiles.transfer import PrefillModel, TransferModel
+from .training_cost import most_slots
 
 DEEPEST = 16
 "Levels up to which the adaptive choice looks."

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.surfaces.surface import surface
+from ...core.errors import ConfigError
+from ...core.surfaces.surface import surface
 
 MOST = 10**8
 "Of any count in a config."

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.policies.simulate.model_dimensions import ModelDimensions
+from ...core.errors import ConfigError
+from .model_dimensions import ModelDimensions
 
 
 class ContradictionError(ConfigError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfspec.core.records import (
+from ...core.records import (
     FinishReason,
     Prompt,
     Reward,
@@ -22,11 +22,11 @@ from rlhfspec.core.records import (
     SamplingParams,
     WeightSpan,
 )
-from rlhfspec.policies.reallocation.pool_records import ReallocationPolicy
-from rlhfspec.policies.schedule.recorded import FILL, PhasePlan
-from rlhfspec.policies.schedule.rollout_schedule import Schedule
-from rlhfspec.policies.simulate.simulated_pool import SimulatedPool
-from rlhfspec.policies.simulate.simulation_records import (
+from ..reallocation.pool_records import ReallocationPolicy
+from ..schedule.recorded import FILL, PhasePlan
+from ..schedule.rollout_schedule import Schedule
+from .simulated_pool import SimulatedPool
+from .simulation_records import (
     Binding,
     PoolSetup,
     Samples,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
+from ...core.decode_records import GenerationStats, InstanceLoad
+from ..reallocation.rate_curve import RateCurve
 
 
 @dataclass(frozen=True, slots=True)

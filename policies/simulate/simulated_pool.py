@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.core.records import (
+from ...core.records import (
     SampleKey,
 )
-from rlhfspec.policies.migration.move_messages import Claim, MoveOrder, MoveReport
-from rlhfspec.policies.reallocation.pool_records import MoveMode, ReallocationPolicy
-from rlhfspec.policies.scaling.scaling_policy import ScalingPolicy
-from rlhfspec.policies.scaling.scaling_records import Limits, Resize, Starts
-from rlhfspec.policies.scheduling.events import (
+from ..migration.move_messages import Claim, MoveOrder, MoveReport
+from ..reallocation.pool_records import MoveMode, ReallocationPolicy
+from ..scaling.scaling_policy import ScalingPolicy
+from ..scaling.scaling_records import Limits, Resize, Starts
+from ..scheduling.events import (
     Deliver,
     Event,
     InstanceJoined,
@@ -35,9 +35,9 @@ from rlhfspec.policies.scheduling.events import (
     StartMove,
     Submit,
 )
-from rlhfspec.policies.scheduling.scheduler import Scheduler
-from rlhfspec.policies.simulate.simulated_instance import PaceLine, SimulatedInstance, TrainerWork
-from rlhfspec.policies.simulate.simulation_records import (
+from ..scheduling.scheduler import Scheduler
+from .simulated_instance import PaceLine, SimulatedInstance, TrainerWork
+from .simulation_records import (
     Binding,
     PoolSetup,
     Samples,

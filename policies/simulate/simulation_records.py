@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.records import (
+from ...core.errors import ConfigError
+from ...core.records import (
     Completion,
     FinishReason,
     Prompt,
@@ -18,11 +18,11 @@ from rlhfspec.core.records import (
     SamplingParams,
     Stream,
 )
-from rlhfspec.policies.reallocation.gate import Gate, GateMode
-from rlhfspec.policies.reallocation.rate_curve import RateCurve
-from rlhfspec.policies.scaling.scaling_records import Resize
-from rlhfspec.policies.simulate.simulated_instance import SharedMachine
-from rlhfspec.profiles.transfer import PrefillModel, TransferModel
+from ...profiles.transfer import PrefillModel, TransferModel
+from ..reallocation.gate import Gate, GateMode
+from ..reallocation.rate_curve import RateCurve
+from ..scaling.scaling_records import Resize
+from .simulated_instance import SharedMachine
 
 Binding = Literal["static", "pull"]
 "static: sample i to instance i mod K, each with a queue of its own; pull: to the one that owns fewest, as slots free"

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.policies.simulate.analytic_instance import even_acceptance
-from rlhfspec.policies.simulate.cluster_simulation import ClusterResult, require_bounded, simulate_cluster
-from rlhfspec.policies.simulate.described_cluster import DescribedCluster, describe
-from rlhfspec.policies.simulate.roofline import ContradictionError
-from rlhfspec.profiles.profile import Profile
+from ...core.errors import ConfigError
+from ...core.settings.simulated_cluster import SimulatedClusterConfig
+from ...profiles.profile import Profile
+from .analytic_instance import even_acceptance
+from .cluster_simulation import ClusterResult, require_bounded, simulate_cluster
+from .described_cluster import DescribedCluster, describe
+from .roofline import ContradictionError
 
 MOST_COMBINATIONS = 500
 READ_ONCE = ("lengths.file", "device.profile")

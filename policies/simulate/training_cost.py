@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.settings.simulated_cluster import SimulatedLearnerConfig
-from rlhfspec.policies.simulate.model_dimensions import ModelDimensions
-from rlhfspec.policies.simulate.roofline import DeviceSheet, Roofline
+from ...core.errors import ConfigError
+from ...core.settings.simulated_cluster import SimulatedLearnerConfig
+from .model_dimensions import ModelDimensions
+from .roofline import DeviceSheet, Roofline
 
 TRAINING_BYTES = 2.0
 "Of a parameter or a gradient that travels: bfloat16."

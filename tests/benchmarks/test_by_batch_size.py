@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.adaptive.policies import DEFAULT_TABLE, BatchTablePolicy, CapacityPolicy
+from rlhfspec.benchmarks.adaptive.policies import DEFAULT_TABLE, BatchTablePolicy, CapacityPolicy
 from rlhfspec.core.decode_records import Budget, DecodeState
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.policies.drafting.baselines import max_tree_nodes

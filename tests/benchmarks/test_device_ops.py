@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.device_ops import META, DeviceCalls, counted, layer_launches, prefill, update
+from rlhfspec.benchmarks.device_ops import META, DeviceCalls, counted, layer_launches, prefill, update
 from rlhfspec.engine.attention import backends
 
 MOST_OUTSIDE = {"plain": 12, "chain8": 20, "tree8": 30, "tree16": 40}

@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from benchmarks.episodes import (
+from rlhfspec.benchmarks.episodes import (
     ENGINE,
     Played,
     calculator_config,
@@ -11,10 +11,10 @@ from benchmarks.episodes import (
     play_alone,
     play_over,
 )
-from benchmarks.moving.exact import SPECULATION
-from benchmarks.moving.forced import ForcedMoves
-from benchmarks.support.actor_pool import ActorPool
-from benchmarks.support.reference import same_bits
+from rlhfspec.benchmarks.moving.exact import SPECULATION
+from rlhfspec.benchmarks.moving.forced import ForcedMoves
+from rlhfspec.benchmarks.support.actor_pool import ActorPool
+from rlhfspec.benchmarks.support.reference import same_bits
 from rlhfspec.core.config import ReallocationConfig, SpeculationConfig
 from rlhfspec.engine.build import build_engine
 

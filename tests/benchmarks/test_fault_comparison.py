@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.faulty.outcome import compare_runs
+from rlhfspec.benchmarks.faulty.outcome import compare_runs
 from rlhfspec.core.checkpoint_manifest import write_manifest
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.faulty import network
+from rlhfspec.benchmarks.faulty import network
 
 if (reason := network.why_not()) is not None:
     pytest.skip(f"no handle on another process's socket here: {reason}", allow_module_level=True)

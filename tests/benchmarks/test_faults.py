@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import faults
-from benchmarks.faults import FAULTS, GROUPED, ITERATIONS, run
-from benchmarks.faulty.injection import (
+from rlhfspec.benchmarks import faults
+from rlhfspec.benchmarks.faults import FAULTS, GROUPED, ITERATIONS, run
+from rlhfspec.benchmarks.faulty.injection import (
     CARDS,
     HEARTBEAT_LIMIT_S,
     NETWORK_KINDS,
@@ -23,10 +23,10 @@ from benchmarks.faulty.injection import (
     deal,
     freeze_s,
 )
-from benchmarks.faulty.outcome import Comparison, Disturbed, Resumed, fault_figures, kept, problems
-from benchmarks.support import runs
-from benchmarks.support.harness import Bench
-from benchmarks.support.result import machine_provenance
+from rlhfspec.benchmarks.faulty.outcome import Comparison, Disturbed, Resumed, fault_figures, kept, problems
+from rlhfspec.benchmarks.support import runs
+from rlhfspec.benchmarks.support.harness import Bench
+from rlhfspec.benchmarks.support.result import machine_provenance
 
 SAME = Comparison(
     num_samples=9, num_lost=0, num_duplicated=0, num_different=0, weights_equal=True, metrics_different=[]

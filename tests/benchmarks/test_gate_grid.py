@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 import pytest
 
-from benchmarks.moving.gate_grid import SHORT_REPEATS, SHORT_TURNS, Cell, both_ways, typical
+from rlhfspec.benchmarks.moving.gate_grid import SHORT_REPEATS, SHORT_TURNS, Cell, both_ways, typical
 from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 WAYS = ((MoveMode.RECOMPUTE, False), (MoveMode.MIGRATE, False), (MoveMode.MIGRATE, True))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.faulty.group_moves import QUICK_CARDS, moves_under_faults
-from benchmarks.support.workload import Workload
+from rlhfspec.benchmarks.faulty.group_moves import QUICK_CARDS, moves_under_faults
+from rlhfspec.benchmarks.support.workload import Workload
 from rlhfspec.core.records import Prompt, SamplingParams
 from rlhfspec.learning.models.make import PairPaths
 

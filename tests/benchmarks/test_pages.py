@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import readme, tables
-from benchmarks.pages.pictures import draw_speedup
-from benchmarks.support.result import machine_name
+from rlhfspec.benchmarks.pages import readme, tables
+from rlhfspec.benchmarks.pages.pictures import draw_speedup
+from rlhfspec.benchmarks.support.result import machine_name
 
 PAGES = tables.PAGES
 README = tables.ROOT / "README.md"
 MOST_WORDS = 540
 "Beside the table of figures."
-WRITE = "run: python -m benchmarks.pages"
+WRITE = "run: python -m rlhfspec.benchmarks.pages"
 
 
 def picture_texts(path: Path) -> list[str]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.peers import build, serving
-from benchmarks.peers.client import BUILT, PEER_NAMES, Peer, PeerError, available_peers
+from rlhfspec.benchmarks.peers import build, serving
+from rlhfspec.benchmarks.peers.client import BUILT, PEER_NAMES, Peer, PeerError, available_peers
 from rlhfspec.core.errors import WaitTimeout
 
 FAKE = """

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.support.preference_task import (
+from rlhfspec.benchmarks.support.preference_task import (
     MAX_ANSWER_WORDS,
     chat_tokenizer,
     draw_answer,

@@ -6,9 +6,9 @@ from copy import deepcopy
 
 import pytest
 
-from benchmarks.cluster_simulation import paper_figures
-from benchmarks.published import papers
-from benchmarks.published.papers import PAPERS, TLT, ranged
+from rlhfspec.benchmarks.cluster_simulation import paper_figures
+from rlhfspec.benchmarks.published import papers
+from rlhfspec.benchmarks.published.papers import PAPERS, TLT, ranged
 from rlhfspec.policies.simulate.cluster_simulation import bound
 
 COMPARED = TLT["depths"].index(TLT["compared_depth"])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.moving.rates import Rates, measured_rates, stretches_of
 from rlhfspec.actors.generation.trace_events import TraceEvent
+from rlhfspec.benchmarks.moving.rates import Rates, measured_rates, stretches_of
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 

@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import measure, readme
-from benchmarks.pages.readme import ROWS, commits_behind, has_history, shown, shown_commits, wrong_commits
-from benchmarks.pages.tables import ROOT
+from rlhfspec.benchmarks.pages import measure, readme
+from rlhfspec.benchmarks.pages.readme import (
+    ROWS,
+    commits_behind,
+    has_history,
+    shown,
+    shown_commits,
+    wrong_commits,
+)
+from rlhfspec.benchmarks.pages.tables import ROOT
 from rlhfspec.core.errors import InputError
 
 README = ROOT / "README.md"
@@ -86,7 +93,7 @@ def test_new_results_are_filed_with_their_machine_and_shown(
     for name, value in {"RESULTS": results, "SHOWN": told}.items():
         monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(readme, "SHOWN", told)
-    monkeypatch.setattr("benchmarks.pages.tables.RESULTS", results)
+    monkeypatch.setattr("rlhfspec.benchmarks.pages.tables.RESULTS", results)
     made = tmp_path / "exactness.json"
     provenance = {"cpu_model": "New CPU", "num_cores": 2, "commit": "bbb", "date": "2026-01-02"}
     made.write_text(json.dumps({"figures": {"samples": 3.0}, "intervals": {}, "provenance": provenance}))

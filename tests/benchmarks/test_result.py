@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.result import write_result
+from rlhfspec.benchmarks.support.result import write_result
 from rlhfspec.core.errors import RlhfSpecError
 
 

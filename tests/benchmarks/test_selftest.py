@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import rlhfspec.engine.decoding.answers
-from benchmarks.selftest.command import (
+from rlhfspec.benchmarks.selftest.command import (
     PartFailed,
     Subject,
     bandwidth,
@@ -101,7 +101,7 @@ def test_a_part_that_raises_does_not_keep_the_others_from_running(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr("benchmarks.selftest.command.distribution", broken)
+    monkeypatch.setattr("rlhfspec.benchmarks.selftest.command.distribution", broken)
     results = run_parts(subject, dtype="float32", quick=True, say=lambda _: None)
     assert [one.state for one in results] == ["passed", "failed", "passed", "passed"]
     report = write_report(results, tmp_path, device=CPU, what={}).read_text()

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hand_profile import hand_cost, hand_profile
 
-from benchmarks.simulated_runs.compared_runs import (
+from rlhfspec.benchmarks.simulated_runs.compared_runs import (
     Batch,
     Compared,
     RecordedRun,
@@ -26,7 +26,7 @@ from benchmarks.simulated_runs.compared_runs import (
     summary,
     update_s,
 )
-from benchmarks.simulated_runs.machine import (
+from rlhfspec.benchmarks.simulated_runs.machine import (
     Background,
     CoreWatch,
     Look,
@@ -37,7 +37,7 @@ from benchmarks.simulated_runs.machine import (
     seconds_ratio,
     slowdown,
 )
-from benchmarks.support.result import ROOT
+from rlhfspec.benchmarks.support.result import ROOT
 from rlhfspec.core.config_io import dump_config, load_config
 from rlhfspec.policies.simulate.simulation_records import Samples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.soak import JUDGED_FROM_MINUTES, grown, growth
+from rlhfspec.benchmarks.soak import JUDGED_FROM_MINUTES, grown, growth
 
 FLAT = {
     "minutes": 60.0,

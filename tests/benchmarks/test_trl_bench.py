@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 from byte_chat import save_byte_pair
 
-from benchmarks.peers.build import TRL_RELEASES, trl_folder
-from benchmarks.peers.trl_trainer import rewards
-from benchmarks.support.harness import Bench
-from benchmarks.trl import _by_trl, _figures, _sft_by_us, _write_examples, _write_prompts, peak_memory
+from rlhfspec.benchmarks.peers.build import TRL_RELEASES, trl_folder
+from rlhfspec.benchmarks.peers.trl_trainer import rewards
+from rlhfspec.benchmarks.support.harness import Bench
+from rlhfspec.benchmarks.trl import (
+    _by_trl,
+    _figures,
+    _sft_by_us,
+    _write_examples,
+    _write_prompts,
+    peak_memory,
+)
 
 
 def row(step_s: float) -> dict[str, float]:
@@ -57,7 +64,7 @@ def order(folder: Path, *, rows: Path, task: str) -> dict[str, Any]:
 def test_both_sides_of_supervised_steps_have_the_same_losses(tmp_path: Path) -> None:
     trl = trl_folder(TRL_RELEASES[-1])
     if trl is None:
-        pytest.skip("no TRL: python -m benchmarks.peers.build --only trl (make bench-peers)")
+        pytest.skip("no TRL: python -m rlhfspec.benchmarks.peers.build --only trl (make bench-peers)")
     save_byte_pair(tmp_path)
     examples = _write_examples(tmp_path / "examples.jsonl")
     theirs = _by_trl(trl, order(tmp_path, rows=examples, task="sft"))
@@ -71,7 +78,7 @@ def test_both_sides_of_supervised_steps_have_the_same_losses(tmp_path: Path) -> 
 def test_trl_trains_in_a_process_of_its_own(tmp_path: Path, rollouts: str) -> None:
     trl = trl_folder(TRL_RELEASES[-1])
     if trl is None:
-        pytest.skip("no TRL: python -m benchmarks.peers.build --only trl (make bench-peers)")
+        pytest.skip("no TRL: python -m rlhfspec.benchmarks.peers.build --only trl (make bench-peers)")
     save_byte_pair(tmp_path)
     prompts = _write_prompts(tmp_path / "prompts.jsonl", 2)
     with peak_memory() as peak:

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from trl_like import ARGUMENTS
 
-from rlhfspec.learning.public.integrations.trl import sampling_of
-from rlhfspec.learning.public.integrations.whole_weights import whole_weights
+from rlhfspec.integrations.trl import sampling_of
+from rlhfspec.integrations.whole_weights import whole_weights
 
 
 def adapted() -> Any:

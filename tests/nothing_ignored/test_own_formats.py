@@ -14,10 +14,10 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from benchmarks.pages.reference import _sections
 from rlhfspec.actors import serving as actors_serving
 from rlhfspec.actors.serving.reward_deployment import build, wrong_body
 from rlhfspec.actors.serving.score_schema import ScoreBody
+from rlhfspec.benchmarks.pages.reference import _sections
 from rlhfspec.cluster import serving as cluster_serving
 from rlhfspec.core import settings
 from rlhfspec.core.config import Config

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhfspec.core.errors import ModelError
+from ....core.errors import ModelError
 
 NUM_MIXED = 3
 "Hidden states that `fc` mixes."

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.model.prefill_plan import PrefillPiece
+from ...decoding.running_batch import RunningBatch
+from ...model.prefill_plan import PrefillPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

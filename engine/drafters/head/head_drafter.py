@@ -20,20 +20,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhfspec.core.decode_records import Budget
-from rlhfspec.engine.attention.backends import Attention
-from rlhfspec.engine.cache.kv_pool import KVPool
-from rlhfspec.engine.decoding.draft_tree import DEAD, DraftTree
-from rlhfspec.engine.decoding.noise import Noise
-from rlhfspec.engine.decoding.running_batch import RunningBatch
-from rlhfspec.engine.drafters.head.head_forward import LayerForward
-from rlhfspec.engine.drafters.head.published_head import head_checksum
-from rlhfspec.engine.drafters.level_drafter import LevelDrafter, level_plan
-from rlhfspec.engine.drafters.refinement import Refinement
-from rlhfspec.engine.model.compute_backend import PoolAttention
-from rlhfspec.engine.model.forward_plan import TreePlan
-from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
-from rlhfspec.engine.upload import upload
+from ....core.decode_records import Budget
+from ...attention.backends import Attention
+from ...cache.kv_pool import KVPool
+from ...decoding.draft_tree import DEAD, DraftTree
+from ...decoding.noise import Noise
+from ...decoding.running_batch import RunningBatch
+from ...model.compute_backend import PoolAttention
+from ...model.forward_plan import TreePlan
+from ...model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
+from ...upload import upload
+from ..level_drafter import LevelDrafter, level_plan
+from ..refinement import Refinement
+from .head_forward import LayerForward
+from .published_head import head_checksum
 
 MAX_WAITING = 16
 "Committed tokens of a sample whose hidden states may wait for their keys and values; those of one step come on top."

@@ -28,14 +28,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhfspec.core.errors import WeightsError
-from rlhfspec.engine.cache.kv_pool import KVShape, cell_size
-from rlhfspec.engine.drafters.head.head_weights import LAYER, HeadConfig, HeadWeights, require_whole
-from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.forward_plan import ForwardPlan
-from rlhfspec.engine.model.linears import Linear
-from rlhfspec.engine.model.llama_model import by_head
-from rlhfspec.engine.weights.llama_config import LlamaConfig, Rotary
+from ....core.errors import WeightsError
+from ...cache.kv_pool import KVShape, cell_size
+from ...model.compute_backend import ComputeBackend
+from ...model.forward_plan import ForwardPlan
+from ...model.linears import Linear
+from ...model.llama_model import by_head
+from ...weights.llama_config import LlamaConfig, Rotary
+from .head_weights import LAYER, HeadConfig, HeadWeights, require_whole
 
 
 class LayerForward(ABC):

@@ -32,9 +32,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.core.files import storage_errors
-from rlhfspec.engine.drafters.head.config_keys import require_plain, rope_of, rope_of_tree, tap_keys, taps_of
+from ....core.errors import ModelError
+from ....core.files import storage_errors
+from .config_keys import require_plain, rope_of, rope_of_tree, tap_keys, taps_of
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS_FILE = "model.safetensors"

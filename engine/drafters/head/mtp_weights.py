@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.drafters.head.config_keys import rope_of_tree, wrong_rope
-from rlhfspec.engine.drafters.head.head_weights import HeadConfig, HeadWeights, require_whole
-from rlhfspec.engine.weights.weight_files import first_line, local_folder, shapes_in, weight_files
+from ....core.errors import ModelError
+from ...weights.weight_files import first_line, local_folder, shapes_in, weight_files
+from .config_keys import rope_of_tree, wrong_rope
+from .head_weights import HeadConfig, HeadWeights, require_whole
 
 ARCHITECTURE = "RlhfSpecMtpLayer"
 "What a published layer's config says; no file has it."

@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec.core.errors import WeightsError
-from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.engine.drafters.head.head_weights import (
+from ....core.errors import WeightsError
+from ....core.weight_records import WeightManifest
+from ...weights.chunks import checksum_of, pack_tensors
+from .head_weights import (
     ARCHITECTURE,
     HeadWeights,
     config_of_tree,
     config_tree,
     require_whole,
 )
-from rlhfspec.engine.drafters.head.mtp_weights import ARCHITECTURE as MTP_ARCHITECTURE
-from rlhfspec.engine.drafters.head.mtp_weights import MtpConfig, config_of_mtp_tree, mtp_tree
-from rlhfspec.engine.weights.chunks import checksum_of, pack_tensors
+from .mtp_weights import ARCHITECTURE as MTP_ARCHITECTURE
+from .mtp_weights import MtpConfig, config_of_mtp_tree, mtp_tree
 
 
 def pack_head(head: HeadWeights, *, weight_version: int) -> tuple[WeightManifest, list[np.ndarray]]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.drafters.head.feature_recorder import FeatureRecorder
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.model.hidden_taps import HiddenTaps
-from rlhfspec.engine.model.runner import ModelRunner
+from ....core.errors import ModelError
+from ...engine import Engine
+from ...model.hidden_taps import HiddenTaps
+from ...model.runner import ModelRunner
+from .feature_recorder import FeatureRecorder
 
 
 def tap_for_head(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from word_chat import PLAIN, word_chat
 
-from benchmarks.support.malformed import malformed
+from rlhfspec.benchmarks.support.malformed import malformed
 from rlhfspec.cluster.serving.api_error import ApiError
 from rlhfspec.cluster.serving.engine_requests import Asked, RequestReader, usual_sampling
 from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from benchmarks.support.processes import descendants, start_command
-from benchmarks.support.result import ROOT
+from rlhfspec.benchmarks.support.processes import descendants, start_command
+from rlhfspec.benchmarks.support.result import ROOT
 from rlhfspec.cluster.placement.ray_session import TERMINATED, free_port
 from tests.conftest import TinyPair
 

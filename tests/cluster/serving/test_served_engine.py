@@ -18,9 +18,9 @@ from byte_chat import save_byte_pair
 from served_engine import TIMEOUT_S, TOKEN, ServedEngine, bits, serve_pair, told
 from transformers import LlamaForCausalLM
 
-from benchmarks.peers.build import TRL_RELEASES, library_folder
-from benchmarks.support.malformed import malformed
-from benchmarks.support.result import ROOT
+from rlhfspec.benchmarks.peers.build import TRL_RELEASES, library_folder
+from rlhfspec.benchmarks.support.malformed import malformed
+from rlhfspec.benchmarks.support.result import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -169,7 +169,7 @@ def run_client(script: str, library: str, *arguments: object) -> dict[str, Any]:
     """What a script of tests/helpers prints with a library on its path."""
     folder = library_folder(library)
     if folder is None:
-        pytest.skip(f"{library} is not there: python -m benchmarks.peers.build")
+        pytest.skip(f"{library} is not there: python -m rlhfspec.benchmarks.peers.build")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "tests" / "helpers" / script), *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(folder)},

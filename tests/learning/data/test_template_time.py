@@ -23,6 +23,7 @@ from rlhfspec.learning.data.template_time import asks_the_time, keep_time
 from rlhfspec.learning.environments.observations import ObservationRenderer
 from rlhfspec.learning.rewards.rendering import ModelText
 from rlhfspec.learning.rewards.score_request import score_requests
+from tests.test_layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[3]
 BEGAN = "2026-01-31T23:59:50+01:00"
@@ -31,16 +32,15 @@ TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "fi
 
 
 def test_one_module_renders_all_templates() -> None:
-    layers = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
     asking = re.compile(r"\.apply_chat_template\(|import render_jinja_template")
     found = [
         str(path.relative_to(ROOT))
-        for layer in layers
+        for layer in LAYERS
         for path in sorted((ROOT / layer).rglob("*.py"))
         if asking.search(path.read_text())
     ]
     # TRL renders the prompts of its own trainer
-    assert found == ["learning/data/chat_format.py", "learning/public/integrations/trl.py"]
+    assert found == ["learning/data/chat_format.py", "integrations/trl.py"]
 
 
 def test_a_kept_time_is_told_on_every_day(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,9 @@ from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.drafters.head.head_weights import save_head
 from rlhfspec.engine.weights.chunks import unique_tensors
 from rlhfspec.engine.weights.loading import load_causal_lm
-from rlhfspec.learning.public.integrations import trl
-from rlhfspec.learning.public.integrations.trl import TrlRollouts
-from rlhfspec.learning.public.integrations.whole_weights import whole_weights
+from rlhfspec.integrations import trl
+from rlhfspec.integrations.trl import TrlRollouts
+from rlhfspec.integrations.whole_weights import whole_weights
 
 CHATS = [[{"role": "user", "content": text}] for text in ("one", "one", "a longer one", "a longer one")]
 TEXTS = ["one", "one", "a longer one"]

@@ -1,4 +1,4 @@
-"""TRL itself trains with our rollouts: each release of it that `python -m benchmarks.peers.build --only trl` got."""
+"""TRL itself trains with our rollouts: each release that `python -m rlhfspec.benchmarks.peers.build --only trl` got."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from byte_chat import save_byte_pair
 
-from benchmarks.peers.build import TRL_RELEASES, trl_folder
+from rlhfspec.benchmarks.peers.build import TRL_RELEASES, trl_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -28,7 +28,7 @@ def test_trl_gets_our_responses_and_its_own_log_probabilities(tmp_path, home, re
     folder = trl_folder(release)
     if folder is None:
         pytest.skip(
-            f"TRL {release} is not there: python -m benchmarks.peers.build --only trl (make bench-peers)"
+            f"TRL {release} is not there: python -m rlhfspec.benchmarks.peers.build --only trl (make bench-peers)"
         )
     save_byte_pair(tmp_path)
     done = subprocess.run(

@@ -20,36 +20,36 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
-from rlhfspec.core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
-from rlhfspec.core.errors import ConfigError, DataError, RlhfSpecError
-from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from rlhfspec.core.settings.run import CACHE_DIR
-from rlhfspec.core.surfaces.surface import note_once, surface
-from rlhfspec.core.weight_records import TensorSpec, WeightManifest
-from rlhfspec.engine.build import backend_for, build_engine, published_model
-from rlhfspec.engine.calibration.engine_provenance import provenance_of
-from rlhfspec.engine.calibration.measured_profile import measured_profile
-from rlhfspec.engine.calibration.profiler import MadeProfile
-from rlhfspec.engine.drafters.head.head_weights import HeadWeights, is_head_folder, load_head
-from rlhfspec.engine.engine import Engine
-from rlhfspec.engine.numerics import on_threads
-from rlhfspec.engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
-from rlhfspec.engine.weights.chunks import checksum_of
-from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
-from rlhfspec.engine.weights.generation_settings import as_ids
-from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
-from rlhfspec.learning.data.chat_format import own_template
-from rlhfspec.learning.data.messages import pairs_of, parse_turns, readable
-from rlhfspec.learning.data.template_variables import require_variables
-from rlhfspec.learning.public.integrations.engine_episodes import EngineEpisodes
-from rlhfspec.learning.public.integrations.measured_once import (
+from ..core.config import EngineConfig, EnvironmentConfig, SpeculationConfig
+from ..core.errors import ConfigError, DataError, RlhfSpecError
+from ..core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from ..core.settings.run import CACHE_DIR
+from ..core.surfaces.surface import note_once, surface
+from ..core.weight_records import TensorSpec, WeightManifest
+from ..engine.build import backend_for, build_engine, published_model
+from ..engine.calibration.engine_provenance import provenance_of
+from ..engine.calibration.measured_profile import measured_profile
+from ..engine.calibration.profiler import MadeProfile
+from ..engine.drafters.head.head_weights import HeadWeights, is_head_folder, load_head
+from ..engine.engine import Engine
+from ..engine.numerics import on_threads
+from ..engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
+from ..engine.weights.chunks import checksum_of
+from ..engine.weights.draft_vocabulary import fit_draft, foreign_ids
+from ..engine.weights.generation_settings import as_ids
+from ..engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from ..learning.data.chat_format import own_template
+from ..learning.data.messages import pairs_of, parse_turns, readable
+from ..learning.data.template_variables import require_variables
+from ..profiles.profile import Profile
+from .engine_episodes import EngineEpisodes
+from .measured_once import (
     NotedVerdicts,
     kept_profile,
     named_profile,
     said_now_and_then,
 )
-from rlhfspec.learning.public.integrations.whole_weights import whole_weights
-from rlhfspec.profiles.profile import Profile
+from .whole_weights import whole_weights
 
 logger = logging.getLogger(__name__)
 OLDEST = (1, 0)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.core.errors import ConfigError, ProfileError
-from rlhfspec.engine.calibration.profiler import MadeProfile, Progress
-from rlhfspec.engine.model.invariance_probe import KeptVerdicts, Verdict
-from rlhfspec.profiles.profile import Profile, load_profile, save_profile
-from rlhfspec.profiles.provenance import Provenance
+from ..core.errors import ConfigError, ProfileError
+from ..engine.calibration.profiler import MadeProfile, Progress
+from ..engine.model.invariance_probe import KeptVerdicts, Verdict
+from ..profiles.profile import Profile, load_profile, save_profile
+from ..profiles.provenance import Provenance
 
 logger = logging.getLogger(__name__)
 SAID_EVERY_S = 5.0

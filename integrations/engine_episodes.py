@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhfspec.core.config import EnvironmentConfig
-from rlhfspec.core.records import Completion, FinishReason, SampleKey, SampleRequest
-from rlhfspec.engine.engine import Engine
-from rlhfspec.learning.environments.environment_protocol import (
+from ..core.config import EnvironmentConfig
+from ..core.records import Completion, FinishReason, SampleKey, SampleRequest
+from ..engine.engine import Engine
+from ..learning.environments.environment_protocol import (
     Environment,
     checked_reset,
     checked_step,
@@ -21,9 +21,9 @@ from rlhfspec.learning.environments.environment_protocol import (
     is_raw,
     stop_texts,
 )
-from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
-from rlhfspec.learning.environments.observations import ObservationRenderer, ending_with
-from rlhfspec.learning.rewards.written_text import written_text
+from ..learning.environments.episode import Episode, EpisodeLimits
+from ..learning.environments.observations import ObservationRenderer, ending_with
+from ..learning.rewards.written_text import written_text
 
 Ended = tuple[np.ndarray, Completion, float]
 "Prompt ids with what the environment's reset added, the whole completion, the sum of the steps' rewards."

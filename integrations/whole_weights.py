@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rlhfspec.core.errors import ConfigError
-from rlhfspec.core.surfaces.surface import surface
-from rlhfspec.engine.weights.chunks import unique_tensors
-from rlhfspec.learning.trainer.adapter_merge import merged_tensors
+from ..core.errors import ConfigError
+from ..core.surfaces.surface import surface
+from ..engine.weights.chunks import unique_tensors
+from ..learning.trainer.adapter_merge import merged_tensors
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 "Parts of names that stand for what a module was wrapped in."
