@@ -51,8 +51,8 @@ test: setup
 # every shape and type of the engine and of learning checked at each call, which is three times as slow: some minutes.
 # Groups of trainers, minutes of processes, compute what one trainer does.
 COMPUTES := $(addprefix tests/engine/,attention cpu decoding model test_losslessness.py) tests/cluster/verify \
-  $(addprefix tests/learning/,objectives rewards trainer) --ignore-glob='*_cuda.py' \
-  $(patsubst %,--ignore=tests/learning/trainer/test_%.py,several_trainers scored_by_the_engine supervised_group)
+  $(addprefix tests/learning/,training rewards) --ignore-glob='*_cuda.py' \
+  $(patsubst %,--ignore=tests/learning/training/test_%.py,several_trainers scored_by_the_engine supervised_group)
 test-avx2: setup
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(SHARED) \
 	  --jaxtyping-packages=rlhfspec.engine,rlhfspec.learning,beartype.beartype -m "not ray and not slow" $(COMPUTES)

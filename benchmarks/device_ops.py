@@ -53,9 +53,9 @@ from ..engine.model.prefill_plan import PrefillPiece
 from ..engine.model.runner import ModelRunner
 from ..engine.recorded_step import StepRecordings
 from ..engine.weights.loading import freeze
-from ..learning.trainer import packed_attention
-from ..learning.trainer.learner import Learner
-from ..learning.trainer.training_forward import forwards_made
+from ..learning.training import packed_attention
+from ..learning.training.learner import Learner
+from ..learning.training.training_forward import forwards_made
 from .support.harness import Bench
 from .support.workload import demo_workload
 

@@ -18,18 +18,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from ..actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
-from ..cluster.run.episodes import Episodes
+from ..cluster.system.episodes import Episodes
 from ..core.config import Config, EngineConfig, ReallocationConfig
 from ..core.config_io import config_from_dict
 from ..core.errors import WaitTimeout
 from ..core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
 from ..engine.engine import Engine
+from ..learning.data.chat.written_text import written_text
 from ..learning.environments.environment_protocol import Environment, environment_maker, stop_texts
 from ..learning.environments.episode import Episode, EpisodeLimits
 from ..learning.environments.observations import ObservationRenderer, ending_with
 from ..learning.models.make import PairPaths
 from ..learning.models.tokenization import character_tokenizer
-from ..learning.rewards.written_text import written_text
 from ..policies.migration.move_messages import MoveOutcome
 from ..policies.reallocation.pool_records import ReallocationPolicy
 from ..policies.scheduling.events import Alarm, MoveRecord

@@ -29,12 +29,12 @@ from ..core.config import (
 from ..core.records import Rollout
 from ..engine.decoding.logprobs import token_logprobs
 from ..engine.model.linears import has_bfloat16
-from ..learning.objectives.losses import clipped_policy_loss
-from ..learning.trainer.engine_scoring import EngineScorer
-from ..learning.trainer.experience import collate
-from ..learning.trainer.learner import Learner
-from ..learning.trainer.policy_forward import PolicyForward
-from ..learning.trainer.training_forward import prepare_for_training, response_logits
+from ..learning.training.engine_scoring import EngineScorer
+from ..learning.training.experience import collate
+from ..learning.training.learner import Learner
+from ..learning.training.objectives.losses import clipped_policy_loss
+from ..learning.training.policy_forward import PolicyForward
+from ..learning.training.training_forward import prepare_for_training, response_logits
 from .support.harness import Bench
 from .support.processes import begin_peak, peak_bytes
 from .support.timing import Rate, interleaved, ratios

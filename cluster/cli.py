@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if faults:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
         return 1
-    from ..actors.serving.loopback import spare_loopback
+    from ..actors.remote.loopback import spare_loopback
     from ..core.errors import RlhfSpecError, describe_error
     from .observe.visible_stream import show_escape_sequences
 

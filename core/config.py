@@ -77,7 +77,7 @@ class Config(Section):
 
     @property
     def decodes_on_gpu(self) -> bool:
-        """Whether instances take the GPUs that are asked for (`actors.waiting.assigned_device`)."""
+        """Whether instances take the GPUs that are asked for (`actors.remote.assigned_device`)."""
         return _takes_gpus(self.engine.device, self.cluster.generation.num_gpus)
 
     @property

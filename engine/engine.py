@@ -118,7 +118,7 @@ class Engine:
         if state.request.sampling.stop and self.stop_strings is None:
             raise ConfigError(
                 "sampling.stop was given and this engine knows no texts; set engine.stop_strings to "
-                "stop_strings(tokenizer) of rlhfspec.learning.data.end_tokens"
+                "stop_strings(tokenizer) of rlhfspec.learning.data.chat.end_tokens"
             )
         self.require_version(state)
         self._waiting.append(state)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..core.config import EnvironmentConfig
 from ..core.records import Completion, FinishReason, SampleKey, SampleRequest
 from ..engine.engine import Engine
+from ..learning.data.chat.written_text import written_text
 from ..learning.environments.environment_protocol import (
     Environment,
     checked_reset,
@@ -23,7 +24,6 @@ from ..learning.environments.environment_protocol import (
 )
 from ..learning.environments.episode import Episode, EpisodeLimits
 from ..learning.environments.observations import ObservationRenderer, ending_with
-from ..learning.rewards.written_text import written_text
 
 Ended = tuple[np.ndarray, Completion, float]
 "Prompt ids with what the environment's reset added, the whole completion, the sum of the steps' rewards."

@@ -38,9 +38,9 @@ from ..engine.weights.chunks import checksum_of
 from ..engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from ..engine.weights.generation_settings import as_ids
 from ..engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
-from ..learning.data.chat_format import own_template
-from ..learning.data.messages import pairs_of, parse_turns, readable
-from ..learning.data.template_variables import require_variables
+from ..learning.data.chat.chat_format import own_template
+from ..learning.data.chat.messages import pairs_of, parse_turns, readable
+from ..learning.data.chat.template_variables import require_variables
 from ..profiles.profile import Profile
 from .engine_episodes import EngineEpisodes
 from .measured_once import (

@@ -1,7 +1,7 @@
 """The weights of another library's trainer, whole: gathered where they are sharded, adapters merged.
 
 DeepSpeed's ZeRO-3 and FSDP of both kinds, as TRL's own synchronisation with vLLM gathers them. Adapters of PEFT are
-merged beside the weights (`learning.trainer.adapter`): merging and unmerging in place, as TRL does, lets them drift.
+merged beside the weights (`learning.training.adapter`): merging and unmerging in place, as TRL does, lets them drift.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..core.errors import ConfigError
 from ..core.surfaces.surface import surface
 from ..engine.weights.chunks import unique_tensors
-from ..learning.trainer.adapter_merge import merged_tensors
+from ..learning.training.adapter_merge import merged_tensors
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 "Parts of names that stand for what a module was wrapped in."

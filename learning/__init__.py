@@ -2,4 +2,5 @@
 
 Lives here: finished rollouts into new weights; computing in `forward`, rewards in `tasks`, making models in `pairs`.
 Must not live here: generation (`engine`), Ray (`actors`).
+Order of rooms: tasks <- data <- rewards <- environments <- training <- drafts <- models
 """

@@ -17,7 +17,7 @@ UNPICKLERS = {
     "cloudpickle.loads",
     "joblib.load",
 }
-RESTRICTED = "learning/trainer/learner_state.py"
+RESTRICTED = "learning/training/learner_state.py"
 ORDERS = "engine/group/ranks.py"
 
 

@@ -156,24 +156,30 @@ def test_no_module_can_reach_itself() -> None:
     assert find_cycle(import_graph()) == []
 
 
-def package_graph(graph: dict[str, set[str]], folder: str) -> dict[str, set[str]]:
-    """Each package inside a folder, the modules on top of it apart, to the packages that its modules load."""
-
-    def package(module: str) -> str:
-        return ".".join(module.split(".")[:3])
-
-    inside = {package(m) for m in graph if m.startswith(f"rlhfspec.{folder}.") and m.count(".") > 2}
-    found: dict[str, set[str]] = {name: set() for name in inside}
-    for module, targets in graph.items():
-        if package(module) in inside:
-            found[package(module)] |= {package(t) for t in targets} & inside - {package(module)}
-    return found
+def room_graph(folder: str) -> dict[str, set[str]]:
+    """Each package and module at the top of a folder to those that it imports, anywhere and in functions too."""
+    graph: dict[str, set[str]] = {}
+    for path in modules(folder):
+        room = path.relative_to(ROOT / folder).with_suffix("").parts[0]
+        targets = graph.setdefault(room, set())
+        for name, members in imported_names(ast.parse(path.read_text()), folder_of(path)):
+            own = name.split(".")[1:] if name.startswith(f"rlhfspec.{folder}") else []
+            targets |= set(own[1:2] or members) - {room} if own else set()
+    return {room: targets & graph.keys() for room, targets in graph.items() if room != "__init__"}
 
 
-def test_no_package_inside_the_engine_can_reach_itself() -> None:
-    graph = package_graph(import_graph(), "engine")
-    assert len(graph) > 6
+@pytest.mark.parametrize("folder", LAYERS)
+def test_rooms_have_an_order_and_no_two_import_each_other(folder: str) -> None:
+    graph = room_graph(folder)
     assert find_cycle(graph) == []
+    rooms = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
+    said = re.search(r"Order of rooms: ([\w\s<-]+)", (ROOT / folder / "__init__.py").read_text())
+    order = said[1].replace("<-", "").split() if said else []
+    assert set(order) == rooms and len(order) == len(rooms)
+    back = [
+        (room, one) for room in order for one in graph[room] & rooms if order.index(one) > order.index(room)
+    ]
+    assert back == []
 
 
 @pytest.mark.parametrize("own", ["rlhfspec.engine.cpu", "rlhfspec.engine.cuda"])
@@ -204,7 +210,7 @@ def packages() -> list[Path]:
 def test_a_package_is_small_and_says_what_lives_there(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) <= MAX_FILES
     said = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").splitlines()
-    assert [line.split(": ")[0] for line in said[2:]] == ["Lives here", "Must not live here"]
+    assert [line.split(": ")[0] for line in said[2:4]] == ["Lives here", "Must not live here"]
 
 
 def test_a_file_name_tells_which_file_it_is() -> None:
@@ -228,63 +234,62 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 536
+MAX_SOURCE_FILES = 539
 MAX_LINES_OF_A_ROOM = {
-    "core": 2392,
-    "core/settings": 2221,
+    "core": 2470,
+    "core/settings": 2149,
     "core/surfaces": 177,
     "profiles": 1052,
-    "policies": 5,
+    "policies": 6,
     "policies/drafting": 2170,
     "policies/migration": 564,
     "policies/reallocation": 1281,
     "policies/scaling": 353,
-    "policies/schedule": 689,
     "policies/scheduling": 1456,
     "policies/simulate": 2997,
-    "engine": 2276,
+    "policies/staleness": 689,
+    "engine": 2277,
     "engine/attention": 457,
     "engine/cache": 1054,
     "engine/calibration": 764,
     "engine/cpu": 2677,
     "engine/cuda": 503,
     "engine/decoding": 1433,
-    "engine/drafters": 3075,
+    "engine/drafters": 3048,
     "engine/group": 955,
     "engine/model": 3887,
     "engine/weights": 1940,
-    "learning": 5,
-    "learning/data": 4202,
-    "learning/drafts": 2971,
+    "learning": 6,
+    "learning/data": 4452,
+    "learning/drafts": 2995,
     "learning/environments": 595,
     "learning/models": 1416,
-    "learning/objectives": 1556,
-    "learning/rewards": 1917,
+    "learning/rewards": 1527,
     "learning/tasks": 241,
-    "learning/trainer": 4066,
-    "actors": 311,
-    "actors/generation": 1943,
-    "actors/migration": 947,
+    "learning/training": 5765,
+    "actors": 370,
+    "actors/generation": 1959,
+    "actors/migration": 872,
+    "actors/remote": 1441,
+    "actors/reward_server": 528,
     "actors/scheduling": 464,
-    "actors/serving": 559,
     "actors/transport": 1664,
-    "actors/waiting": 1402,
-    "actors/workers": 837,
-    "cluster": 154,
+    "actors/workers": 824,
+    "cluster": 156,
     "cluster/commands": 2599,
-    "cluster/folder": 2460,
-    "cluster/jobs": 1445,
+    "cluster/folder": 2430,
+    "cluster/jobs": 1440,
     "cluster/kuberay": 520,
-    "cluster/observe": 3221,
+    "cluster/observe": 2772,
     "cluster/placement": 816,
-    "cluster/plan": 2950,
+    "cluster/plan": 2744,
     "cluster/report": 735,
-    "cluster/resume": 1078,
-    "cluster/run": 1688,
-    "cluster/serving": 1766,
-    "cluster/system": 2142,
+    "cluster/resume": 1210,
+    "cluster/run": 1979,
+    "cluster/serving": 1761,
+    "cluster/system": 2592,
     "cluster/verify": 1384,
-    "cluster/weights": 496,
+    "cluster/weights": 306,
     "integrations": 790,
 }
 MAX_FUNCTION_LINES = 80
@@ -351,7 +356,7 @@ PRIVATE_WORDS = {
     "judges",
 }
 "That nobody of the field would look for; `docs/developers/glossary.md` has those to use."
-KEYS_OF_FILES = {"cluster/observe": {"told_at", "figures"}}
+KEYS_OF_FILES = {room: {"told_at", "figures"} for room in ("cluster/observe", "cluster/run")}
 "Names of fields that stand in files (`live.json`), by folder."
 
 

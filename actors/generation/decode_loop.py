@@ -25,6 +25,7 @@ from ...core.progress import Progress
 from ...core.records import Completion, SampleKey
 from ...policies.migration.move_messages import MoveReport
 from ..actor_messages import HeldSamples, PollReply
+from ..trace_events import TraceLog
 from .loop_orders import (
     CallOrder,
     CutOrder,
@@ -37,7 +38,6 @@ from .loop_orders import (
     StopOrder,
     SubmitOrder,
 )
-from .trace_events import TraceLog
 
 if TYPE_CHECKING:
     # they import torch, which the scheduler has no use for

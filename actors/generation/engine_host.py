@@ -42,8 +42,8 @@ from ..actor_messages import (
     InstanceNumerics,
     LoadedWeights,
 )
-from ..waiting.actor_start import set_heap_aside
-from ..waiting.assigned_device import (
+from ..remote.actor_start import set_heap_aside
+from ..remote.assigned_device import (
     INSTANCE_ADVICE,
     assigned_gpus,
     give_back_cached,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from ...core.decode_records import GenerationStats, InstanceLoad
-from ..waiting import run_metrics
+from ..remote import run_metrics
 
 REFRESH_S = 1.0
 "Who reads the port does so every few seconds, and the decode thread pays for each time."

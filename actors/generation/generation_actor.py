@@ -32,8 +32,9 @@ from ..actor_messages import (
     LoadedWeights,
     PollReply,
 )
-from ..waiting.actor_start import begin_actor
-from ..waiting.remote import Handle, remote
+from ..remote.actor_start import begin_actor
+from ..remote.remote import Handle, remote
+from ..trace_events import TraceEvent
 from .decode_loop import DecodeLoop
 from .gauges import InstanceGauges
 from .loop_orders import (
@@ -48,7 +49,6 @@ from .loop_orders import (
     StopOrder,
     SubmitOrder,
 )
-from .trace_events import TraceEvent
 
 if TYPE_CHECKING:
     from ...engine.exchange import CachePiece
@@ -61,8 +61,8 @@ class GenerationActor:
 
     def __init__(self, spec: GenerationSpec) -> None:
         # The scheduler imports this module with a handle and has no use for torch: seconds and memory.
-        from ..migration.ray_endpoint import RayMigrationEndpoint
         from .engine_host import ManifestHost
+        from .ray_endpoint import RayMigrationEndpoint
 
         begin_actor(spec.instance)
         self._spec = spec
@@ -162,7 +162,7 @@ class GenerationActor:
     @ray.method(concurrency_group="control")
     def gpu_seat(self) -> str | None:
         """The GPU that decodes, by a name that no other GPU of the cluster has; None: a CPU."""
-        from ..waiting.assigned_device import gpu_seat
+        from ..remote.assigned_device import gpu_seat
 
         return gpu_seat(self._host.device)
 

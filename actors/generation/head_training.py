@@ -6,15 +6,14 @@ from functools import partial
 
 from ...engine.admission import MB
 from ...engine.drafters.head.head_weights import HeadWeights
-from ...engine.drafters.head.tapping import record_features
 from ...engine.engine import Engine
 from ...engine.numerics import use_threads
-from ...learning.drafts.features import FeatureBuffer
+from ...learning.drafts.features import FeatureBuffer, record_features
 from ...learning.drafts.head import TargetParts
 from ...learning.drafts.head_trainer import HeadTrainer
 from ...learning.drafts.stoppable import fastest_dtype
 from ..actor_messages import GenerationSpec, SpotSpec
-from ..waiting import run_metrics
+from ..remote import run_metrics
 from .spot_trainer import SpotTrainer
 
 RECORDED_SHARE = 0.5

@@ -19,9 +19,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...core.errors import InstanceLost, PlacementError, WaitTimeout
 from ..actor_messages import GenerationSpec
-from ..waiting.actor_start import begin_actor
-from ..waiting.deaths import DEATHS, cause_of
-from ..waiting.remote import Handle, remote
+from ..remote.actor_start import begin_actor
+from ..remote.deaths import DEATHS, cause_of
+from ..remote.remote import Handle, remote
 
 if TYPE_CHECKING:
     from ...engine.group.ranks import GroupRanks

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ...engine.exchange import CachePiece
 from ...policies.migration.move_messages import PeerMessage
-from ..waiting.remote import Handle
+from ..remote.remote import Handle
 
 
 class Peers:

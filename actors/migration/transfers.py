@@ -24,7 +24,7 @@ from ...core.errors import TransferError
 from ...engine.cache.leases import Lease, LeaseEnded
 from ...engine.exchange import CachePiece
 from ...policies.migration.cache_frames import Frame
-from ..generation.trace_events import TraceKind
+from ..trace_events import TraceKind
 from ..transport.channels import Sender, Ticket, Transport
 from ..transport.frames import claimed_sequence, frame_bytes, open_frame, seal
 from ..transport.paced import Paced

@@ -56,11 +56,11 @@ from ..actor_messages import (
     SchedulerSettings,
     Taken,
 )
-from ..waiting import run_metrics
-from ..waiting.actor_start import begin_actor, set_heap_aside
-from ..waiting.deaths import DEATHS, cause_of
-from ..waiting.remote import Handle, remote
-from ..waiting.waiting import own_error, wait_any
+from ..remote import run_metrics
+from ..remote.actor_start import begin_actor, set_heap_aside
+from ..remote.deaths import DEATHS, cause_of
+from ..remote.remote import Handle, remote
+from ..remote.waiting import own_error, wait_any
 from .scheduler_updates import SchedulerUpdates, count_move, instance_views
 
 IDLE_POLL_S = 1.0

@@ -11,7 +11,7 @@ from ...policies.scaling.scaling_records import Resize
 from ...policies.scheduling.events import Alarm, Left, MoveRecord
 from ...policies.scheduling.members import Members
 from ..actor_messages import InstanceView, LostInstance, Taken
-from ..waiting import run_metrics
+from ..remote import run_metrics
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayError
 
 from ...core.errors import TransferError
-from ..waiting.remote import Handle
+from ..remote.remote import Handle
 from .channels import (
     ChannelLife,
     Ticket,

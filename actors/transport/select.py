@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ...core.errors import ConfigError
-from ..waiting.remote import Handle
+from ..remote.remote import Handle
 from .channels import Transport
 
 TransportName = Literal["auto", "gloo", "object_store", "nccl"]

@@ -25,9 +25,9 @@ from ...learning.environments.environment_protocol import (
     checked_step,
     environment_maker,
 )
-from ..waiting.actor_start import begin_actor
-from ..waiting.remote import Handle, remote
-from ..waiting.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
+from ..remote.actor_start import begin_actor
+from ..remote.remote import Handle, remote
+from ..remote.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
 
 T = TypeVar("T")
 Answer = Step | str | None

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import ray
 import torch
 
-from ...learning.trainer.parallel import DataParallel, OneTrainer, join_group, meet, new_store, store_at
-from ...learning.trainer.sharded import Sharded
+from ...learning.training.parallel import DataParallel, OneTrainer, join_group, meet, new_store, store_at
+from ...learning.training.sharded import Sharded
 from ..actor_messages import TrainerMeeting
-from ..waiting.assigned_device import assigned_gpus, resolve_device
+from ..remote.assigned_device import assigned_gpus, resolve_device
 
 
 class GroupMember:

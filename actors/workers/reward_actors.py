@@ -20,10 +20,10 @@ from ...core.settings.reward import Scorer
 from ...learning.rewards.reward_function import build_reward
 from ...learning.rewards.reward_stage import RewardStage
 from ...learning.rewards.score_request import RewardSource
-from ..waiting.actor_start import begin_actor, set_heap_aside
-from ..waiting.assigned_device import assigned_gpus, resolve_device
-from ..waiting.remote import Handle, remote
-from ..waiting.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
+from ..remote.actor_start import begin_actor, set_heap_aside
+from ..remote.assigned_device import reward_device
+from ..remote.remote import Handle, remote
+from ..remote.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class RewardActor:
         if self._reward is None:
             self._reward = build_reward(
                 self._config,
-                device=own_device(),
+                device=reward_device(),
                 served=self._served,
                 fields=None,
                 template_time=self._template_time,
@@ -77,17 +77,9 @@ class RewardActor:
 
     def _served(self, scorer: Scorer) -> RewardSource:
         # imported here: Ray Serve takes its time, and few rewards are served
-        from ..serving.reward_client import ServedReward
+        from ..reward_server.reward_client import ServedReward
 
         return ServedReward(scorer, self._config.server)
-
-
-def own_device() -> str:
-    """The GPU that Ray assigned (cluster.reward.num_gpus), else the CPU. Raises ConfigError."""
-    gpus = assigned_gpus()
-    if not gpus:
-        return "cpu"
-    return str(resolve_device("auto", assigned=gpus, key="reward.kind", pool="cluster.reward"))
 
 
 @dataclass(frozen=True, slots=True)

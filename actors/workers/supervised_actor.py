@@ -1,4 +1,4 @@
-"""Supervised trainer actor: a thin Ray shell around `learning.trainer.supervised_job`, one of several that learn as
+"""Supervised trainer actor: a thin Ray shell around `learning.training.supervised_job`, one of several that learn as
 one. It reads the model itself, so that its path must be one that every node sees.
 """
 
@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...core.errors import RlhfSpecError
-from ...learning.trainer.supervised_job import StepReport, SupervisedJob, run_job
+from ...learning.training.supervised_job import StepReport, SupervisedJob, run_job
 from ..actor_messages import TrainerMeeting
-from ..waiting.actor_start import begin_actor
-from ..waiting.remote import remote
+from ..remote.actor_start import begin_actor
+from ..remote.remote import remote
 from .group_member import GroupMember
 
 

@@ -29,22 +29,17 @@ from ...learning.drafts.cotraining import DraftCotrainer
 from ...learning.drafts.draft_learner import DraftTerms, RefitReport
 from ...learning.drafts.refit import DraftRefitter
 from ...learning.drafts.soft_targets import SoftTargetStore
-from ...learning.trainer.engine_scoring import EngineScorer, require_engine_scoring
-from ...learning.trainer.finished_model import PublishedForm
-from ...learning.trainer.learner import Learner
-from ...learning.trainer.reloaded import Said
-from ...learning.trainer.trainer_core import Horizon
-from ...learning.trainer.training_forward import compute_dtype_on, forwards_made, hold_linears_in
+from ...learning.training.engine_scoring import EngineScorer, require_engine_scoring
+from ...learning.training.finished_model import PublishedForm
+from ...learning.training.learner import Learner
+from ...learning.training.learning_rate import Horizon
+from ...learning.training.reloaded import Said
+from ...learning.training.training_forward import compute_dtype_on, forwards_made, hold_linears_in
 from ..actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
+from ..remote.actor_start import begin_actor, set_heap_aside
+from ..remote.assigned_device import TRAINER_ADVICE, give_back_cached, gpu_seat, require_gpu_room
+from ..remote.remote import remote
 from ..transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
-from ..waiting.actor_start import begin_actor, set_heap_aside
-from ..waiting.assigned_device import (
-    TRAINER_ADVICE,
-    give_back_cached,
-    gpu_seat,
-    require_gpu_room,
-)
-from ..waiting.remote import remote
 from .group_member import GroupMember
 
 _REFIT_STATE = "draft_refit.safetensors"

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from ...actors.actor_messages import Taken
-from ...actors.waiting.waiting import ActorDied
+from ...actors.remote.waiting import ActorDied
 from ...cluster.observe.console import PipeConsole
 from ...core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from ..moving.exact import MoveTally

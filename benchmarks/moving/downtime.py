@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from transformers import LlamaForCausalLM
 
-from ...actors.generation.trace_events import TraceEvent
+from ...actors.trace_events import TraceEvent
 from ...core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from ...core.records import Prompt
 from ...engine.weights.loading import load_causal_lm

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from ...actors.generation.trace_events import TraceEvent
+from ...actors.trace_events import TraceEvent
 from ...policies.reallocation.rate_curve import RateCurve
 from ..support.actor_pool import ActorPool
 from ..support.workload import Workload

@@ -12,9 +12,9 @@ import ray
 
 from ...actors.actor_messages import GenerationSpec, Rejoined, SchedulerSettings, Taken
 from ...actors.generation.generation_actor import GenerationActor
-from ...actors.generation.trace_events import TraceEvent
+from ...actors.remote.waiting import get
 from ...actors.scheduling.scheduler_actor import SchedulerActor
-from ...actors.waiting.waiting import get
+from ...actors.trace_events import TraceEvent
 from ...cluster.placement.ray_session import ray_session
 from ...cluster.weights.publish import PublishedWeights, publish
 from ...core.config import EngineConfig, ReallocationConfig, SpeculationConfig

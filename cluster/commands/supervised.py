@@ -93,7 +93,7 @@ def _train(
             given[section] = {key: value}
     path = config if resume is None else _own_config(kind, resume)
     loaded = load_config_of(kind, path, overrides, given=given)
-    from ..plan.names import with_absolute_paths
+    from ..folder.absolute_paths import with_absolute_paths
 
     loaded = with_absolute_paths(loaded, Path.cwd())
     # what takes seconds to load comes after what may be mistyped

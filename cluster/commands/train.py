@@ -14,9 +14,9 @@ from .declare import Arg
 if TYPE_CHECKING:
     from ..folder.layout import RunDir
     from ..observe.console import Reporter
-    from ..plan.prepared_run import PreparedRun
     from ..plan.run_plan import RunPlan
     from ..resume.run_state import RunState
+    from ..run.prepared_run import PreparedRun
 
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 
@@ -50,7 +50,7 @@ def train(
       rlhfspec train --config configs/demo.yaml --dry-run     print the resolved config and the plan, run nothing
     """
     from ..observe.console import Reporter
-    from ..plan.prepared_run import prepare_run
+    from ..run.prepared_run import prepare_run
 
     with Reporter() as report:
         prepared = prepare_run(config, overrides, report, out=out, resume=resume, dry_run=dry_run)
@@ -75,7 +75,7 @@ def demo(
     more without speculation and moves (`rlhfspec compare`), and what they gave is printed (`rlhfspec explain`).
     """
     from ..observe.console import Reporter
-    from ..plan.prepared_run import prepare_run
+    from ..run.prepared_run import prepare_run
     from .verify import compare_and_tell
 
     with Reporter() as report:
@@ -136,7 +136,7 @@ def check(
             return 0
         if like:
             raise ConfigError("--like is for --manifest: without it the models are those of the config")
-        from ..plan.prepared_run import prepare_run
+        from ..run.prepared_run import prepare_run
 
         plan = prepare_run(config, overrides, report, resume=resume, dry_run=True).plan
         from ..plan.model_files import require_finite_weights

@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from ...core.checkpoint_manifest import has_manifest, verify_checkpoint
 from ...core.config_io import config_text
 from ...core.errors import ConfigError, DataError
-from ...core.settings.idle import idle_keys
+from ...core.idle import idle_keys
 from ...core.settings.supervised import (
     DemonstrationsConfig,
     ExamplesConfig,
@@ -25,7 +25,8 @@ from ...core.settings.supervised import (
 )
 from ...engine.weights.causal_lm import max_context_tokens
 from ...engine.weights.loading import load_hf_config, load_tokenizer
-from ...learning.data.chat_format import named_template
+from ...learning.data.chat.chat_format import named_template
+from ...learning.data.chat.template_time import keep_time
 from ...learning.data.record import Record
 from ...learning.data.supervised_rows import (
     Demonstration,
@@ -33,9 +34,8 @@ from ...learning.data.supervised_rows import (
     encode_preferences,
     read_raw_rows,
 )
-from ...learning.data.template_time import keep_time
 from ...learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
-from ...learning.trainer.supervised_job import SupervisedJob
+from ...learning.training.supervised_job import SupervisedJob
 from ..observe.console import Reporter
 from ..plan.inputs import require_cores
 from ..plan.model_files import count_params

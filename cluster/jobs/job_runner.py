@@ -11,7 +11,7 @@ import torch
 from ...core.errors import ConfigError, WaitTimeout
 from ...core.settings.cluster import ClusterConfig
 from ...core.settings.supervised import SupervisedConfig
-from ...learning.trainer.supervised_job import StepReport, SupervisedJob, run_job
+from ...learning.training.supervised_job import StepReport, SupervisedJob, run_job
 
 _GRACE_S = 30.0
 "This process waits longer than trainers wait for each other, so that their own messages arrive."
@@ -48,7 +48,7 @@ def _on_ray(
 ) -> Iterator[StepReport]:
     import ray
 
-    from ...actors.waiting.waiting import get_all
+    from ...actors.remote.waiting import get_all
     from ...actors.workers.supervised_actor import SupervisedActor
     from ..plan.topology import PlacementContext, actor_options
 
@@ -87,7 +87,7 @@ def _reports(
     import ray
     from ray.exceptions import RayError
 
-    from ...actors.waiting.waiting import get_all
+    from ...actors.remote.waiting import get_all
     from ...core.errors import RlhfSpecError
 
     # the first report comes after the model is loaded

@@ -23,11 +23,11 @@ def serve_reward(
 ) -> None:
     """Deploy, say so, and wait, see `serve_application`.
 
-    `arguments`: of `actors.serving.reward_deployment.build`.
+    `arguments`: of `actors.reward_server.reward_deployment.build`.
     Raises ConfigError, ModelError: the reward cannot be served; PlacementError: the port is taken, no room, no replica.
     """
     # imported here: Ray Serve takes a second
-    from ...actors.serving.reward_deployment import ServerArguments, build
+    from ...actors.reward_server.reward_deployment import ServerArguments, build
 
     application = build(arguments)
     parsed = ServerArguments.model_validate(arguments)

@@ -3,7 +3,7 @@
 RUN/config.yaml, RUN/status.json    as of `rlhfspec train`
 RUN/metrics.jsonl                   one object a step: train/*, every few steps eval/*; step 0 is before the first
 RUN/checkpoints/model               the last checkpoint, what --model, models.target and reward.model take
-RUN/checkpoints/{adapter,model_0100,state_0100}     see `learning.trainer.supervised_job`
+RUN/checkpoints/{adapter,model_0100,state_0100}     see `learning.training.supervised_job`
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from ...core.errors import describe_error
 from ...core.files import storage_errors, write_whole
 from ...core.metrics import MetricsLog
 from ...core.settings.supervised import SupervisedConfig
-from ...learning.trainer.supervised_job import (
-    CONFIG_FILE,
-    SupervisedJob,
-    last_state,
-    require_same,
-)
+from ...learning.training.supervised_job import CONFIG_FILE, SupervisedJob, last_state, require_same
 from ..folder.layout import RunDir, choose_run_path
 from ..folder.run_time import of_folder, with_time
 from ..observe.console import Reporter

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ...actors.generation.trace_events import TraceEvent, TraceKind
+from ...actors.trace_events import TraceEvent, TraceKind
 from ...core.errors import ConfigError
 from ...core.files import write_whole
 from ...policies.scheduling.events import MoveRecord

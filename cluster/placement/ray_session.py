@@ -26,8 +26,8 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from ...actors.waiting.actor_start import actor_environment
-from ...actors.waiting.watch import waits_noted
+from ...actors.remote.actor_start import actor_environment
+from ...actors.remote.watch import waits_noted
 from ...core.errors import NodeDied, PlacementError
 from ...core.settings.cluster import ClusterConfig
 from ..folder.leftovers import (
@@ -37,7 +37,6 @@ from ..folder.leftovers import (
     sweep_ray_folders,
     uninterrupted,
 )
-from ..plan.memory_plan import OBJECT_STORE_USUAL_BYTES
 from . import machine
 from .origin import IS_CHECKOUT, ROOT
 from .private_ray import (
@@ -55,6 +54,7 @@ from .private_ray import (
 from .slow_start import PATIENCE, START_S, start_twice
 
 MIN_OBJECT_STORE_BYTES = 100 << 20
+OBJECT_STORE_USUAL_BYTES = 1 << 30
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 10.0
 "For a TCP connection to a running cluster: Ray itself tries for many minutes."

@@ -11,7 +11,7 @@ from ...core.config import Config
 from ...core.errors import DataError, InputError
 from ...core.outside import quote
 from ...core.records import Prompt, SamplingParams
-from ...learning.data.end_tokens import find_end_tokens
+from ...learning.data.chat.end_tokens import find_end_tokens
 from ...learning.data.prompts import PromptDataset, load_prompts, sampling_params
 
 _OTHER_PROBLEMS = 0xE7A1

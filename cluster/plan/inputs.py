@@ -17,9 +17,9 @@ from ...core.settings.data import DataConfig
 from ...core.settings.generation import SamplingConfig
 from ...core.settings.run import ModelsConfig
 from ...engine.weights.loading import load_tokenizer, num_token_ids
-from ...learning.data.end_tokens import EndTokens, find_end_tokens, stop_strings
+from ...learning.data.chat.end_tokens import EndTokens, find_end_tokens, stop_strings
+from ...learning.data.chat.template_time import keep_time
 from ...learning.data.prompts import PromptDataset, load_prompts
-from ...learning.data.template_time import keep_time
 from ..placement.machine import num_cores
 from .evaluation_prompts import EvaluationPrompts, split_evaluation
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...actors.waiting.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
+from ...actors.remote.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
 from ...core.config import Config
 from ...core.errors import PlacementError
 from ...core.weight_records import DEVICE_BUCKET_BYTES
@@ -35,9 +35,9 @@ from ...engine.draft_policies import most_nodes
 from ...engine.model.prefill_plan import MAX_BIAS_TOGETHER
 from ...engine.model.runner import LOGITS_TOGETHER
 from ...engine.weights.chunks import CHUNK_BYTES
-from ...learning.trainer.batching import PATHS_PER_TOKEN
-from ...learning.trainer.engine_scoring import MOST_SLOTS
-from ...learning.trainer.training_forward import logit_copies, most_logits
+from ...learning.training.batching import PATHS_PER_TOKEN
+from ...learning.training.engine_scoring import MOST_SLOTS
+from ...learning.training.training_forward import logit_copies, most_logits
 from .model_sizes import DTYPE_BYTES, ModelShapes
 
 GIB = 1 << 30
@@ -53,7 +53,6 @@ CUDA_CONTEXT_BYTES = 600 * MIB
 "Of a GPU, for each process: context, kernels and the libraries' workspaces. Taken from reports, not measured here."
 RAY_PROCESSES_BYTES = 900 * MIB
 "Head processes, agents and dashboard of a local cluster."
-OBJECT_STORE_USUAL_BYTES = 1 * GIB
 _STORE_SLACK_BYTES = 256 * MIB
 "Of the object store: requests, logs, frames of moving caches, and what fragments cannot hold."
 _PUBLISHED_VERSIONS = 2

@@ -19,7 +19,7 @@ from ...engine.model.support import refuse_unsupported
 from ...engine.weights.causal_lm import max_context_tokens
 from ...engine.weights.loading import load_hf_config, meta_model, num_token_ids
 from ...engine.weights.weight_files import indexed_too
-from ...learning.trainer.adapter import count_adapter_params
+from ...learning.training.adapter import count_adapter_params
 from .drafts import Drafts, draft_doubts, what_drafts
 from .inputs import read_tokenizer
 from .model_files import (

@@ -1,95 +1,17 @@
-"""From names in a config to paths that mean the same from any folder.
-
-`demo` is the embedded pair, others are real models that are known by name. A relative path is made absolute, so that
-the run folder's own config means the same from any folder; what a model or data set is called may be a path or the name
-of something: it is a path where there is one here.
-"""
+"""From names of models in a config to paths: `demo` is the embedded pair, others are real models known by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from glob import glob
 from pathlib import Path
-from typing import Any, TypeVar
 
 from ...core.config import Config
 from ...core.errors import ConfigError
-from ...core.outside import is_dir
 from ...core.settings.run import ModelsConfig
-from ...core.settings.section import Section
 from ...learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
-from ..folder.layout import is_ray_working_dir
 from ..observe.console import Reporter
 
-PATHS = frozenset({"run.output_dir", "run.cache_dir", "run.copy_to"})
-"Keys of folders that need not be there; of lists of sections without the number."
-FILES = frozenset(
-    {
-        "models.target",
-        "models.draft",
-        "models.tokenizer",
-        "model.name",
-        "model.tokenizer",
-        "model.chat_template",
-        "data.path",
-        "data.sources.path",
-        "data.chat_template",
-        "data.eval_path",
-        "evaluation.data.path",
-        "evaluation.data.sources.path",
-        "evaluation.data.chat_template",
-        "reward.model",
-        "reward.parts.model",
-        "speculation.profile",
-    }
-)
-"Keys of paths, patterns, or names."
 DEMO = "demo"
-_WORDS = frozenset({DEMO, "auto"})
-"Mean the same whatever is here."
-
-Whole = TypeVar("Whole", bound=Section)
-
-
-def with_absolute_paths(config: Whole, folder: Path) -> Whole:
-    """Return the config of any command as `folder`, absolute, has it.
-
-    Unchanged in a folder that Ray has unpacked for a job: the next run of the job has another, with the same files.
-    """
-    return config if is_ray_working_dir(folder) else _absolute(config, "", folder)
-
-
-def _absolute(value: Any, key: str, folder: Path) -> Any:
-    if isinstance(value, Section):
-        changed = {
-            name: new
-            for name, old in value
-            if (new := _absolute(old, f"{key}.{name}" if key else name, folder)) is not old
-        }
-        return value.model_copy(update=changed) if changed else value
-    if isinstance(value, tuple):
-        items = tuple(_absolute(one, key, folder) for one in value)
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    if not isinstance(value, str) or value in _WORDS or "://" in value or value.startswith("~"):
-        return value
-    is_here = key in FILES and (_stands(folder / value) or _holds_subset(folder, value))
-    if not (key in PATHS or is_here) or Path(value).is_absolute():
-        return value
-    return str(folder / value)
-
-
-def _holds_subset(folder: Path, value: str) -> bool:
-    """True for `FOLDER:SUBSET` of a folder that is here."""
-    name, _, subset = value.rpartition(":")
-    return bool(name and subset) and is_dir(folder / name)
-
-
-def _stands(path: Path) -> bool:
-    try:
-        return path.exists() or bool(glob(str(path), recursive=True))
-    except (OSError, ValueError):
-        # too long for a name, such as a template itself
-        return False
 
 
 def resolve_models(

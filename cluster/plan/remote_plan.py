@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from ...core.config import Config, DataConfig
 from ...core.errors import ConfigError
 from ...engine.weights.loading import meta_model
-from ...learning.trainer.adapter import count_adapter_params
+from ...learning.training.adapter import count_adapter_params
 from ..placement.ray_session import MIN_OBJECT_STORE_BYTES
 from .drafts import what_drafts
 from .memory_plan import MemoryNeeds, MemoryPlan

@@ -18,11 +18,11 @@ from ray.util.placement_group import remove_placement_group
 
 from ...core.config import Config
 from ...core.errors import ConfigError, DataError, PlacementError
+from ...core.idle import idle_keys
 from ...core.settings.cluster import ClusterConfig
 from ...core.settings.correction import correction_warning
 from ...core.settings.environment import EnvironmentConfig
 from ...core.settings.generation import EngineConfig
-from ...core.settings.idle import idle_keys
 from ...engine.admission import MB, require_room_for_one
 from ...engine.model.compute_backend import ComputeBackend
 from ...engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
@@ -34,8 +34,8 @@ from ...learning.environments.environment_protocol import (
     misspelt_attributes,
     stop_texts,
 )
-from ...learning.trainer.engine_scoring import require_engine_scoring
-from ...learning.trainer.training_forward import compute_dtype_on
+from ...learning.training.engine_scoring import require_engine_scoring
+from ...learning.training.training_forward import compute_dtype_on
 from ..folder.remote_copy import require_place
 from ..folder.trackers import require_trackers
 from ..placement import machine

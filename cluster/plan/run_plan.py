@@ -13,7 +13,7 @@ from ...core.config import Config
 from ...core.settings.generation import ReallocationConfig
 from ...core.settings.reward import RewardConfig
 from ...engine.weights.loading import num_token_ids
-from ...learning.data.end_tokens import stop_strings
+from ...learning.data.chat.end_tokens import stop_strings
 from ...policies.reallocation.by_name import make_reallocation_policy
 from ...policies.reallocation.gate import Gate
 from ...policies.reallocation.pool_records import ReallocationPolicy
@@ -21,7 +21,6 @@ from ...policies.reallocation.rate_curve import RateCurve, rate_curve_from_profi
 from ...policies.scaling.scaling_policy import ScalingPolicy
 from ...policies.scaling.scaling_records import Limits
 from ...profiles.profile import Profile
-from ..weights.group_publication import are_on_gpus
 from .drafts import what_drafts
 from .inputs import Inputs
 from .memory_plan import MemoryPlan
@@ -142,7 +141,7 @@ class RunPlan:
             gpu_share=config.cluster.trainer.num_gpus,
             num_optimizer_steps=self._num_optimizer_steps(),
             max_new_tokens=config.sampling.max_new_tokens,
-            checksums="words" if are_on_gpus(config.cluster) else "xxh3",
+            checksums="words" if config.cluster.is_on_gpus else "xxh3",
             timeout_s=config.cluster.order_timeout_s,
         )
 

@@ -262,7 +262,7 @@ class PlacementContext:
     group: PlacementGroup
     namespace: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    "variables that tell actors their run (`actors.waiting.actor_start`)"
+    "variables that tell actors their run (`actors.remote.actor_start`)"
 
 
 def actor_options(place: PlacementSlot, context: PlacementContext) -> dict[str, Any]:

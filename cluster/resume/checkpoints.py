@@ -14,7 +14,7 @@ import numpy as np
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ...actors.waiting.waiting import get
+from ...actors.remote.waiting import get
 from ...core.checkpoint_manifest import write_manifest
 from ...core.files import remove_folder, whole_folder
 from ...engine.drafters.head.head_weights import save_head
@@ -22,8 +22,8 @@ from ...engine.drafters.head.published_head import is_head, is_mtp, published_he
 from ...engine.weights.chunks import load_into, weight_views
 from ...engine.weights.generation_settings import ending_at
 from ...engine.weights.loading import build_causal_lm
-from ...learning.trainer.finished_model import write_adapter_folder, write_model_folder
-from ...learning.trainer.reloaded import Said
+from ...learning.training.finished_model import write_adapter_folder, write_model_folder
+from ...learning.training.reloaded import Said
 from ..folder.layout import RunDir
 from ..system.system import System
 from ..weights.publish import PublishedWeights

@@ -15,10 +15,10 @@ from ...core.errors import ConfigError, DataError, describe_error
 from ...core.files import write_whole
 from ...learning.data.cursor import PromptCursor
 from ...learning.data.prompts import PromptDataset
+from ..folder.absolute_paths import with_absolute_paths
 from ..folder.layout import RunDir, of_run
 from ..folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
 from ..folder.run_time import folder_time, of_folder, with_time
-from ..plan.names import with_absolute_paths
 from .changed_keys import deciding_changes, kept_config, require_own_config
 from .rewind import rewind
 from .run_state import RunState, last_state

@@ -3,7 +3,7 @@
     RUN/checkpoints/state_0004/state.json   progress: cursor, versions, checksum, marks of the evaluations
     RUN/checkpoints/state_0004/config.yaml  the run's config, which its own file is compared with
     RUN/checkpoints/state_0004/record/      the run's record so far (`cluster.resume.rewind`)
-    RUN/checkpoints/state_0004/trainer/     what trainers hold (`learning.trainer.learner_state`, the draft's refit)
+    RUN/checkpoints/state_0004/trainer/     what trainers hold (`learning.training.learner_state`, the draft's refit)
     RUN/checkpoints/state_0004/head/        a draft head, where one drafts
     RUN/checkpoints/state_0004/in_flight/   samples ahead of their update, where generation runs ahead
 

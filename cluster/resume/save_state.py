@@ -14,13 +14,13 @@ from ...core.files import remove_folder, whole_folder
 from ...core.weight_records import kind_of
 from ...engine.drafters.head.head_weights import load_head
 from ...engine.drafters.head.published_head import is_head
-from ...policies.schedule.rollout_schedule import InFlight, Schedule
+from ...policies.staleness.rollout_schedule import InFlight, Schedule
 from ..folder.layout import RunDir
-from ..run.in_flight_files import read_in_flight, write_in_flight
 from ..system.system import System
 from ..weights.first_weights import put_head
 from ..weights.publish import PublishedWeights
 from .checkpoints import save_head_checkpoint
+from .in_flight_files import read_in_flight, write_in_flight
 from .rewind import keep_record
 from .run_state import SCHEMA_VERSION, WITHOUT_UNSCORED, EvaluationMarks, RunState
 

@@ -24,9 +24,9 @@ import ray
 from ray.exceptions import RayTaskError
 
 from ...actors.actor_messages import HeadComparison, HeadProgress
-from ...actors.waiting.deaths import last_line
-from ...actors.waiting.remote import Handle
-from ...actors.waiting.waiting import awake_s, get
+from ...actors.remote.deaths import last_line
+from ...actors.remote.remote import Handle
+from ...actors.remote.waiting import awake_s, get
 from ...core.errors import NodeDied, RlhfSpecError, WeightsError
 from ...engine.drafters.head.head_weights import HeadWeights
 from ...engine.drafters.head.published_head import published_head

@@ -19,11 +19,11 @@ from ..folder.layout import RunDir
 from ..folder.rollouts import write_rollouts
 from ..observe.console import Reporter
 from ..observe.iteration_metrics import evaluation_metrics
-from ..observe.recorder import Recorder
 from ..plan.evaluation_prompts import EvaluationPrompts
 from ..resume.checkpoints import save_best
 from ..resume.run_state import EvaluationMarks
 from ..system.system import System
+from .recorder import Recorder
 from .stream import Collected, RolloutStream
 
 _ALWAYS_THERE = "eval/reward_mean"

@@ -9,21 +9,21 @@ from functools import partial
 from ...core.checkpoint_manifest import state_folders, state_number
 from ...core.errors import NotAsLearned, RlhfSpecError, RunTaken, StorageError
 from ...core.records import SampleRequest
-from ...policies.schedule.free import Free, FreeAdmission
-from ...policies.schedule.in_turns import InTurns, UsefulGroups
-from ...policies.schedule.recorded import PhasePlan, Recorded
-from ...policies.schedule.rollout_schedule import Schedule
+from ...policies.staleness.free import Free, FreeAdmission
+from ...policies.staleness.in_turns import InTurns, UsefulGroups
+from ...policies.staleness.recorded import PhasePlan, Recorded
+from ...policies.staleness.rollout_schedule import Schedule
 from ..folder.layout import RunDir
-from ..folder.run_log import RunLog
 from ..observe.console import Reporter
 from ..observe.outcome_checks import Outcomes
-from ..observe.recorder import Recorder
 from ..resume.checkpoints import kept_models, save_checkpoints
-from ..resume.restarts import as_trainer_lost, noting_trainer_loss
 from ..resume.run_state import RunState
 from ..resume.save_state import Boundary, StateKeeper, take_up
+from ..resume.trainer_restarts import as_trainer_lost, noting_trainer_loss
 from ..system.system import System
 from .evaluate import Evaluator
+from .recorder import Recorder
+from .run_log import RunLog
 from .stream import RolloutStream
 
 
@@ -110,7 +110,7 @@ def schedule_of(system: System) -> Schedule:
 def ending_well(run: Run) -> Iterator[None]:
     """Write the timeline at the end of the block, and keep what was learned where it fails.
 
-    Raises TrainerLost: see `cluster.resume.restarts`.
+    Raises TrainerLost: see `cluster.resume.trainer_restarts`.
     """
     try:
         yield

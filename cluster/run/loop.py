@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from ...actors.waiting.process_metrics import give_back_free_memory
-from ...actors.waiting.watch import watching
+from ...actors.remote.process_metrics import give_back_free_memory
+from ...actors.remote.watch import watching
 from ...core.errors import NumericsError, PlacementError, TrainerLost
 from ...core.records import Rollout, UpdateReport
 from ...core.weight_records import WeightManifest
@@ -21,18 +21,18 @@ from ..folder.layout import RunDir
 from ..folder.run_status import STOPPING
 from ..observe.console import Reporter
 from ..observe.iteration_metrics import iteration_metrics, with_evaluation
-from ..observe.observer import Observer, observing
 from ..observe.outcome_checks import UNCHANGED
 from ..observe.summary import START_UP, signal_line, with_signal
 from ..placement.ray_session import RaySession, ray_session, sigterm_exits
 from ..plan.run_plan import RunPlan
 from ..plan.run_profile import RunProfile
 from ..resume.checkpoints import save_checkpoints
-from ..resume.restarts import LOSSES, TrainerRestarts
 from ..resume.run_state import RunState
+from ..resume.trainer_restarts import LOSSES, TrainerRestarts
 from ..system.system import System, running_system
 from .draft_step import refit_draft
 from .lifetime import Run, ending_well
+from .observer import Observer, observing
 from .stream import Collected
 from .update import Update
 
@@ -125,7 +125,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
     """Run every iteration, writing metrics, rollouts, moves and checkpoints as they come; a timeline at the end.
 
     `resume`: what the system, which has its first weights, is to go on from. Raises TrainerLost: see
-    `cluster.resume.restarts`.
+    `cluster.resume.trainer_restarts`.
     """
     run, settings = Run(system, run_dir, report, resume), system.config.run
     report.on_progress = run_dir.progress

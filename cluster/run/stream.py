@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...actors.actor_messages import Taken
-from ...actors.waiting.watch import OpenWait
+from ...actors.remote.watch import OpenWait
 from ...core.decode_records import GenerationStats
 from ...core.errors import NodeDied, RewardError, RlhfSpecError
 from ...core.records import ResponseFacts, Reward, Rollout, SampleKey, SampleRequest, Unscored
-from ...learning.rewards.written_text import response_text
-from ...policies.schedule.in_turns import InTurns
-from ...policies.schedule.rollout_schedule import Schedule, in_order, require_fresh
+from ...learning.data.chat.written_text import response_text
 from ...policies.scheduling.events import MoveRecord
+from ...policies.staleness.in_turns import InTurns
+from ...policies.staleness.rollout_schedule import Schedule, in_order, require_fresh
 from ..observe.console import Reporter
 from ..system.system import GeneratingSystem, Scored
 from .update import Update

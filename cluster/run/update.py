@@ -8,12 +8,12 @@ from typing import Any
 
 import ray
 
-from ...actors.waiting.watch import LOOK_S
+from ...actors.remote.watch import LOOK_S
 from ...core.errors import NumericsError
 from ...core.records import Rollout, UpdateReport
-from ...policies.schedule.rollout_schedule import Schedule, in_order
-from ..folder.run_log import RunLog
+from ...policies.staleness.rollout_schedule import Schedule, in_order
 from ..system.system import System
+from .run_log import RunLog
 
 
 class Update:

@@ -26,16 +26,11 @@ from ...core.surfaces.surface import note_once, surface
 from ...engine.requests import require_can_be_sampled
 from ...engine.weights.generation_settings import load_generation_settings
 from ...engine.weights.loading import num_token_ids
-from ...learning.data.chat_format import (
-    no_template,
-    own_template,
-    render_chat,
-    require_written,
-)
+from ...learning.data.chat.chat_format import no_template, own_template, render_chat, require_written
+from ...learning.data.chat.end_tokens import model_end_tokens, turn_end
+from ...learning.data.chat.messages import Tools, Turn, parse_turns, require_whole_text
+from ...learning.data.chat.template_variables import template_variables
 from ...learning.data.encoding import encode_texts, prompt_ids
-from ...learning.data.end_tokens import model_end_tokens, turn_end
-from ...learning.data.messages import Tools, Turn, parse_turns, require_whole_text
-from ...learning.data.template_variables import template_variables
 from .api_error import ApiError, refuse
 from .request_bodies import ChatBody, CompletionBody, GenerationBody, require_known
 

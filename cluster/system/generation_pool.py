@@ -18,8 +18,8 @@ from ray.util.placement_group import PlacementGroup
 
 from ...actors.actor_messages import FinishedText, GenerationSpec, InstanceNumerics, LostInstance, Taken
 from ...actors.generation.generation_actor import GenerationActor
-from ...actors.waiting.deaths import DEATHS, last_line
-from ...actors.waiting.remote import Handle
+from ...actors.remote.deaths import DEATHS, last_line
+from ...actors.remote.remote import Handle
 from ...core.config import ClusterConfig
 from ...core.records import Rollout
 from ..plan.topology import PlacementContext, PlacementSlot, Topology, actor_options

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...actors.waiting.remote import Handle
+from ...actors.remote.remote import Handle
 from ...core.decode_records import GenerationStats
 from ...policies.scheduling.members import KEPT_GONE, InstanceState
 from ..plan.topology import PlacementSlot

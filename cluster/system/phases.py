@@ -17,10 +17,10 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from ...actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
-from ...actors.generation.trace_events import TraceEvent
-from ...actors.waiting.remote import Handle
-from ...actors.waiting.waiting import get, no_answer, wait_any
-from ...actors.waiting.watch import LOOK_S, OpenWait
+from ...actors.remote.remote import Handle
+from ...actors.remote.waiting import get, no_answer, wait_any
+from ...actors.remote.watch import LOOK_S, OpenWait
+from ...actors.trace_events import TraceEvent
 from ...core.errors import InstanceLost, NodeDied, RlhfSpecError, WaitTimeout
 from ..plan.topology import PlacementSlot
 from ..weights.publish import PublishedWeights, confirm

@@ -13,9 +13,9 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from ...actors.actor_messages import LostInstance, Taken
-from ...actors.waiting import run_metrics
-from ...actors.waiting.restart_budget import RestartBudget
-from ...actors.waiting.waiting import awake_s
+from ...actors.remote import run_metrics
+from ...actors.remote.restart_budget import RestartBudget
+from ...actors.remote.waiting import awake_s
 from ...core.config import ClusterConfig
 from ...core.errors import InstanceLost, WaitTimeout
 from ...policies.scaling.scaling_records import Resize, Starts

@@ -16,10 +16,10 @@ from typing import Any
 import ray
 
 from ...actors.actor_messages import HeldSamples, LostInstance, Rejoined, SchedulerSettings, Taken
-from ...actors.waiting import run_metrics
-from ...actors.waiting.remote import Handle
-from ...actors.waiting.restart_budget import RestartBudget
-from ...actors.waiting.waiting import ActorDied, awake_s, get
+from ...actors.remote import run_metrics
+from ...actors.remote.remote import Handle
+from ...actors.remote.restart_budget import RestartBudget
+from ...actors.remote.waiting import ActorDied, awake_s, get
 from ...core.decode_records import GenerationStats
 from ...core.errors import InstanceLost, SchedulerLost, WaitTimeout
 from ...core.records import Completion, SampleKey, SampleRequest

@@ -14,10 +14,10 @@ from ray.util.placement_group import remove_placement_group
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...actors.actor_messages import Taken
+from ...actors.remote.node import own_raylet, watching_raylet
+from ...actors.remote.remote import Handle
+from ...actors.remote.watch import open_waits, waits_noted, watching
 from ...actors.scheduling.scheduler_actor import SchedulerActor
-from ...actors.waiting.node import own_raylet, watching_raylet
-from ...actors.waiting.remote import Handle
-from ...actors.waiting.watch import open_waits, waits_noted, watching
 from ...actors.workers.reward_actors import RewardActor, RewardPool
 from ...core.config import Config
 from ...core.records import Completion, SampleRequest, SamplingParams
@@ -28,11 +28,11 @@ from ..plan.evaluation_prompts import EvaluationPrompts
 from ..plan.reward_plan import scoring_timeout_s
 from ..plan.run_plan import RunPlan
 from ..plan.topology import PlacementContext, Topology, actor_options, place
-from ..run.episodes import Episodes, start_episodes
 from ..weights.first_weights import first_draft, load_and_put
-from ..weights.group_publication import Broadcast
 from ..weights.publish import PublishedWeights
+from .episodes import Episodes, start_episodes
 from .generation_pool import GenerationPool
+from .group_publication import Broadcast
 from .instance_table import InstanceTable
 from .placement_slots import PlacementSlots, cores_of, lost_machines
 from .scheduler_client import SchedulerClient, scheduler_name

@@ -16,16 +16,16 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from ...actors.actor_messages import TrainerSpec
-from ...actors.waiting.heartbeat import Heartbeat
-from ...actors.waiting.remote import Handle
-from ...actors.waiting.waiting import awake_s, get, get_all, wait_any
+from ...actors.remote.heartbeat import Heartbeat
+from ...actors.remote.remote import Handle
+from ...actors.remote.waiting import awake_s, get, get_all, wait_any
 from ...actors.workers.trainer_actor import TrainerActor
 from ...core.config import ClusterConfig
 from ...core.errors import InstanceLost, WaitTimeout
 from ...core.records import UpdateReport
 from ...core.weight_records import DigestKind
 from ...learning.drafts.draft_learner import RefitReport
-from ...learning.trainer.reloaded import Said
+from ...learning.training.reloaded import Said
 from ..plan.topology import PlacementContext, PlacementSlot, actor_options
 from ..weights.publish import Fetching, PublishedWeights, confirm
 

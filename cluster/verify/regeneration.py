@@ -30,7 +30,7 @@ from ...engine.weights.causal_lm import CausalLM
 from ...engine.weights.chunks import pack_tensors, pack_weights, weight_views
 from ...engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
 from ...engine.weights.stored_weights import stored_weights
-from ...learning.data.end_tokens import stop_strings
+from ...learning.data.chat.end_tokens import stop_strings
 from ...policies.drafting.baselines import FixedPolicy
 from ...policies.drafting.draft_policy import DraftPolicy
 from ..folder.rollouts import Recorded

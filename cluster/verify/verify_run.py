@@ -18,8 +18,8 @@ from ...core.settings.run import ModelsConfig
 from ...engine.model.compute_backend import ComputeBackend
 from ...engine.weights.causal_lm import max_context_tokens
 from ...engine.weights.loading import load_hf_config
+from ...learning.data.chat.written_text import response_text, text_without_special_tokens
 from ...learning.data.prompts import sampling_params
-from ...learning.rewards.written_text import response_text, text_without_special_tokens
 from ..folder.layout import RunDir
 from ..folder.rollouts import Recorded, SampleLocation, read_recorded
 from ..observe.outcome_checks import faults

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeVar
 import ray
 
 from ...actors.actor_messages import LoadedWeights
-from ...actors.waiting.remote import Handle
-from ...actors.waiting.waiting import awake_s, get, get_all
-from ...actors.waiting.watch import LOOK_S
+from ...actors.remote.remote import Handle
+from ...actors.remote.waiting import awake_s, get, get_all
+from ...actors.remote.watch import LOOK_S
 from ...core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout, WeightsError
 from ...core.weight_records import DigestKind, WeightManifest
 

@@ -118,6 +118,11 @@ class ClusterConfig(Section):
     max_scheduler_restarts: int = Field(default=3, ge=0)
     "within an hour; the state comes from the instances and the loop"
 
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether trainer and instances both have GPUs."""
+        return bool(self.trainer.num_gpus and self.generation.num_gpus)
+
     def silence_limit_s(self, call_timeout_s: float) -> float:
         """For how long an actor may be silent whose code, one call of which may take so long, is the user's.
 

@@ -2,7 +2,7 @@
 
 The logits are not equal to the bit: the learner runs the Hugging Face module, an engine its own forward or its own
 products. The difference is rounding, and measured in every update (figure `learner/ratio_at_first_minibatch`); with
-`trainer.scoring` engine the learner takes the engine's values (`learning.trainer.engine_scoring`) and there is none.
+`trainer.scoring` engine the learner takes the engine's values (`learning.training.engine_scoring`) and there is none.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class StopStrings:
     """
 
     def __init__(self, decoder: Tokenizer, num_ids: int) -> None:
-        """`learning.data.end_tokens.stop_strings` makes them of a tokenizer with `num_ids` ids."""
+        """`learning.data.chat.end_tokens.stop_strings` makes them of a tokenizer with `num_ids` ids."""
         self._decoder, self._num_ids = decoder, num_ids
         self._may_complete: dict[tuple[str, ...], Bool[np.ndarray, " V"]] = {}
 

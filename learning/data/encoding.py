@@ -13,17 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from ...core.config import DataConfig
 from ...core.errors import DataError
 from ...core.outside import cut, is_file
-from ..rewards.written_text import chat_prefill, text_prefill, unbegun_turn
-from .chat_format import (
-    named_template,
-    no_template,
-    own_template,
-    render_chat,
-    require_written,
-)
-from .messages import Messages, Tools, Turn, pairs_of
+from .chat.chat_format import named_template, no_template, own_template, render_chat, require_written
+from .chat.messages import Messages, Tools, Turn, pairs_of
+from .chat.template_variables import require_variables
+from .chat.written_text import chat_prefill, text_prefill, unbegun_turn
 from .prompt_rows import Row
-from .template_variables import require_variables
 
 
 @dataclass(frozen=True, slots=True)

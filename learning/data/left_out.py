@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ...core.errors import ConfigError, DataError
 from ...core.named_code import describe, named_code
 from ...core.outside import cut
-from .messages import Messages, Turn
+from .chat.messages import Messages, Turn
 
 _SPOKEN = ("user", "tool")
 "Whose texts come from outside."

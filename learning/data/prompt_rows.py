@@ -10,8 +10,7 @@ from typing import Any
 from ...core.config import DataConfig
 from ...core.errors import DataError
 from ...core.outside import cut
-from .left_out import LeftOut, RowFilter
-from .messages import (
+from .chat.messages import (
     Messages,
     Turn,
     asked_and_answered,
@@ -21,6 +20,7 @@ from .messages import (
     readable,
     whole_text,
 )
+from .left_out import LeftOut, RowFilter
 from .raw_records import ReadProgress, iter_records
 from .record import (
     Columns,

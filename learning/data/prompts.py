@@ -16,10 +16,10 @@ from ...core.errors import DataError
 from ...core.records import Prompt, SamplingParams
 from ..tasks.chain_task import draw_problem
 from ..tasks.one_sentence import draw_prompts
+from .chat.end_tokens import model_end_tokens
+from .chat.messages import whole_text
 from .encoding import PromptEncoder, Rendered, longest_token
-from .end_tokens import model_end_tokens
 from .left_out import LeftOut, Remarks, RowFilter, Seen
-from .messages import whole_text
 from .packed_prompts import PackedPrompts, PromptPacker
 from .prompt_rows import Row, iter_rows
 from .raw_records import ReadProgress
@@ -245,7 +245,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Sampling settings as the engine takes them, the end tokens among the stop tokens.
 
-    These are `end_token_ids`, as a run has found them (`learning.data.end_tokens`); where it is null the tokenizer's
+    These are `end_token_ids`, as a run has found them (`chat.end_tokens`); where it is null the tokenizer's
     and, where `model` is given (path or hub name), those of its generation_config.json or config.json.
     """
     ends = sampling.end_token_ids

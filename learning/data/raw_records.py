@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from ...core.errors import DataError
 from ...core.surfaces.surface import note_once
+from .chat.messages import ROLE_KEYS
 from .data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
-from .messages import ROLE_KEYS
 from .record import Record, has_field
 from .text_records import form_of, text_records
 

@@ -15,7 +15,7 @@ from ...core.settings.data import DataConfig
 from ...core.settings.section import TEMPLATE_NAME
 from ...core.settings.supervised import ExamplesConfig
 from ...core.surfaces.surface import surface
-from .messages import ROLES, Turn, parse_turns, require_whole_text, tools_of, turn_list
+from .chat.messages import ROLES, Turn, parse_turns, require_whole_text, tools_of, turn_list
 
 _EMPTY = (None, "", "[]", "{}", "null", [], {})
 "What columns hold that hold nothing."

@@ -20,8 +20,7 @@ from ...core.errors import DataError
 from ...core.outside import cut
 from ...core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
 from ...core.surfaces.surface import note_once
-from ..rewards.rendering import render
-from .chat_masks import (
+from .chat.chat_masks import (
     conversation_tokens,
     is_learned,
     rendered,
@@ -29,10 +28,11 @@ from .chat_masks import (
     require_once,
     require_template,
 )
+from .chat.end_tokens import turn_end
+from .chat.messages import Tools, Turn, role_and_content, turn_list
+from .chat.rendering import render
 from .encoding import prompt_ids
-from .end_tokens import turn_end
 from .left_out import Remarks
-from .messages import Tools, Turn, role_and_content, turn_list
 from .raw_records import iter_records
 from .record import Columns, Record, named_columns, top_names
 

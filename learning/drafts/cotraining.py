@@ -27,16 +27,16 @@ from transformers import PreTrainedModel
 from ...core.errors import NotFiniteError
 from ...engine.decoding.logprobs import scaled_logits
 from ...engine.weights.shared_ids import foreign_of, without
-from ..objectives.policy import SeenLogits
-from ..trainer.parallel import OneTrainer
-from ..trainer.trainer_core import backward
-from ..trainer.training_forward import response_logits
+from ..training.objectives.policy import SeenLogits
+from ..training.parallel import OneTrainer
+from ..training.trainer_core import backward
+from ..training.training_forward import response_logits
 from .draft_learner import DraftLearner, DraftTerms, RefitReport
 from .soft_targets import whole_kl
 
 
 class DraftCotrainer(DraftLearner):
-    """One of a `Learner`'s observers (`learning.objectives.policy.LogitsObserver`).
+    """One of a `Learner`'s observers (`learning.training.objectives.policy.LogitsObserver`).
 
     Of several trainers each has the whole draft model, computes it at its own rows, and takes the same steps.
     """

@@ -22,8 +22,8 @@ from ...core.config import DrafterTrainingConfig
 from ...core.errors import ConfigError
 from ...core.files import storage_errors
 from ...engine.weights.chunks import not_finite, unique_tensors
-from ..trainer.trainer_core import Trainer, small_trainer
-from ..trainer.training_forward import prepare_for_training
+from ..training.trainer_core import Trainer, small_trainer
+from ..training.training_forward import prepare_for_training
 from .held_out import LearningRate
 
 WARMUP_STEPS = 10

@@ -23,9 +23,8 @@ from ...engine.build import build_engine
 from ...engine.decoding.noise import gumbel_noise, key_words
 from ...engine.drafters.head.feature_recorder import FeatureSequence
 from ...engine.drafters.head.head_weights import HeadWeights, require_fit
-from ...engine.drafters.head.tapping import record_features
 from ...engine.engine import Engine
-from .features import PackedFeatures, num_anchors
+from .features import PackedFeatures, num_anchors, record_features
 from .head import HeadModule, TargetParts
 from .unrolled import unroll
 

@@ -20,7 +20,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...core.errors import ConfigError
-from ...engine.drafters.head.feature_recorder import FeatureSequence
+from ...engine.drafters.head.feature_recorder import FeatureRecorder, FeatureSequence
+from ...engine.drafters.head.tapping import tap_for_head
+from ...engine.engine import Engine
 
 
 def first_anchor(sequence: FeatureSequence) -> int:
@@ -317,3 +319,26 @@ class FeatureBuffer:
     def _leave_out(self, each: _Kept) -> None:
         self._kept.remove(each)
         self.num_bytes -= each.sequence.num_bytes
+
+
+def record_features(
+    engine: Engine, tapped_layers: Sequence[int], *, max_bytes: int, dtype: torch.dtype = torch.bfloat16
+) -> FeatureRecorder:
+    """Record what the engine's samples give a head of these taps to learn from, from now on.
+
+    `max_bytes` and `dtype` as of `FeatureRecorder`; raises ModelError as `tap_for_head`.
+    """
+    taps = tap_for_head(
+        engine.runner,
+        tapped_layers,
+        max_prefill_tokens=engine.max_prefill_tokens,
+        max_total_tokens=engine.max_total_tokens,
+    )
+    recorder = FeatureRecorder(
+        num_taps=len(tapped_layers),
+        hidden_size=int(engine.runner.model.config.get_text_config().hidden_size),
+        max_bytes=max_bytes,
+        dtype=dtype,
+    )
+    taps.followers.append(recorder)
+    return recorder

@@ -32,10 +32,10 @@ from ...core.errors import NotFiniteError
 from ...core.records import Rollout
 from ...engine.decoding.logprobs import scaled_logits
 from ...engine.weights.shared_ids import foreign_of, without
-from ..trainer.batching import num_unique, pack_by_length
-from ..trainer.experience import Experience, collate
-from ..trainer.trainer_core import OneForward
-from ..trainer.training_forward import response_logits
+from ..training.batching import num_unique, pack_by_length
+from ..training.experience import Experience, collate
+from ..training.trainer_core import OneForward
+from ..training.training_forward import response_logits
 from .draft_learner import (
     DraftLearner,
     DraftTerms,

@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...engine.weights.shared_ids import NEVER
-from ..objectives.policy import SeenLogits
-from ..trainer.parallel import OneTrainer
+from ..training.objectives.policy import SeenLogits
+from ..training.parallel import OneTrainer
 
 _SMALLEST_REST = 1e-6
 "Float32 cannot tell a smaller remaining probability from rounding."

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ...core.records import Completion, FinishReason, History, Prompt, SampleRequest
-from ..data.messages import Messages
+from ..data.chat.messages import Messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

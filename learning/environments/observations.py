@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from ...core.errors import EpisodeError
 from ...core.records import Prompt
 from ...engine.weights.loading import num_token_ids
-from ..data.chat_format import no_template, own_template, render_chat
-from ..data.messages import Messages, Tools, Turn, as_dicts, pairs_of
+from ..data.chat.chat_format import no_template, own_template, render_chat
+from ..data.chat.messages import Messages, Tools, Turn, as_dicts, pairs_of
 from .environment_protocol import Message, Observation
 
 _SAID = "what-the-policy-said"

@@ -19,13 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from ...core.errors import RlhfSpecError
 from ...core.records import Prompt
-from ..objectives.padded_batches import (
-    Example,
-    SupervisedBatch,
-    distilled_loss,
-    next_token_loss,
-    supervised_batches,
-)
 from ..tasks.chain_task import ALPHABET as CHAIN_ALPHABET
 from ..tasks.chain_task import (
     MAX_RESPONSE_TOKENS,
@@ -34,7 +27,14 @@ from ..tasks.chain_task import (
     draw_problem,
     solution,
 )
-from ..trainer.trainer_core import OneForward, small_trainer
+from ..training.objectives.padded_batches import (
+    Example,
+    SupervisedBatch,
+    distilled_loss,
+    next_token_loss,
+    supervised_batches,
+)
+from ..training.trainer_core import OneForward, small_trainer
 from .net2net import deepen, widen
 from .tokenization import character_tokenizer, token_id
 

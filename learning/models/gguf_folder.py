@@ -29,7 +29,7 @@ from ...core.surfaces.surface import surface
 from ...engine.weights.chunks import model_checksum
 from ...engine.weights.loading import meta_model
 from ...engine.weights.weight_files import require_all_weights
-from ..trainer.reloaded import Said, few_of, own_log_probs, require_reloads
+from ..training.reloaded import Said, few_of, own_log_probs, require_reloads
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "

@@ -19,14 +19,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from ...core.config import DataConfig
 from ...core.errors import DataError
 from ..data.prompt_rows import read_rows
-from ..objectives.padded_batches import (
+from ..training.objectives.padded_batches import (
     Example,
     SupervisedBatch,
     distilled_loss,
     next_token_loss,
     supervised_batches,
 )
-from ..trainer.trainer_core import OneForward, small_trainer
+from ..training.trainer_core import OneForward, small_trainer
 from .demo_pair import llama_config, new_llama
 from .net2net import deepen, widen
 from .tokenization import token_id, train_bpe

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
 from ...core.config import RewardConfig
@@ -17,12 +17,54 @@ from ...core.errors import ModelError
 from ...core.records import Reward, Unscored
 from ...engine.weights.causal_lm import DTYPES, max_context_tokens
 from ...engine.weights.loading import load_model, load_tokenizer
+from ..data.chat.rendering import render
 from .engine_scores import engine_scores
-from .rendering import ModelText
 from .score_request import ScoreRequest
 
 _LEAST_FILL = 0.75
 "Of a batch's longest text, the least share of tokens that others in it have."
+
+
+class ModelText:
+    """Token ids of a scored response: from the left cut to what the model holds, the response never."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, *, num_embeddings: int | None = None
+    ) -> None:
+        """`num_embeddings`: ids that the model knows; None: all that the tokenizer gives."""
+        self._tokenizer = tokenizer
+        self._num_embeddings = num_embeddings
+        self.max_tokens = max_tokens
+
+    def token_ids(self, request: ScoreRequest) -> list[int]:
+        """The ids of one request. Raises ValueError: none, unknown ones, no place, or what the template refuses."""
+        try:
+            ids = render(
+                self._tokenizer,
+                request.prompt.read_text,
+                request.turns,
+                request.whole_turn,
+                max_tokens=self.max_tokens,
+                tools=request.prompt.tools,
+                at=request.template_time,
+            )
+        except Exception as error:  # templates are programs: they raise what they like
+            raise ValueError(
+                f"the reward model's tokenizer or chat template refuses the text: {error}"
+            ) from error
+        if not ids:
+            raise ValueError("prompt and response have no token together; look at the prompt")
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            raise ValueError(
+                f"the response has {len(ids)} tokens and the reward model reads {self.max_tokens}; lower "
+                "sampling.max_new_tokens, or raise reward.max_tokens where the model allows it"
+            )
+        if self._num_embeddings is not None and max(ids) >= self._num_embeddings:
+            raise ValueError(
+                f"the tokenizer gives the token id {max(ids)} and the reward model knows {self._num_embeddings} ids; "
+                "take the tokenizer that the model was trained with"
+            )
+        return ids
 
 
 class ModelReward:

@@ -19,10 +19,10 @@ from ...profiles.profile import Profile
 from ..reallocation.by_name import make_reallocation_policy
 from ..reallocation.pool_records import ReallocationPolicy
 from ..reallocation.rate_curve import rate_curve_from_profile
-from ..schedule.free import Free, FreeAdmission
-from ..schedule.in_turns import InTurns
-from ..schedule.recorded import PhasePlan, Recorded
-from ..schedule.rollout_schedule import Schedule
+from ..staleness.free import Free, FreeAdmission
+from ..staleness.in_turns import InTurns
+from ..staleness.recorded import PhasePlan, Recorded
+from ..staleness.rollout_schedule import Schedule
 from .analytic_instance import Speculation, last_step_tokens, prompt_cost
 from .compare import least_finish_s
 from .described_cluster import DescribedCluster

@@ -1,4 +1,4 @@
-"""The run's own schedule (`policies.schedule`) over simulated pools, phase by phase.
+"""The run's own schedule (`policies.staleness`) over simulated pools, phase by phase.
 
 What a phase asks for, what an update learns from and whether it may begin is the schedule's to say; here are the
 seconds that both take. A phase that ends with its update is cut wherever its responses are; they are asked for again,
@@ -23,8 +23,8 @@ from ...core.records import (
     WeightSpan,
 )
 from ..reallocation.pool_records import ReallocationPolicy
-from ..schedule.recorded import FILL, PhasePlan
-from ..schedule.rollout_schedule import Schedule
+from ..staleness.recorded import FILL, PhasePlan
+from ..staleness.rollout_schedule import Schedule
 from .simulated_pool import SimulatedPool
 from .simulation_records import (
     Binding,

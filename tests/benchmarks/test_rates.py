@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfspec.actors.generation.trace_events import TraceEvent
+from rlhfspec.actors.trace_events import TraceEvent
 from rlhfspec.benchmarks.moving.rates import Rates, measured_rates, stretches_of
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream

@@ -14,11 +14,11 @@ from made_moves import three_moves
 from made_rollouts import rollout
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.observe.console import PipeConsole, Reporter
 from rlhfspec.cluster.observe.iteration_metrics import iteration_metrics
-from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.summary import signal_line, with_signal
+from rlhfspec.cluster.run.recorder import Recorder
+from rlhfspec.cluster.run.run_log import RunLog
 from rlhfspec.cluster.run.stream import Collected
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.decode_records import GenerationStats

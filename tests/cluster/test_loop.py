@@ -23,12 +23,12 @@ from unhurried_refits import give_refits_time
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.observe.recorder import Recorder
 from rlhfspec.cluster.observe.summary import STEP_PARTS, UPDATE_PARTS
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.run.loop import train
+from rlhfspec.cluster.run.recorder import Recorder
 from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import System, running_system
 from rlhfspec.cluster.verify.verify_run import verify_run
@@ -41,11 +41,11 @@ from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.weights.chunks import model_checksum, pack_weights, unpack_weights
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
+from rlhfspec.learning.data.chat.written_text import response_text
 from rlhfspec.learning.data.cursor import PromptCursor
 from rlhfspec.learning.data.prompts import load_prompts, sampling_params
 from rlhfspec.learning.rewards.reward_function import build_reward
-from rlhfspec.learning.rewards.written_text import response_text
-from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.training.learner import Learner
 from rlhfspec.profiles.step_log import read_step_log
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

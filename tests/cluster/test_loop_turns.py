@@ -23,11 +23,11 @@ from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.records import Completion, SampleRequest
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.weights.loading import load_causal_lm
+from rlhfspec.learning.data.chat.written_text import written_text
 from rlhfspec.learning.data.cursor import PromptCursor
 from rlhfspec.learning.data.prompts import sampling_params
 from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
 from rlhfspec.learning.environments.observations import ObservationRenderer, ending_with
-from rlhfspec.learning.rewards.written_text import written_text
 
 SAMPLES = 8
 LIMITS = {"max_turns": 6, "max_turn_tokens": 20}

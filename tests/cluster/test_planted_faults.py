@@ -35,19 +35,19 @@ from rlhfspec.core.records import Prompt, Rollout, SampleRequest, SamplingParams
 from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.engine.decoding.logprobs import token_logprobs
 from rlhfspec.engine.weights.chunks import checksum_of
-from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.policies.schedule.in_turns import InTurns
+from rlhfspec.learning.training.learner import Learner
+from rlhfspec.policies.staleness.in_turns import InTurns
 
 ELSEWHERE = {
     "a truncated shard, wrong rope in the saved config": (
-        "learning/trainer/test_reloaded.py",
+        "learning/training/test_reloaded.py",
         "test_a_fault_of_writing_is_told_and_the_model_before_stays",
     ),
     "an adapter of which a part is not merged": (
-        "learning/trainer/test_reloaded.py",
+        "learning/training/test_reloaded.py",
         "test_a_merge_that_leaves_something_out_ends_a_job_whose_adapter_is_whole",
     ),
-    "swapped end tokens": ("learning/trainer/test_reloaded.py", "test_swapped_end_tokens_are_told"),
+    "swapped end tokens": ("learning/training/test_reloaded.py", "test_swapped_end_tokens_are_told"),
     "a template without the system turn": (
         "learning/data/test_whole_turns.py",
         "test_a_system_prompt_that_the_template_leaves_out_is_refused",

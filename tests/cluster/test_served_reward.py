@@ -11,7 +11,7 @@ import pytest
 from ray import serve
 from tiny_reward_model import save_reward_model
 
-from rlhfspec.actors.serving.reward_deployment import build
+from rlhfspec.actors.reward_server.reward_deployment import build
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.placement.ray_session import RaySession

@@ -3,7 +3,7 @@
 from pytest import mark
 
 from rlhfspec.core.config_io import config_from_dict
-from rlhfspec.core.settings.idle import _RUN, idle_keys
+from rlhfspec.core.idle import _RUN, idle_keys
 from rlhfspec.core.settings.supervised import SftConfig
 
 ONE_STEP = {"rollout": {"prompts_per_iteration": 4, "samples_per_prompt": 8}, "run": {"iterations": 1}}

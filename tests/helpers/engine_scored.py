@@ -17,8 +17,8 @@ from rlhfspec.core.records import Prompt, Reward, Rollout, SampleKey, SampleRequ
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.loading import freeze
-from rlhfspec.learning.trainer.engine_scoring import EngineScorer
-from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.training.engine_scoring import EngineScorer
+from rlhfspec.learning.training.learner import Learner
 
 ENGINE = EngineConfig(device="cpu", probe=False, max_prefill_tokens=64)
 TREE = SpeculationConfig(policy="fixed", num_nodes=8, depth=4, branching=2)

@@ -16,8 +16,8 @@ from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.learning.drafts.cotraining import DraftCotrainer
 from rlhfspec.learning.drafts.draft_learner import DraftTerms
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
-from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.training_forward import hold_linears_in
+from rlhfspec.learning.training.learner import Learner
+from rlhfspec.learning.training.training_forward import hold_linears_in
 
 CASES = {
     "ppo": ("ppo", None),

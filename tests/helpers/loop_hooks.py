@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from rlhfspec.actors.generation.trace_events import TraceEvent
-from rlhfspec.cluster.observe.recorder import Recorder
+from rlhfspec.actors.trace_events import TraceEvent
+from rlhfspec.cluster.run.recorder import Recorder
 from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.run.update import Update
 from rlhfspec.cluster.system.system import System

@@ -1,6 +1,6 @@
 """Moves and spans made by hand: two instances, one sample shipped, one recomputed, one that never left."""
 
-from rlhfspec.actors.generation.trace_events import TraceEvent
+from rlhfspec.actors.trace_events import TraceEvent
 from rlhfspec.core.records import SampleKey
 from rlhfspec.policies.migration.move_messages import MoveOrder
 from rlhfspec.policies.reallocation.pool_records import MoveMode

@@ -24,10 +24,10 @@ from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.weights.chunks import pack_weights, weight_views
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from rlhfspec.learning.data.chat.written_text import response_text
 from rlhfspec.learning.data.cursor import PromptCursor
 from rlhfspec.learning.data.prompts import load_prompts, sampling_params
 from rlhfspec.learning.rewards.reward_function import build_reward
-from rlhfspec.learning.rewards.written_text import response_text
 
 SAMPLES = 6
 "Of each iteration."

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhfspec.cluster.folder import run_time
-from rlhfspec.learning.data import template_time
+from rlhfspec.learning.data.chat import template_time
 
 
 def move_clock(monkeypatch: pytest.MonkeyPatch, **by: Any) -> None:

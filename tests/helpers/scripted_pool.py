@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from rlhfspec.actors.actor_messages import InstanceNumerics, LoadedWeights, LostInstance, Taken
-from rlhfspec.actors.waiting.waiting import ActorDied
+from rlhfspec.actors.remote.waiting import ActorDied
 from rlhfspec.cluster.plan.topology import PlacementContext, PlacementSlot, Topology
 from rlhfspec.cluster.system import generation_pool, phases, placement_slots, pool_changes
 from rlhfspec.cluster.system.generation_pool import GenerationPool

@@ -27,7 +27,7 @@ from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import Completion
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.weights.loading import load_causal_lm
-from rlhfspec.learning.data.end_tokens import stop_strings
+from rlhfspec.learning.data.chat.end_tokens import stop_strings
 
 TOKEN = "a-secret"
 NAMESPACE = "test-serve-engine"

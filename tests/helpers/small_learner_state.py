@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from rlhfspec.learning.trainer.learner_state import LearnerState
+from rlhfspec.learning.training.learner_state import LearnerState
 
 
 def small_learner_state(steps: int = 1) -> LearnerState:

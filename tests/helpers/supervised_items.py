@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
 from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
-from rlhfspec.learning.objectives.supervised_objectives import NextTokens, Preferences
-from rlhfspec.learning.rewards.reward_head import HEAD
-from rlhfspec.learning.trainer.parallel import OneTrainer
-from rlhfspec.learning.trainer.supervised_job import SupervisedLearner
+from rlhfspec.learning.training.objectives.supervised_objectives import NextTokens, Preferences
+from rlhfspec.learning.training.parallel import OneTrainer
+from rlhfspec.learning.training.reward_head import HEAD
+from rlhfspec.learning.training.supervised_job import SupervisedLearner
 
 VOCABULARY, PAD = 20, 0
 KINDS = ("sft", "reward")

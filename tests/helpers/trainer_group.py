@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rlhfspec.learning.trainer.parallel import DataParallel, join_group, new_store, store_at
-from rlhfspec.learning.trainer.sharded import Sharded
+from rlhfspec.learning.training.parallel import DataParallel, join_group, new_store, store_at
+from rlhfspec.learning.training.sharded import Sharded
 
 HOST = "127.0.0.1"
 LONG_S = 300.0
@@ -22,9 +22,9 @@ def run_group(size: int, function: Callable[..., Any], *args: Any, timeout_s: fl
     context.set_forkserver_preload(
         [
             "peft",
-            "rlhfspec.learning.trainer.learner",
-            "rlhfspec.learning.trainer.sharded",
-            "rlhfspec.learning.trainer.learner_state",
+            "rlhfspec.learning.training.learner",
+            "rlhfspec.learning.training.sharded",
+            "rlhfspec.learning.training.learner_state",
         ]
     )
     store = new_store(HOST, size, timeout_s)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from rlhfspec.core.records import Rollout, UpdateReport
-from rlhfspec.learning.objectives.policy import PolicyBatch
-from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.training.learner import Learner
+from rlhfspec.learning.training.objectives.policy import PolicyBatch
 
 
 def random_tree(seed: int) -> list[np.ndarray]:

@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM
 
 from rlhfspec.core.records import Completion, FinishReason, Prompt, Reward, Rollout, SampleKey, WeightSpan
 from rlhfspec.engine.decoding.logprobs import token_logprobs
-from rlhfspec.learning.objectives.policy import SeenLogits
-from rlhfspec.learning.trainer.batching import PackedSequences
+from rlhfspec.learning.training.batching import PackedSequences
+from rlhfspec.learning.training.objectives.policy import SeenLogits
 from tests.helpers.cuda_layouts import cuda_attention_layout
 
 

@@ -10,12 +10,17 @@ import torch
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
-from rlhfspec.learning.objectives.losses import clipped_policy_loss
-from rlhfspec.learning.objectives.policy import Coefficients, MinibatchMetrics, PolicyBatch, PolicyObjective
-from rlhfspec.learning.objectives.targets import Targets
-from rlhfspec.learning.trainer.batching import Pack
-from rlhfspec.learning.trainer.experience import collate
-from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.training.batching import Pack
+from rlhfspec.learning.training.experience import collate
+from rlhfspec.learning.training.learner import Learner
+from rlhfspec.learning.training.objectives.losses import clipped_policy_loss
+from rlhfspec.learning.training.objectives.policy import (
+    Coefficients,
+    MinibatchMetrics,
+    PolicyBatch,
+    PolicyObjective,
+)
+from rlhfspec.learning.training.objectives.targets import Targets
 
 
 def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):

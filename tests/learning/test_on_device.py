@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
-from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.training.learner import Learner
 from tests.helpers.devices import DEVICES
 
 

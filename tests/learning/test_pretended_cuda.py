@@ -13,20 +13,20 @@ from transformers import LlamaForCausalLM
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.records import Rollout
 from rlhfspec.engine.weights.chunks import load_into, pack_weights, unpack_weights
-from rlhfspec.learning.trainer import training_forward
-from rlhfspec.learning.trainer.finished_model import PublishedForm
-from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.training_forward import token_statistics
+from rlhfspec.learning.training import training_forward
+from rlhfspec.learning.training.finished_model import PublishedForm
+from rlhfspec.learning.training.learner import Learner
+from rlhfspec.learning.training.training_forward import token_statistics
 from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, backward, without_a_driver
 
 READS = {
     "engine/weights/chunks:not_finite": "one for all parameters, behind the last step",
-    "learning/trainer/trainer_core:Trainer._clip": "losses and the gradient's norm, one a minibatch",
-    "learning/objectives/policy:MinibatchMetrics.open_part": "figures, one a minibatch",
-    "learning/objectives/policy:MinibatchMetrics.log_ratio_counts": "a histogram, one an update",
-    "learning/trainer/policy_forward:PolicyForward.values": "of the reference, one a block of samples",
-    "learning/objectives/critic:Critic.values": "of all tokens, one an update",
-    "learning/objectives/critic:Critic.fit": "the value loss, one an update",
+    "learning/training/trainer_core:Trainer._clip": "losses and the gradient's norm, one a minibatch",
+    "learning/training/objectives/policy:MinibatchMetrics.open_part": "figures, one a minibatch",
+    "learning/training/objectives/policy:MinibatchMetrics.log_ratio_counts": "a histogram, one an update",
+    "learning/training/policy_forward:PolicyForward.values": "of the reference, one a block of samples",
+    "learning/training/objectives/critic:Critic.values": "of all tokens, one an update",
+    "learning/training/objectives/critic:Critic.fit": "the value loss, one an update",
 }
 "What an update reads on the host, by who reads it."
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhfspec.actors.serving.score_schema import read_answer
+from rlhfspec.actors.reward_server.score_schema import read_answer
 from rlhfspec.core.errors import RewardError
 from rlhfspec.learning.environments.environment_protocol import checked_step
 from rlhfspec.learning.rewards.call_forms import PARTS, CannotBeCalled, call_of

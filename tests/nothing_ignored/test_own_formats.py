@@ -14,9 +14,9 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from rlhfspec.actors import serving as actors_serving
-from rlhfspec.actors.serving.reward_deployment import build, wrong_body
-from rlhfspec.actors.serving.score_schema import ScoreBody
+from rlhfspec.actors import reward_server as actors_serving
+from rlhfspec.actors.reward_server.reward_deployment import build, wrong_body
+from rlhfspec.actors.reward_server.score_schema import ScoreBody
 from rlhfspec.benchmarks.pages.reference import _sections
 from rlhfspec.cluster import serving as cluster_serving
 from rlhfspec.core import settings
@@ -30,8 +30,8 @@ from rlhfspec.core.settings.supervised import SftConfig, TrainRewardConfig
 ROOTS: tuple[type[Section], ...] = (Config, SftConfig, TrainRewardConfig, SimulatedClusterConfig)
 PLACES = [(root, place) for root in ROOTS for place, _ in _sections(root, "")]
 READ_BY_SURFACES = {
-    "rlhfspec.actors.serving.score_schema.ScoreAnswer",
-    "rlhfspec.actors.serving.score_schema.ScoredSample",
+    "rlhfspec.actors.reward_server.score_schema.ScoreAnswer",
+    "rlhfspec.actors.reward_server.score_schema.ScoredSample",
     "rlhfspec.cluster.serving.request_bodies.*",
 }
 "Models whose keys the tables of `core/surfaces` name; the first two are answers, which we write too."

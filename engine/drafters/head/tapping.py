@@ -1,16 +1,12 @@
-"""Taps the target's hidden states for a draft head, and for who records what it learns from."""
+"""Taps the target's hidden states for a draft head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ....core.errors import ModelError
-from ...engine import Engine
 from ...model.hidden_taps import HiddenTaps
 from ...model.runner import ModelRunner
-from .feature_recorder import FeatureRecorder
 
 
 def tap_for_head(
@@ -34,26 +30,3 @@ def tap_for_head(
     # a root and as many draft nodes as the caches have room for, of every sample
     step_tokens = pool.num_slots * (pool.capacity - max_total_tokens)
     return runner.tap(layers, max_tokens=max(max_prefill_tokens, step_tokens), whole_prefills=from_output)
-
-
-def record_features(
-    engine: Engine, tapped_layers: Sequence[int], *, max_bytes: int, dtype: torch.dtype = torch.bfloat16
-) -> FeatureRecorder:
-    """Record what the engine's samples give a head of these taps to learn from, from now on.
-
-    `max_bytes` and `dtype` as of `FeatureRecorder`; raises ModelError as `tap_for_head`.
-    """
-    taps = tap_for_head(
-        engine.runner,
-        tapped_layers,
-        max_prefill_tokens=engine.max_prefill_tokens,
-        max_total_tokens=engine.max_total_tokens,
-    )
-    recorder = FeatureRecorder(
-        num_taps=len(tapped_layers),
-        hidden_size=int(engine.runner.model.config.get_text_config().hidden_size),
-        max_bytes=max_bytes,
-        dtype=dtype,
-    )
-    taps.followers.append(recorder)
-    return recorder

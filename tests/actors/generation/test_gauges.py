@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlhfspec.actors.generation.gauges import REFRESH_S, REPEAT_S, InstanceGauges
-from rlhfspec.actors.waiting import run_metrics
+from rlhfspec.actors.remote import run_metrics
 from rlhfspec.core.decode_records import GenerationStats, InstanceLoad
 from rlhfspec.core.errors import RlhfSpecError
 from rlhfspec.core.metrics import Exported

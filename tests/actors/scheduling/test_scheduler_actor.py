@@ -10,8 +10,8 @@ import ray
 from fake_engine import POISON, FakeInstance, make_request, response_of
 
 from rlhfspec.actors.actor_messages import SchedulerSettings
+from rlhfspec.actors.remote.waiting import get
 from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
-from rlhfspec.actors.waiting.waiting import get
 from rlhfspec.core.errors import DataError
 
 pytestmark = pytest.mark.ray

@@ -23,7 +23,7 @@ from rlhfspec.core.records import (
     WeightSpan,
 )
 from rlhfspec.core.weight_records import WeightManifest
-from rlhfspec.policies.schedule.rollout_schedule import in_order, require_fresh
+from rlhfspec.policies.staleness.rollout_schedule import in_order, require_fresh
 
 
 def rollout(index: int, *, reward: float = 1.0, tokens: int = 2, version: int = 3, **parts: float) -> Rollout:

@@ -11,9 +11,9 @@ from made_rollouts import rollout
 from scripted_pool import weights
 
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.run_log import RunLog
 from rlhfspec.cluster.folder.sample_table import SampleRow, choose_samples
 from rlhfspec.cluster.folder.trackers import Trackers, require_trackers
+from rlhfspec.cluster.run.run_log import RunLog
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, RunTaken

@@ -12,7 +12,7 @@ from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig
 from rlhfspec.learning.data.record import Record
 from rlhfspec.learning.data.supervised_rows import encode_demonstrations
-from rlhfspec.learning.trainer.finished_model import _name_end
+from rlhfspec.learning.training.finished_model import _name_end
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]
 

@@ -25,7 +25,7 @@ from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.records import Prompt
-from rlhfspec.learning.rewards.rendering import render
+from rlhfspec.learning.data.chat.rendering import render
 from rlhfspec.learning.rewards.reward_function import build_reward
 
 NUM_ROWS = 40
@@ -295,7 +295,7 @@ def test_of_a_folder_that_is_no_such_run_what_it_lacks_is_said(tmp_path: Path, c
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_two_actors_learn_what_one_process_does(files: Path, tmp_path: Path):
-    strategy = "fsdp2"  # ddp over groups: tests/learning/trainer/test_supervised_group.py
+    strategy = "fsdp2"  # ddp over groups: tests/learning/training/test_supervised_group.py
     one = reward(files, tmp_path / "one", "trainer.max_steps=4")
     two = reward(
         files,

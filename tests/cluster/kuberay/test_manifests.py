@@ -16,7 +16,7 @@ from kustomized import kustomized
 from manifests import ROOT, cluster_spec, groups, of_kind, rendered, smollm2_config
 from ray.scripts.scripts import drain_node
 
-from rlhfspec.actors.serving.reward_deployment import ServerArguments
+from rlhfspec.actors.reward_server.reward_deployment import ServerArguments
 from rlhfspec.cluster.kuberay.ray_manifests import template
 
 RAY_VERSION = template("cluster")["rayVersion"]

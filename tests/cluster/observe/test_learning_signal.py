@@ -13,7 +13,7 @@ from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.decode_records import GenerationStats
 from rlhfspec.core.metrics import require_declared
 from rlhfspec.core.records import Rollout
-from rlhfspec.learning.trainer.learner import Learner
+from rlhfspec.learning.training.learner import Learner
 
 SECONDS = dict.fromkeys(("generate", "score", "update", "publish", "refit", "evaluate", "iteration"), 1.0)
 

@@ -9,7 +9,7 @@ from tests.helpers.ray_script import answer_of
 
 SCRIPT = """
 import json, os, ray
-from rlhfspec.actors.waiting.assigned_device import assigned_gpus
+from rlhfspec.actors.remote.assigned_device import assigned_gpus
 from rlhfspec.cluster.plan.topology import PlacementContext, actor_options, place, plan_topology
 from rlhfspec.core.config import Config
 from ray.util.placement_group import remove_placement_group

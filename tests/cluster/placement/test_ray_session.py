@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import rlhfspec.cluster.placement.ray_session
-from rlhfspec.actors.waiting import watch
-from rlhfspec.actors.waiting.watch import watching
+from rlhfspec.actors.remote import watch
+from rlhfspec.actors.remote.watch import watching
 from rlhfspec.cluster.folder.owner import processes_using
 from rlhfspec.cluster.placement import machine
 from rlhfspec.cluster.placement.ray_session import (

@@ -16,8 +16,8 @@ from rlhfspec.cluster.plan.memory_plan import MemoryNeeds
 from rlhfspec.cluster.plan.model_files import model_shape
 from rlhfspec.cluster.plan.model_sizes import ModelShapes
 from rlhfspec.core.config_io import config_from_dict
-from rlhfspec.learning.trainer.batching import PackedSequences
-from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_statistics
+from rlhfspec.learning.training.batching import PackedSequences
+from rlhfspec.learning.training.training_forward import prepare_for_training, response_statistics
 
 NUM_ROWS, LENGTH, VOCAB = 8, 48, 64
 FAMILIES: dict[str, dict[str, Any]] = {

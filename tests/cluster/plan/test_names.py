@@ -14,10 +14,11 @@ from rich.console import Console
 from tiny_gguf import write_tiny_gguf, write_wheel
 
 from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.folder.absolute_paths import FILES, PATHS, with_absolute_paths
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.plan.inputs import read_inputs
-from rlhfspec.cluster.plan.names import FILES, PATHS, resolve_models, with_absolute_paths
+from rlhfspec.cluster.plan.names import resolve_models
 from rlhfspec.cluster.resume.resumed_run import newest_run, open_run
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict

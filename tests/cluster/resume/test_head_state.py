@@ -24,7 +24,7 @@ from rlhfspec.engine.drafters.head.head_weights import HeadWeights, load_head, s
 from rlhfspec.engine.drafters.head.published_head import pack_head
 from rlhfspec.engine.weights.chunks import pack_weights
 from rlhfspec.engine.weights.loading import load_tokenizer
-from rlhfspec.policies.schedule.in_turns import InTurns
+from rlhfspec.policies.staleness.in_turns import InTurns
 from tests.conftest import TinyPair
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama

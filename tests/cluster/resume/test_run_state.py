@@ -28,7 +28,7 @@ from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict, config_text
 from rlhfspec.core.errors import ConfigError, RunTaken
 from rlhfspec.core.records import SampleKey
-from rlhfspec.policies.schedule.rollout_schedule import InFlight
+from rlhfspec.policies.staleness.rollout_schedule import InFlight
 
 STAMP = "20260101-120000"
 

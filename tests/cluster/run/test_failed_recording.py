@@ -10,7 +10,7 @@ import yaml
 from loop_hooks import before_updates
 
 from rlhfspec.cluster.cli import main
-from rlhfspec.cluster.observe.recorder import Recorder
+from rlhfspec.cluster.run.recorder import Recorder
 from rlhfspec.core.checkpoint_manifest import state_folders
 from rlhfspec.core.errors import StorageError
 from tests.cluster.run.test_pipelined_run import tree

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhfspec.cluster.run.in_flight_files import read_in_flight, write_in_flight
+from rlhfspec.cluster.resume.in_flight_files import read_in_flight, write_in_flight
 from rlhfspec.core.config import Config
 from rlhfspec.core.errors import WeightsError
 from rlhfspec.core.records import (
@@ -23,7 +23,7 @@ from rlhfspec.core.records import (
     Unscored,
     WeightSpan,
 )
-from rlhfspec.policies.schedule.free import Free, FreeAdmission
+from rlhfspec.policies.staleness.free import Free, FreeAdmission
 from tests.cluster.run.test_recorded import DataSet, scored
 
 LONGEST = 12

@@ -92,7 +92,7 @@ class Instance:
 
 
 def answered(ref: Any, **_: Any) -> Any:
-    """As `actors.waiting.waiting.get`: what is an error is raised."""
+    """As `actors.remote.waiting.get`: what is an error is raised."""
     for one in ref if isinstance(ref, list) else [ref]:
         if isinstance(one, Exception):
             raise one

@@ -14,7 +14,7 @@ from rlhfspec.cluster.run.evaluate import Evaluator
 from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.core.errors import NodeDied, RewardError
 from rlhfspec.core.records import Prompt, Reward, SampleKey, SampleRequest, SamplingParams, Stream, Unscored
-from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
+from rlhfspec.policies.staleness.recorded import PhasePlan, Recorded
 from tests.cluster.run import test_stream as made
 
 _ENDLESS = 50

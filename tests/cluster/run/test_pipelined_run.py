@@ -32,12 +32,12 @@ from rlhfspec.core.records import Rollout
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.weights.chunks import model_checksum, pack_weights, unpack_weights
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
+from rlhfspec.learning.data.chat.written_text import response_text
 from rlhfspec.learning.data.cursor import PromptCursor
 from rlhfspec.learning.data.prompts import load_prompts, sampling_params
 from rlhfspec.learning.rewards.reward_function import build_reward
-from rlhfspec.learning.rewards.written_text import response_text
-from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
+from rlhfspec.learning.training.learner import Learner
+from rlhfspec.policies.staleness.recorded import PhasePlan, Recorded
 from tests.conftest import TinyPair
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhfspec.cluster.run.in_flight_files import read_in_flight, write_in_flight
+from rlhfspec.cluster.resume.in_flight_files import read_in_flight, write_in_flight
 from rlhfspec.core.errors import DataError, RewardError, WeightsError
 from rlhfspec.core.records import (
     Completion,
@@ -23,8 +23,8 @@ from rlhfspec.core.records import (
     Unscored,
     WeightSpan,
 )
-from rlhfspec.policies.schedule.recorded import PhasePlan, Recorded
 from rlhfspec.policies.scheduling.open_samples import is_whole
+from rlhfspec.policies.staleness.recorded import PhasePlan, Recorded
 
 REFUSED = Unscored(reason="too long")
 

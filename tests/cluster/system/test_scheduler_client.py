@@ -13,8 +13,8 @@ from fake_engine import FakeInstance, make_request, response_of
 from ray._private.state import actors
 
 from rlhfspec.actors.actor_messages import SchedulerSettings
+from rlhfspec.actors.remote.waiting import ActorDied, get
 from rlhfspec.actors.scheduling.scheduler_actor import SchedulerActor
-from rlhfspec.actors.waiting.waiting import ActorDied, get
 from rlhfspec.cluster.system.instance_table import Instance, InstanceTable
 from rlhfspec.cluster.system.scheduler_client import SchedulerClient
 from rlhfspec.core.errors import SchedulerLost

@@ -21,7 +21,7 @@ from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.errors import StorageError
 from rlhfspec.engine.weights.chunks import model_checksum, pack_weights
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
-from rlhfspec.learning.data.end_tokens import generation_end_tokens
+from rlhfspec.learning.data.chat.end_tokens import generation_end_tokens
 from tests.conftest import TinyPair
 
 

@@ -202,7 +202,7 @@ def test_what_an_instance_imports_is_not_transformers() -> None:
     """Its modelling code takes longer to import than all else of a start."""
     script = (
         "import sys, rlhfspec.actors.generation.generation_actor, rlhfspec.actors.generation.engine_host\n"
-        "import rlhfspec.actors.migration.ray_endpoint\n"
+        "import rlhfspec.actors.generation.ray_endpoint\n"
         "assert 'torch' in sys.modules and 'rlhfspec.engine.build' in sys.modules\n"
         "assert 'transformers' not in sys.modules"
     )

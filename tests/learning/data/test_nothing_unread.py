@@ -13,7 +13,7 @@ from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
 from rlhfspec.core.surfaces.surface import note_once
-from rlhfspec.learning.data import chat_masks
+from rlhfspec.learning.data.chat import chat_masks
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
 from rlhfspec.learning.data.supervised_rows import encode_demonstrations, encode_preferences, read_raw_rows

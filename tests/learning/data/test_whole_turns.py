@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 from word_chat import word_chat
 
-from rlhfspec.actors.serving.score_schema import ScoreBody, from_body, to_body
+from rlhfspec.actors.reward_server.score_schema import ScoreBody, from_body, to_body
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError, ModelError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
@@ -16,7 +16,7 @@ from rlhfspec.learning.data.record import Record
 from rlhfspec.learning.data.supervised_rows import encode_demonstrations, encode_preferences, read_raw_rows
 from rlhfspec.learning.environments.observations import ObservationRenderer
 from rlhfspec.learning.models.tokenization import train_bpe
-from rlhfspec.learning.rewards.rendering import ModelText
+from rlhfspec.learning.rewards.reward_model import ModelText
 from rlhfspec.learning.rewards.score_request import ScoreRequest
 from rlhfspec.learning.rewards.user_function import _columns
 

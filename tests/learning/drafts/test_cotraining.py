@@ -16,9 +16,9 @@ from rlhfspec.learning.drafts.cotraining import DraftCotrainer
 from rlhfspec.learning.drafts.draft_learner import DraftTerms
 from rlhfspec.learning.drafts.soft_targets import whole_kl
 from rlhfspec.learning.models.demo_pair import sample_responses
-from rlhfspec.learning.trainer.experience import collate
-from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
+from rlhfspec.learning.training.experience import collate
+from rlhfspec.learning.training.learner import Learner
+from rlhfspec.learning.training.training_forward import prepare_for_training, response_logits
 from tests.learning.conftest import tiny_model
 
 TEMPERATURE = 0.8

@@ -16,8 +16,8 @@ from rlhfspec.learning.drafts.draft_learner import DraftTerms
 from rlhfspec.learning.drafts.refit import DraftRefitter, distillation_batches
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
 from rlhfspec.learning.models.demo_pair import sample_responses
-from rlhfspec.learning.trainer.experience import collate
-from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
+from rlhfspec.learning.training.experience import collate
+from rlhfspec.learning.training.training_forward import prepare_for_training, response_logits
 from tests.learning.conftest import seen_logits, tiny_model
 
 TOKEN_S = 0.01

@@ -12,10 +12,10 @@ from rlhfspec.engine.weights.draft_vocabulary import fit_draft
 from rlhfspec.engine.weights.shared_ids import without
 from rlhfspec.learning.drafts.refit import distillation_batches
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targets_without, whole_kl
-from rlhfspec.learning.objectives.padded_batches import distillation_loss
-from rlhfspec.learning.trainer.experience import collate
-from rlhfspec.learning.trainer.learner import Learner
-from rlhfspec.learning.trainer.training_forward import prepare_for_training, response_logits
+from rlhfspec.learning.training.experience import collate
+from rlhfspec.learning.training.learner import Learner
+from rlhfspec.learning.training.objectives.padded_batches import distillation_loss
+from rlhfspec.learning.training.training_forward import prepare_for_training, response_logits
 from tests.learning.conftest import seen_logits, tiny_model
 
 

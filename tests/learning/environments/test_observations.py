@@ -7,10 +7,10 @@ import pytest
 
 from rlhfspec.core.errors import EpisodeError
 from rlhfspec.core.records import Prompt
+from rlhfspec.learning.data.chat.written_text import written_text
 from rlhfspec.learning.environments.environment_protocol import checked_reset, checked_step
 from rlhfspec.learning.environments.observations import ObservationRenderer, ending_with
 from rlhfspec.learning.models.tokenization import character_tokenizer
-from rlhfspec.learning.rewards.written_text import written_text
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz:;!|-?"
 TEMPLATE = (

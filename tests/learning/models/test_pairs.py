@@ -10,7 +10,7 @@ from rlhfspec.core.errors import ConfigError, DataError, RlhfSpecError
 from rlhfspec.learning.models.demo_pair import DemoPairMaker, DemoRecipe
 from rlhfspec.learning.models.make import make_demo_pair, make_pair_from_text
 from rlhfspec.learning.models.text_pair import TextRecipe
-from rlhfspec.learning.objectives.padded_batches import distillation_loss
+from rlhfspec.learning.training.objectives.padded_batches import distillation_loss
 
 # ten steps teach next to nothing, so the accuracy asked for is next to nothing too
 TINY = DemoRecipe(

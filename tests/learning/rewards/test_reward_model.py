@@ -14,9 +14,8 @@ from transformers import (
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.errors import ModelError, RewardError
 from rlhfspec.core.records import Prompt, Reward, Unscored
-from rlhfspec.learning.rewards.rendering import ModelText
 from rlhfspec.learning.rewards.reward_function import build_reward
-from rlhfspec.learning.rewards.reward_model import _batches
+from rlhfspec.learning.rewards.reward_model import ModelText, _batches
 from rlhfspec.learning.rewards.score_request import score_requests
 
 TEXTS = ["h;", "h;02:h+5=m;", "#b", "h;02:h+5=m;01:m+5=b;#b" * 3, "", "a", "b"]

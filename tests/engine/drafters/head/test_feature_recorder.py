@@ -9,7 +9,7 @@ from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import SamplingParams
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.drafters.head.feature_recorder import FeatureRecorder
-from rlhfspec.engine.drafters.head.tapping import record_features
+from rlhfspec.learning.drafts.features import record_features
 from tests.helpers.random_heads import random_head
 
 PLANS = {

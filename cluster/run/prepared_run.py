@@ -1,0 +1,126 @@
+"""What `train`, `demo` and `check` do alike: open a config or a run, name its folder, look for what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...core.outside import user_path
+
+if TYPE_CHECKING:
+    from ...core.config import Config, RunConfig
+    from ..observe.console import Reporter
+    from ..plan.run_plan import RunPlan
+    from ..resume.resumed_run import ResumedRun
+
+AUTO = "auto"
+"Of --resume: the newest run of the config that is not finished, else a new one."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRun:
+    """A run that may start: nothing in its config, its files or here speaks against it."""
+
+    plan: RunPlan
+    path: Path
+    "of the run folder, which is not made yet where the run is new"
+    resumed: ResumedRun | None
+
+
+def prepare_run(
+    file: Path | None,
+    overrides: list[str],
+    report: Reporter,
+    *,
+    out: Path | None = None,
+    resume: str | None = None,
+    dry_run: bool,
+) -> PreparedRun:
+    """Open a config, or the run to `resume`, and check it; nothing is written or started.
+
+    Raises InputError for all that a run is refused for before Ray starts.
+    """
+    if out is not None and resume is not None:
+        from ...core.errors import ConfigError
+
+        raise ConfigError(
+            f"--out {out} names a new run's folder; expected none beside --resume, which goes on in the run's own"
+        )
+    if resume is None or resume == AUTO:
+        config, resumed = _of_config(file, overrides, report, may_resume=resume == AUTO)
+    else:
+        config, resumed = _named_run(resume, file, overrides, report)
+    path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
+    from ..folder.run_time import with_time
+    from ..plan.names import resolve_models
+
+    report.stage("loading torch and transformers")
+    config = with_time(resolve_models(config, report))
+    report.stage("checking models, data and memory")
+    from ..plan.run_check import check_run
+
+    # one that goes on has the end tokens that it began with
+    plan = check_run(config, output_dir=path, keeps_ends=resumed is not None)
+    if resumed is not None:
+        resumed.require_same_data(plan.inputs.dataset)
+    report.stop()
+    return PreparedRun(plan=plan, path=path, resumed=resumed)
+
+
+def _named_run(
+    resume: str, file: Path | None, overrides: list[str], report: Reporter
+) -> tuple[Config, ResumedRun]:
+    from ...core.config import RunConfig
+    from ...core.errors import ConfigError
+    from ..folder.layout import run_base
+    from ..folder.remote_copy import fetch_run, is_url
+    from ..resume.resumed_run import open_run
+
+    if file is not None:
+        raise ConfigError(
+            f"--resume {resume} goes on with that run by its own config, so that its result stays the same; "
+            "expected no --config beside it; change keys with --set (--config belongs to --resume auto)"
+        )
+    folder = user_path(resume)
+    if is_url(resume):
+        folder = fetch_run(resume, run_base(RunConfig(), caller_dir=Path.cwd()), report.note)
+    resumed = open_run(folder, overrides, report.note)
+    return resumed.config, resumed
+
+
+def _of_config(
+    file: Path | None, overrides: list[str], report: Reporter, *, may_resume: bool
+) -> tuple[Config, ResumedRun | None]:
+    from ...core.config_io import load_config
+    from ...core.errors import ConfigError
+    from ..folder.absolute_paths import with_absolute_paths
+    from ..folder.layout import run_base
+
+    if file is None:
+        raise ConfigError("expected --config FILE, got none; or --resume RUN to go on with a run by its own")
+    config = with_absolute_paths(load_config(file, overrides), Path.cwd())
+    if not may_resume:
+        return config, None
+    from ..plan.names import resolve_models
+    from ..resume.resumed_run import newest_run
+
+    # what a run's own config has
+    config = resolve_models(config, report)
+    base = run_base(config.run, caller_dir=Path.cwd())
+    if config.run.copy_to is not None:
+        from ..folder.remote_copy import fetch_newest
+
+        fetch_newest(config.run.copy_to, config.run.name, base, report.note)
+    return config, newest_run(config, base, report.note)
+
+
+def _path(run: RunConfig, out: Path | None, report: Reporter, *, dry_run: bool) -> Path:
+    from ..folder.layout import choose_run_path, is_ray_working_dir
+
+    path = choose_run_path(run, caller_dir=Path.cwd(), now=datetime.now(), out=out)
+    report.note(f"run folder {path}" + (" (dry run: not made)" if dry_run else ""))
+    if out is None and is_ray_working_dir(Path.cwd()):
+        report.note("  not in the job's own folder, which Ray deletes; run.output_dir says where else")
+    return path

@@ -1,0 +1,77 @@
+"""Keys that somebody set and that change nothing beside the others: told by `check` and when a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .settings.algorithm import ALGORITHMS, AlgorithmConfig
+from .settings.section import Section
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .settings.supervised import SupervisedConfig
+
+_Row = tuple[str, Callable[[Any, Any], object], str]
+"Section and names in it (`*`: all but those behind it), whether they are idle (of config, section), why."
+
+
+def _one_step(config: Any) -> bool:
+    """Of a run's Config."""
+    num_samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
+    is_one = config.trainer.epochs == 1 and num_samples <= config.trainer.minibatch_size
+    return is_one and not config.rollout.max_staleness
+
+
+_RATIOS = "a batch is learned from in one step of the policy that sampled it: ratios are 1"
+_KL = "in the only step the policy is the reference model: the KL and its gradient are 0"
+_RUN: tuple[_Row, ...] = (
+    ("algorithm.kl_estimator kl_placement", lambda c, s: not s.kl_coef, "algorithm.kl_coef is 0"),
+    ("algorithm.kl_coef kl_estimator kl_placement kl_target",
+     lambda c, s: c.run.iterations == 1 and s.kl_coef > 0 and _one_step(c), _KL),
+    ("algorithm.clip_ratio clip_ratio_high dual_clip", lambda c, s: _one_step(c), _RATIOS),
+    ("trainer.value_learning_rate value_epochs", lambda c, s: not c.algorithm.has_critic, "there is no critic"),
+    ("trainer.strategy", lambda c, s: c.cluster.trainer.num_actors == 1, "there is one trainer"),
+    ("evaluation.* every", lambda c, s: not s.every, "evaluation.every is 0"),
+    ("evaluation.top_p", lambda c, s: not s.temperature, "evaluation.temperature is 0: greedy"),
+    ("evaluation.holdout", lambda c, s: s.data is not None, "evaluation.data has its own prompts"),
+    ("environment.* kind", lambda c, s: s.kind is None, "environment.kind is null"),
+    ("models.draft", lambda c, s: not c.speculation.names_draft, "speculation.drafter takes none"),
+    ("speculation.num_nodes depth branching", lambda c, s: s.policy != "fixed", "policy is not fixed"),
+    ("speculation.profile", lambda c, s: not s.goes_by_profile, "the policy goes by no profile"),
+    ("speculation.max_nodes max_depth", lambda c, s: s.policy in ("fixed", "off"), "it is not adaptive"),
+    ("speculation.suffix_min suffix_memory_mb", lambda c, s: not s.remembers, "nothing is looked up"),
+    ("drafter_training.* refit", lambda c, s: not (c.refits_draft or c.trains_head), "no drafter learns"),
+    ("rollout.weight_load", lambda c, s: not s.max_staleness, "rollout.max_staleness is 0"),
+    ("run.keep_checkpoints", lambda c, s: not s.checkpoint_every, "run.checkpoint_every is 0"),
+    ("run.keep_states", lambda c, s: not s.state_every, "run.state_every is 0"),
+)  # fmt: skip
+_SUPERVISED: tuple[_Row, ...] = (
+    ("trainer.eval_every", lambda c, s: not (c.data.eval_path or c.data.eval_share), "nothing is held out"),
+    ("trainer.epochs", lambda c, s: s.max_steps is not None, "trainer.max_steps is set"),
+    ("trainer.strategy", lambda c, s: c.cluster.trainer.num_actors == 1, "there is one trainer"),
+    ("data.eval_share", lambda c, s: s.eval_path is not None, "data.eval_path names the held-out rows"),
+)
+
+
+def idle_keys(config: Config | SupervisedConfig) -> list[tuple[str, str]]:
+    """Each key that is set to another value than its default and changes nothing, and why; the first reason of each."""
+    table = _RUN if "algorithm" in type(config).model_fields else _SUPERVISED
+    found = {
+        key: why
+        for names, is_idle, why in reversed(table)
+        if is_idle(config, getattr(config, names.partition(".")[0]))
+        for key in _set(config, names)
+    }
+    return sorted(found.items())
+
+
+def _set(config: Any, keys: str) -> Iterator[str]:
+    first, _, rest = keys.partition(".")
+    section: Section = getattr(config, first)
+    usual = ALGORITHMS[section.kind] if isinstance(section, AlgorithmConfig) else {}
+    names = rest.split()
+    for name, field in type(section).model_fields.items():
+        default = usual.get(name, field.get_default(call_default_factory=True))
+        if (name in names) != (names[0] == "*") and getattr(section, name) != default:
+            yield f"{first}.{name}"

@@ -1,0 +1,148 @@
+"""What the model wrote, as functions, environments, files and tables get it; and what its turn was begun with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from jaxtyping import Bool, Int
+from transformers import PreTrainedTokenizerBase
+
+from ....core.records import Completion, FinishReason
+
+_SAID = "what-the-assistant-said"
+_OPENED = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")
+"A tag that is open at the end of a text."
+
+Render = Callable[[Sequence[Mapping[str, str]], bool], str]
+"Renders a conversation, with True up to where the assistant begins."
+
+
+def written_text(tokenizer: PreTrainedTokenizerBase, ids: Int[np.ndarray, " T"], *, stopped: bool) -> str:
+    """The text of one turn, whose special tokens (`<think>`) stay; cut are padding and, behind it, the end token.
+
+    `stopped`: its last token ended it. A closing tag such as `</answer>` ends a turn and is part of it all the same.
+    """
+    return _decoded(tokenizer, _without_end(tokenizer, ids.tolist(), stopped=stopped))
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+    """The same of a whole response; of an episode without the special tokens around what the environment said."""
+    ids = completion.token_ids
+    if completion.sampled is None:
+        return written_text(tokenizer, ids, stopped=completion.finish_reason is FinishReason.STOP)
+    is_special = _is_special(tokenizer, ids)
+    kept: list[int] = []
+    for first, end, sampled in _runs(completion.is_sampled):
+        part = ids[first:end]
+        if sampled:
+            stopped = end < len(ids) or completion.finish_reason is FinishReason.STOP
+            kept += _without_end(tokenizer, part.tolist(), stopped=stopped)
+        else:
+            kept += part[~is_special[first:end]].tolist()
+    return _decoded(tokenizer, kept)
+
+
+def text_without_special_tokens(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+    """What earlier versions took for the text of a response."""
+    return _joined(
+        tokenizer.decode(
+            completion.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    )
+
+
+def chat_prefill(render: Render, template: str) -> str:
+    """What a chat template begins the assistant's turn with behind its head, such as `<think>`; empty where nothing.
+
+    `template` is its text. A template that refuses a plain conversation has none that could be told.
+    """
+    user, said = {"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}
+    try:
+        unopened, opened = render([user], False), render([user], True)
+        # of an earlier turn: templates leave the reasoning out there, or write an empty one in the last
+        later = render([user, said, user], False)
+    except Exception:  # templates are programs: they raise what they like
+        return ""
+    if not opened.startswith(unopened):
+        return ""
+    opening = opened[len(unopened) :]
+    if later.startswith(unopened) and _SAID in later:
+        head = later[len(unopened) : later.index(_SAID)]
+        behind = opening[_num_shared(opening, head) :]
+        if behind.strip():
+            return behind
+    opened = _OPENED.search(opening)
+    return opened[0] if opened is not None and f"</{opened[1]}>" in template else ""
+
+
+def unbegun_turn(render: Render) -> str:
+    """The head of an assistant's turn that a chat template writes of turns and not where it is asked to begin one."""
+    user, said = {"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}
+    try:
+        unopened, opened, answered = render([user], False), render([user], True), render([user, said], False)
+    except Exception:  # templates are programs: they raise what they like
+        return ""
+    if opened != unopened or not answered.startswith(unopened) or _SAID not in answered:
+        return ""
+    head = answered[len(unopened) : answered.index(_SAID)]
+    return head if any(char.isalnum() for char in head) else ""
+
+
+def text_prefill(prompt_template: str) -> str:
+    """The same of data.prompt_template for plain text: a tag that stands open at its end."""
+    opened = _OPENED.search(prompt_template.rpartition("{prompt}")[2])
+    return opened[0] if opened is not None else ""
+
+
+def _num_shared(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    shared = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        shared += 1
+    return shared
+
+
+def _without_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, stopped: bool) -> list[int]:
+    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    end = len(ids)
+    while end and ids[end - 1] in ends:
+        end -= 1
+    if stopped and end and end == len(ids) and _ends_turns(tokenizer, ids[-1]):
+        end -= 1
+    return ids[:end]
+
+
+def _ends_turns(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether a token that stopped a response is of the format and not a word of it."""
+    added = tokenizer.added_tokens_decoder.get(token)
+    is_added = added is not None or token in tokenizer.all_special_ids
+    text = str(tokenizer.convert_ids_to_tokens(token))
+    # </s> closes what the whole text begins with, whatever the tokenizer's own end token is
+    is_closing_tag = text.startswith("</") and f"<{text[2:]}" != tokenizer.bos_token
+    return is_added and not is_closing_tag
+
+
+def _is_special(tokenizer: PreTrainedTokenizerBase, ids: Int[np.ndarray, " T"]) -> Bool[np.ndarray, " T"]:
+    added = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return np.isin(ids, np.asarray([*added, *tokenizer.all_special_ids], dtype=np.int64))
+
+
+def _runs(sampled: Bool[np.ndarray, " T"]) -> Iterator[tuple[int, int, bool]]:
+    """(first, end, sampled) of each stretch of equal values."""
+    places = [0, *(np.flatnonzero(np.diff(sampled)) + 1).tolist(), len(sampled)]
+    for first, end in pairwise(places):
+        if end > first:
+            yield first, end, bool(sampled[first])
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return _joined(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _joined(decoded: str | list[str]) -> str:
+    return decoded if isinstance(decoded, str) else "".join(decoded)

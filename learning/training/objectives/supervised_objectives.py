@@ -1,0 +1,170 @@
+"""What a supervised learner minimises: the surprise of given tokens, or the mistake about which response is better.
+
+Each objective says what its items weigh, and computes sums over a pack of them: parts of a batch add up to its mean,
+however they are packed and whoever computes them (`MeanBatch`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ....engine.upload import upload
+from ...data.supervised_rows import Demonstration, PreferencePair
+from ..batching import Pack, PackedSequences, shared_packs
+from ..parallel import OneTrainer
+from ..reward_head import packed_scores
+from ..training_forward import response_statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardSettings:
+    """How all objectives compute."""
+
+    compute_dtype: torch.dtype = torch.float32
+    keeps_casts: bool = True
+    "see `learning.training.training_forward.autocast`"
+    max_tokens: int = 1 << 30
+    "in one forward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextTokens:
+    """Cross-entropy of the learned tokens in nats, mean over tokens (Ouyang et al. 2022, section 3.5)."""
+
+    vocab_size: int
+    "token ids that take part, as in the learner of RL"
+
+    def weight(self, item: Demonstration) -> float:
+        """Its learned tokens."""
+        return float(item.num_learned)
+
+    def sums(
+        self, model: PreTrainedModel, items: Sequence[Demonstration], forward: ForwardSettings
+    ) -> dict[str, Tensor]:
+        """The sum over the items."""
+        packed = PackedSequences.of([item.token_ids for item in items], [item.is_learned for item in items])
+        logprobs, _, _ = response_statistics(
+            model,
+            packed,
+            self.vocab_size,
+            1.0,
+            entropy=False,
+            compute_dtype=forward.compute_dtype,
+            keeps_casts=forward.keeps_casts,
+        )
+        return {"loss": -logprobs.sum()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preferences:
+    """Bradley-Terry loss in nats, mean over pairs."""
+
+    center_coefficient: float = 0.0
+
+    def weight(self, item: PreferencePair) -> float:
+        """One: a long pair says no more than a short one."""
+        return 1.0
+
+    def sums(
+        self, model: PreTrainedModel, items: Sequence[PreferencePair], forward: ForwardSettings
+    ) -> dict[str, Tensor]:
+        """Sums over the items; accuracy, margin and mean score too."""
+        packed = PackedSequences.of([ids for item in items for ids in item.sequences])
+        scores = packed_scores(
+            model, packed, compute_dtype=forward.compute_dtype, keeps_casts=forward.keeps_casts
+        )
+        chosen, rejected = scores[0::2], scores[1::2]
+        (margins,) = upload([np.array([item.margin for item in items], dtype=np.float32)], scores.device)
+        loss = bradley_terry_loss(chosen, rejected, margins, center_coefficient=self.center_coefficient)
+        metrics = preference_metrics(chosen, rejected)
+        return {"loss": loss.sum()} | {name: values.sum() for name, values in metrics.items()}
+
+
+@dataclass(slots=True)
+class MeanBatch:
+    """The mean of an objective over some items (`learning.training.trainer_core.Batch`)."""
+
+    objective: NextTokens | Preferences
+    items: Sequence[Any]
+    forward: ForwardSettings
+    trainers: OneTrainer
+    step: int
+    "that is taken by it, for messages"
+    means: dict[str, float] = field(default_factory=dict)
+    "of all trainers; filled by `finish`"
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+    _weight: float = 0.0
+    "of all items, counted once: every pack asks"
+
+    def __post_init__(self) -> None:
+        self._weight = sum(self.objective.weight(item) for item in self.items)
+
+    @property
+    def packs(self) -> list[Pack]:
+        """See `Batch`."""
+        return shared_packs([item.sequences for item in self.items], self.forward.max_tokens, self.trainers)
+
+    def loss(self, model: PreTrainedModel, pack: Pack) -> Tensor:
+        """See `Batch`."""
+        share = 0.0 if pack.is_filler else 1.0 / self._weight
+        found = self.objective.sums(model, [self.items[row] for row in pack.rows], self.forward)
+        for name, value in found.items():
+            part = value.detach().float() * share
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
+        return found["loss"] * share
+
+    def finish(self) -> None:
+        """Add up what all trainers have computed. Collective."""
+        names = sorted(self._sums)
+        whole = self.trainers.sum(torch.stack([self._sums[name] for name in names]).cpu())
+        self.means = dict(zip(names, whole.tolist(), strict=True))
+
+    def problem(self, losses: Sequence[float]) -> str | None:
+        """See `Batch`."""
+        self.finish()
+        if math.isfinite(self.means["loss"]):
+            return None
+        return (
+            f"the loss of step {self.step} is {self.means['loss']}; expected a finite number; lower "
+            "trainer.learning_rate"
+        )
+
+
+def bradley_terry_loss(
+    chosen: Float[Tensor, " N"],
+    rejected: Float[Tensor, " N"],
+    margins: Float[Tensor, " N"],
+    *,
+    center_coefficient: float = 0.0,
+) -> Float[Tensor, " N"]:
+    """-log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2 of each pair, in nats.
+
+    Sources: Ouyang et al. 2022, equation 1 (Bradley and Terry 1952); Touvron et al. 2023, 'Llama 2', equation 2 (the
+    margin); Eisenstein et al. 2023, 'Helping or herding?', equation 2 (scores kept around zero).
+    """
+    loss = -F.logsigmoid(chosen - rejected - margins)
+    if center_coefficient > 0.0:
+        loss = loss + center_coefficient * (chosen + rejected) ** 2
+    return loss
+
+
+def preference_metrics(
+    chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"]
+) -> dict[str, Float[Tensor, " N"]]:
+    """For each pair: whether the chosen response scores higher, by how much, and the mean score of the two."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "accuracy": (chosen > rejected).float(),
+        "margin": chosen - rejected,
+        "mean_reward": (chosen + rejected) / 2.0,
+    }

@@ -1,0 +1,201 @@
+"""Which group carries a version, and what serves where it fails. Actors are played here; no Ray, no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rlhfspec.cluster.system.group_publication as group_publication
+from rlhfspec.actors.actor_messages import LoadedWeights, SentWeights
+from rlhfspec.cluster.system.group_publication import Broadcast, why_not_nccl
+from rlhfspec.cluster.system.trainer_pool import TrainerPool
+from rlhfspec.cluster.weights.publish import PublishedWeights
+from rlhfspec.core.config import ClusterConfig
+from rlhfspec.core.errors import InstanceLost, WaitTimeout
+from rlhfspec.core.weight_records import WeightManifest
+
+LAYOUT = WeightManifest(
+    model="target",
+    weight_version=0,
+    checksum="good",
+    num_bytes=0,
+    chunk_num_bytes=(),
+    chunk_checksums=(),
+    tensors=(),
+    hf_config_json="{}",
+)
+
+
+class Actor:
+    """Answers every order by its name; an error is raised where the answer is awaited."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.orders = answers, []
+
+    def __getattr__(self, order: str) -> Any:
+        def remote(*arguments: Any) -> Any:
+            self.orders.append((order, arguments))
+            answer = self.answers.get(order)
+            return answer(*arguments) if callable(answer) else answer
+
+        return SimpleNamespace(remote=remote)
+
+
+def confirmed(name: str) -> Callable[..., LoadedWeights]:
+    return lambda timeout_s, told: LoadedWeights(
+        instance=name,
+        model="target",
+        weight_version=told.weight_version,
+        checksum="good",
+        load_s=0.25,
+    )
+
+
+def sent(told: WeightManifest) -> SentWeights:
+    return SentWeights(manifest=replace(told, checksum="good"), pack_s=1.0)
+
+
+class Played:
+    """A trainer, instances with these GPUs, and what was noted."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *seats: str | None,
+        num_gpus: float = 1.0,
+        transport: str = "nccl",
+    ) -> None:
+        def get(answer: Any, **names: Any) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(group_publication, "get", get)
+        monkeypatch.setattr(group_publication, "num_nodes", lambda: 1)
+        self.trainer = Actor(gpu_seat=seats[0], broadcast=sent)
+        self.instances = {
+            f"gen-{i}": Actor(gpu_seat=seat, receive_weights=confirmed(f"gen-{i}"))
+            for i, seat in enumerate(seats[1:])
+        }
+        self.notes: list[str] = []
+        cluster = ClusterConfig.model_validate(
+            {
+                "publication": {"transport": transport},
+                "generation": {"num_gpus": num_gpus},
+                "trainer": {"num_gpus": num_gpus},
+            }
+        )
+        self._broadcast = Broadcast(
+            cluster, TrainerPool({"trainer": self.trainer}, cluster), self.notes.append
+        )
+
+    def publish(self, version: int) -> PublishedWeights | None:
+        layout = PublishedWeights(manifest=LAYOUT, chunk_refs=())
+        return self._broadcast.publish(layout, version, self.instances)
+
+    def forms(self) -> list[str]:
+        return [arguments[1] for order, arguments in self.trainer.orders if order == "open_broadcast"]
+
+
+def test_members_with_gpus_of_their_own_form_an_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, "GPU 0 of node a", "GPU 1 of node a", "GPU 0 of node b")
+    for version in (1, 2):
+        published = played.publish(version)
+        assert published is not None and published.manifest.weight_version == version
+        send_s = published.part_seconds.pop("send")
+        assert published.part_seconds == {"pack": 1.0, "load": 0.25} and send_s >= 0.0
+    assert played.forms() == ["nccl"] and not played.notes, "made once"
+
+
+@pytest.mark.parametrize(
+    ("seats", "why"),
+    [
+        (("GPU 0 of node a", "GPU 1 of node a", "GPU 1 of node a"), "gen-0 and gen-1 share GPU 1 of node a"),
+        (
+            ("GPU 0 of node a", "GPU 0 of node a", "GPU 1 of node a"),
+            "trainer and gen-0 share GPU 0 of node a",
+        ),
+        (("GPU 0 of node a", "GPU 1 of node a", None), "gen-1 is on a CPU"),
+        ((None, "GPU 0 of node a"), "trainer is on a CPU"),
+    ],
+)
+def test_a_shared_gpu_or_a_cpu_means_gloo_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, seats: tuple[str | None, ...], why: str
+) -> None:
+    names = ["trainer", *(f"gen-{i}" for i in range(len(seats) - 1))]
+    assert why_not_nccl(dict(zip(names, seats, strict=True))) == why
+    played = Played(monkeypatch, *seats)
+    assert played.publish(1) is not None
+    played.instances["gen-0"], played.instances["gen-9"] = (
+        played.instances["gen-0"],
+        Actor(receive_weights=confirmed("gen-9")),
+    )
+    assert played.publish(2) is not None
+    assert played.forms() == ["gloo", "gloo"]
+    assert played.notes == [f"weights are broadcast through the host (Gloo), not over NCCL: {why}"]
+
+
+def test_without_gpus_nobody_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, None, None, num_gpus=0, transport="broadcast")
+    assert played.publish(1) is not None and played.forms() == ["gloo"] and not played.notes
+    assert "gpu_seat" not in {order for order, _ in played.trainer.orders}
+
+
+def test_an_nccl_group_that_fails_gives_way_to_gloo_and_that_to_the_object_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = Played(monkeypatch, "GPU 0 of node a", "GPU 1 of node a")
+    well = played.trainer.answers["broadcast"]
+    played.trainer.answers["broadcast"] = silent("trainer")
+    assert played.publish(1) is None
+    assert "the object store carries weights this once, a Gloo group from then on" in played.notes[-1]
+    played.trainer.answers["broadcast"] = well
+    assert played.publish(2) is not None and played.forms() == ["nccl", "gloo"]
+    played.trainer.answers["broadcast"] = silent("trainer")
+    assert played.publish(3) is None and "from here on" in played.notes[-1]
+    assert played.publish(4) is None and played.forms() == ["nccl", "gloo"], "not tried again"
+
+
+def test_after_a_death_nccl_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, "GPU 0 of node a", "GPU 1 of node a")
+    dead = InstanceLost("gen-0 died while the loop waited")
+    played.instances["gen-0"].answers["receive_weights"] = lambda *_: dead
+    assert played.publish(1) is None and "this once" in played.notes[-1] and "Gloo" not in played.notes[-1]
+    del played.instances["gen-0"]
+    played.instances["gen-1"] = Actor(gpu_seat="GPU 1 of node a", receive_weights=confirmed("gen-1"))
+    assert played.publish(2) is not None and played.forms() == ["nccl", "nccl"]
+
+
+def test_members_on_one_gpu_read_the_trainers_buckets_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = "GPU 0 of node a"
+    played = Played(monkeypatch, one, one, one, num_gpus=0.3, transport="auto")
+    for version in (1, 2):
+        published = played.publish(version)
+        assert published is not None and published.manifest.weight_version == version
+    assert played.forms() == ["shared"] and not played.notes, "made once, whatever transport is named"
+    (_, arguments) = next(order for order in played.trainer.orders if order[0] == "broadcast")
+    assert arguments[0].checksum == "words:", "the digest of devices"
+    played.trainer.answers["broadcast"] = silent("trainer")
+    assert played.publish(3) is None and "from here on" in played.notes[-1]
+    assert played.publish(4) is None and played.forms() == ["shared"], "not tried again"
+
+
+def test_gpus_of_their_own_take_the_object_store_unless_a_group_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seats = ("GPU 0 of node a", "GPU 1 of node a", "GPU 1 of node a")
+    assert Played(monkeypatch, *seats, transport="auto").publish(1) is None
+    named = Played(monkeypatch, *seats, transport="broadcast")
+    assert named.publish(1) is not None and named.forms() == ["gloo"] and not named.notes
+    stored = Played(monkeypatch, seats[0], seats[0], transport="object_store")
+    assert stored.publish(1) is None and not stored.forms()
+
+
+def silent(name: str) -> Callable[..., Exception]:
+    return lambda *_: WaitTimeout(
+        waiter="trainer", waited_for="gen-0", order="pass on chunk 0", waited_s=30.0, advice="none"
+    )
