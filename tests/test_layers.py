@@ -228,7 +228,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 536
+MAX_SOURCE_FILES = 530
 MAX_LINES_OF_A_ROOM = {
     "core": 2392,
     "core/settings": 2221,
@@ -270,14 +270,13 @@ MAX_LINES_OF_A_ROOM = {
     "actors/transport": 1664,
     "actors/waiting": 1402,
     "actors/workers": 837,
-    "cluster": 154,
-    "cluster/commands": 2599,
+    "cluster": 153,
+    "cluster/commands": 2474,
     "cluster/folder": 2460,
     "cluster/jobs": 1445,
-    "cluster/kuberay": 520,
     "cluster/observe": 3221,
     "cluster/placement": 816,
-    "cluster/plan": 2950,
+    "cluster/plan": 2832,
     "cluster/report": 735,
     "cluster/resume": 1078,
     "cluster/run": 1688,
