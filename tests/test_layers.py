@@ -228,10 +228,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 530
+MAX_SOURCE_FILES = 529
 MAX_LINES_OF_A_ROOM = {
-    "core": 2392,
-    "core/settings": 2221,
+    "core": 2386,
+    "core/settings": 2163,
     "core/surfaces": 177,
     "profiles": 1052,
     "policies": 5,
@@ -278,7 +278,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/placement": 816,
     "cluster/plan": 2832,
     "cluster/report": 735,
-    "cluster/resume": 1078,
+    "cluster/resume": 1075,
     "cluster/run": 1688,
     "cluster/serving": 1766,
     "cluster/system": 2142,
