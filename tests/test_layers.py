@@ -228,7 +228,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 529
+MAX_SOURCE_FILES = 528
 MAX_LINES_OF_A_ROOM = {
     "core": 2386,
     "core/settings": 2163,
@@ -254,7 +254,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1940,
     "learning": 5,
-    "learning/data": 4202,
+    "learning/data": 4060,
     "learning/drafts": 2971,
     "learning/environments": 595,
     "learning/models": 1416,
@@ -274,7 +274,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/commands": 2474,
     "cluster/folder": 2460,
     "cluster/jobs": 1445,
-    "cluster/observe": 3221,
+    "cluster/observe": 3145,
     "cluster/placement": 816,
     "cluster/plan": 2832,
     "cluster/report": 735,
