@@ -21,7 +21,6 @@ setup(
     + [f"rlhfspec.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])],
     package_data={
         "rlhfspec.configs": ["**/*.yaml"],
-        "rlhfspec.cluster.kuberay": ["**/*"],
         "": ["*.toml", "*.yaml", "*.html", "*.css"],
     },
     cmdclass={"build_py": BuildPackage},

@@ -38,7 +38,7 @@ _INTERRUPTED = 130
 
 def commands() -> dict[str, Command | Group]:
     """Every command, by what the user types."""
-    from .commands import data, kube, models, serve
+    from .commands import data, models, serve
     from .commands.bench import bench, gpu_selftest
     from .commands.declare import Group
     from .commands.evaluate import evaluate, profile
@@ -68,7 +68,6 @@ def commands() -> dict[str, Command | Group]:
         ),
         "drafter": Group(models.DRAFTER, {"make": models.make_head, "eval": models.evaluate_head}),
         "serve": Group(serve.ABOUT, {"reward": serve.serve, "engine": serve.serve_engine}),
-        "kube": Group(kube.ABOUT, {"render": kube.render}),
         "show": show,
         "report": report,
         "explain": explain,

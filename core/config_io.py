@@ -16,7 +16,6 @@ from .errors import ConfigError
 from .files import write_whole
 from .outside import cut, is_dir, is_file, quote
 from .settings.generation import DRAFTERS_ELSEWHERE
-from .settings.removed import without_removed
 from .settings.section import Section
 from .yaml_text import YamlFault, parse_yaml
 
@@ -86,9 +85,6 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
 
 
 def _validated(kind: type[Whole], tree: dict[str, Any], *, origin: str) -> Whole:
-    tree, removed = without_removed(tree)
-    if removed:
-        raise ConfigError(f"{origin}: " + " | ".join(removed))
     try:
         return kind.model_validate(tree)
     except ValidationError as error:

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 from .errors import ConfigError, one_line
-from .settings.removed import REMOVED_CODE
 
 _MAX_CHARS = 200
 _ROOT = Path(__file__).resolve().parents[1]
@@ -62,9 +61,8 @@ def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
         ) from error
     except (Exception, SystemExit) as error:  # the module runs whatever the user wrote
         if module is not None and isinstance(error, AttributeError):
-            advice = REMOVED_CODE.get(f"{module.__name__}:{name}", "check the name")
             raise ConfigError(
-                f"{key} {path}: {module_name} ({file_of(module)}) has no '{name}'; {advice}"
+                f"{key} {path}: {module_name} ({file_of(module)}) has no '{name}'; check the name"
             ) from None
         raise ConfigError(
             f"{key} {path}: importing {module_name} raised {type(error).__name__}: {describe(error)} "

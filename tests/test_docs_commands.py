@@ -35,7 +35,7 @@ CONTINUED = ("reward-function", "drafter")
 "Tutorials that go on in the folder of the first."
 MODEL = "smollm2-135m-instruct"
 RUN = (
-    *("data check", "check", "drafter make", "drafter eval", "profile", "sft", "train-reward", "kube render"),
+    *("data check", "check", "drafter make", "drafter eval", "profile", "sft", "train-reward"),
     *(
         "monitoring",
         "simulate",

@@ -234,10 +234,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 539
+MAX_SOURCE_FILES = 531
 MAX_LINES_OF_A_ROOM = {
-    "core": 2470,
-    "core/settings": 2149,
+    "core": 2464,
+    "core/settings": 2091,
     "core/surfaces": 177,
     "profiles": 1052,
     "policies": 6,
@@ -260,7 +260,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1940,
     "learning": 6,
-    "learning/data": 4452,
+    "learning/data": 4310,
     "learning/drafts": 2995,
     "learning/environments": 595,
     "learning/models": 1416,
@@ -275,16 +275,15 @@ MAX_LINES_OF_A_ROOM = {
     "actors/scheduling": 464,
     "actors/transport": 1664,
     "actors/workers": 824,
-    "cluster": 156,
-    "cluster/commands": 2599,
+    "cluster": 155,
+    "cluster/commands": 2474,
     "cluster/folder": 2430,
     "cluster/jobs": 1440,
-    "cluster/kuberay": 520,
-    "cluster/observe": 2772,
+    "cluster/observe": 2696,
     "cluster/placement": 816,
-    "cluster/plan": 2744,
+    "cluster/plan": 2626,
     "cluster/report": 735,
-    "cluster/resume": 1210,
+    "cluster/resume": 1207,
     "cluster/run": 1979,
     "cluster/serving": 1761,
     "cluster/system": 2592,

@@ -97,7 +97,7 @@ def test_a_wheel_puts_one_name_into_site_packages_and_runs(tmp_path: Path) -> No
         folder.mkdir()
     names = built("build_wheel", copy_of_the_tree(tree), wheels, site)
     assert {each.split("/")[0] for each in names if ".dist-info/" not in each} == {"rlhfspec"}
-    data = ["configs/demo.yaml", "configs/algorithms/grpo.yaml", "cluster/kuberay/Dockerfile"]
+    data = ["configs/demo.yaml", "configs/algorithms/grpo.yaml"]
     assert {f"rlhfspec/{each}" for each in data} <= set(names)
     files = {str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
     modules = {name for name in names if name.endswith(".py")}

@@ -39,7 +39,7 @@ def pages() -> dict[str, str]:
         "commands.md": commands_page(build_parser()),
         "config.md": config_page(
             "Config of a run",
-            "For `rlhfspec train`, `check`, `eval`, `profile` and `kube render`. `--set a.b=value` overrides a key.",
+            "For `rlhfspec train`, `check`, `eval` and `profile`. `--set a.b=value` overrides a key.",
             {"Sections": Config},
         ),
         "config-supervised.md": config_page(

@@ -59,11 +59,3 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[list[str], set_flag("override one key of the file, such as run.iterations=5")]
 RunFolder = Annotated[Path, Arg("DIR", "the run folder, new (default: one in run.output_dir, with the time)")]
-Like = Annotated[
-    list[str],
-    Arg(
-        "ROLE=DIR",
-        "where a model (target, draft, reward) cannot be read here: one of the same shape, its config.json alone; "
-        "may be repeated",
-    ),
-]

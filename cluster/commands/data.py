@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +11,7 @@ from .declare import Arg
 
 if TYPE_CHECKING:
     from ...core.config import Config
-    from ..observe.console import Reporter
+    from ...learning.data.statistics import DataReport
 
 ABOUT = """What a data set holds, and what is wrong with it (data check).
 
@@ -23,7 +20,8 @@ Look at data before a run does.
   rlhfspec data check train.jsonl --tokenizer Qwen/Qwen3-0.6B
 """
 
-_BAR_AFTER_S = 2.0
+_MAX_KINDS = 10
+_SHOWN_CHARS = 600
 _NO_MODEL = "demo"
 "Made on the spot by a run, so it has no tokenizer that could be loaded here."
 
@@ -37,15 +35,14 @@ def check_data(
         str, Arg("NAME", "path or hub name; else the config's, else lengths are in characters")
     ]
     | None = None,
-    as_json: Annotated[bool, Arg(help="print the report as one JSON object", flag="--json")] = False,
 ) -> int:
-    """Statistics, faults with file and line, three prompts as the model sees them.
+    """Counts, faults with file and line, three prompts as the model sees them.
 
-    Read a data set as a run would, and print rows, fields, roles, lengths, duplicates, faults and three prompts.
+    Read a data set as a run would, and print rows, lengths, what is left out, faults and three prompts.
 
       rlhfspec data check train.jsonl                          lengths in characters
       rlhfspec data check 'shards/*.parquet' --tokenizer DIR --set data.chat=true
-      rlhfspec data check --config run.yaml --json             the data of a config, for programs
+      rlhfspec data check --config run.yaml                    the data of a config
 
     FILE is what data.path may be: a file, a pattern, a folder, or the name of a `datasets` data set.
     Exit code 2 where a run would stop: a malformed row, a missing field, an empty or too long prompt.
@@ -56,8 +53,6 @@ def check_data(
     # the report alone goes to standard output
     with Reporter(PipeConsole(highlight=False, soft_wrap=True, stderr=True)) as report:
         read = _config(file, config, overrides)
-        from ..observe.data_text import data_lines
-
         name, loaded = tokenizer or read.models.tokenizer or read.models.target, None
         if name != _NO_MODEL:
             report.stage("loading the tokenizer")
@@ -67,14 +62,13 @@ def check_data(
             models = read.models.model_copy(update={"target": name, "draft": None, "tokenizer": name})
             resolved = resolve_models(read.model_copy(update={"models": models}), report)
             loaded = read_tokenizer(resolved.models, resolved.run.template_time)
-        from ...learning.data.statistics import data_report
+        from ...learning.data.statistics import DataReport
 
-        report.stop()
-        with _late_bar(report, "reading") as tick:
-            found = data_report(read.data, loaded, seed=read.run.seed, tick=tick)
-    print(json.dumps(found.to_dict(), indent=2) if as_json else "\n".join(data_lines(found)))
+        report.stage("reading the data")
+        found = DataReport(read.data, loaded, seed=read.run.seed)
+    print("\n".join(_lines(found)))
     if found.num_faults or not found.num_prompts:
-        first = f"{found.faults[0]}" if found.faults else "no prompt is left of it"
+        first = next((first for _, first in found.faults.values()), "no prompt is left of it")
         raise DataError(f"{found.name}: {found.num_faults:,} faults; the first: {first}")
     return 0
 
@@ -90,25 +84,31 @@ def _config(file: str | None, config: Path | None, overrides: list[str]) -> Conf
     pair = {"models": {"target": _NO_MODEL, "draft": _NO_MODEL}}  # a config needs models, and these data none
     tree = pair if config is None else read_tree(config)
     data = tree.get("data")
-    kept = {
-        key: value
-        for key, value in (data.items() if isinstance(data, dict) else ())
-        if key not in ("task", "sources")
-    }
-    tree["data"] = kept | {"path": file}
+    kept = data if isinstance(data, dict) else {}
+    tree["data"] = {key: kept[key] for key in kept.keys() - {"task", "sources"}} | {"path": file}
     return config_from_dict(tree, overrides=overrides, origin=str(config or "--set"))
 
 
-@contextmanager
-def _late_bar(report: Reporter, title: str) -> Iterator[Callable[[str, float], None]]:
-    """A bar that appears where the work takes more than two seconds."""
-    with ExitStack() as bars:
-        started, ticks = time.monotonic(), list[Callable[[str, float], None]]()
+def _lines(report: DataReport) -> Iterator[str]:
+    yield f"{report.name}: {report.num_rows:,} rows, {report.num_prompts:,} prompts"
+    lengths = sorted(report.lengths)
+    if lengths:
+        middle = lengths[len(lengths) // 2]
+        yield f"{report.unit:<12}min {lengths[0]:,}, median {middle:,}, max {lengths[-1]:,}"
+    if out := report.left_out.describe():
+        yield f"left out    {out}"
+    yield from (f"note        {note}" for note in report.left_out.notes)
+    for row, text, length in report.samples:
+        yield f"\n--- {row.origin}, {length} {report.unit}, as the model sees it\n{_shown(text)}"
+        if row.reference:
+            yield f"--- reference: {_shown(row.reference)}"
+    if report.faults:
+        yield f"\nfaults: {report.num_faults:,} of {len(report.faults):,} kinds, the first of each"
+        yield from (f"  {count:,} x {first}" for count, first in [*report.faults.values()][:_MAX_KINDS])
 
-        def tick(stage: str, fraction: float) -> None:
-            if not ticks and time.monotonic() - started > _BAR_AFTER_S:
-                ticks.append(bars.enter_context(report.job(title)))
-            for show in ticks:
-                show(stage, fraction)
 
-        yield tick
+def _shown(text: str) -> str:
+    if len(text) <= _SHOWN_CHARS:
+        return text
+    half = _SHOWN_CHARS // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ...core.errors import ConfigError
 from ..placement.origin import ROOT
-from .arguments import ConfigFile, Like, Overrides, RunFolder
+from .arguments import ConfigFile, Overrides, RunFolder
 from .declare import Arg
 
 if TYPE_CHECKING:
@@ -114,8 +112,6 @@ def check(
         str, Arg("RUN", "check whether the run in this folder can be gone on with, as `train --resume`")
     ]
     | None = None,
-    manifest: Annotated[Path, Arg("FILE", "a manifest for KubeRay to compare with")] | None = None,
-    like: Like,
 ) -> int:
     """Check a config and print its memory, disk and placement plan.
 
@@ -124,18 +120,10 @@ def check(
     Nothing is started. What `train` refuses for its config, its files or this machine is refused here, in the same
     words (exit code 2); the weights are read for it once. Where the run would join a cluster, its places are reserved
     there for a moment and given back.
-
-    With --manifest FILE the plan is compared with a RayJob or RayCluster for Kubernetes instead of this machine: groups
-    too small for their actors, missing GPUs, memory below the plan are named. Data and weights are not read then.
     """
     from ..observe.console import Reporter
 
     with Reporter() as report:
-        if manifest is not None:
-            _check_manifest(config, overrides, manifest, like, report)
-            return 0
-        if like:
-            raise ConfigError("--like is for --manifest: without it the models are those of the config")
         from ..run.prepared_run import prepare_run
 
         plan = prepare_run(config, overrides, report, resume=resume, dry_run=True).plan
@@ -149,25 +137,6 @@ def check(
         for line in (*plan.report, "check passed: the config can run here"):
             report.note(line)
     return 0
-
-
-def _check_manifest(
-    config: Path | None, overrides: list[str], manifest: Path, like: list[str], report: Reporter
-) -> None:
-    from ...core.config_io import load_config
-
-    if config is None:
-        raise ConfigError("--manifest is compared with a config: expected --config FILE, got none")
-    loaded = load_config(config, overrides)
-    report.stage("reckoning the plan")
-    from ..kuberay.manifest_check import require_manifest
-    from ..kuberay.pool_pods import plan_pods
-    from ..plan.remote_plan import plan_remote
-
-    pods = plan_pods(plan_remote(loaded, like))
-    require_manifest(manifest, pods)
-    report.stop()
-    report.note(f"check passed: {manifest} can hold the run")
 
 
 def _run(prepared: PreparedRun, report: Reporter) -> RunDir:

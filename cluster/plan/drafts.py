@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +21,17 @@ from ...engine.drafters.head.head_weights import (
     HeadWeights,
     is_head_folder,
     load_head,
-    load_head_config,
     read_origin,
     require_fit,
 )
-from ...engine.drafters.head.mtp_weights import FoundMtp, load_mtp, mtp_config
+from ...engine.drafters.head.mtp_weights import FoundMtp, load_mtp
 from ...engine.drafters.head.published_head import rounded
 from ...engine.weights.causal_lm import DTYPES
 from ...engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from ...engine.weights.llama_config import MODEL_TYPES
 from ...engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer, num_token_ids
 from ...engine.weights.weight_files import weights_digest
-from .model_files import check_vocabulary, config_like, describe_model, model_shape
+from .model_files import check_vocabulary, describe_model, model_shape
 from .model_sizes import ModelShape
 
 
@@ -77,10 +75,6 @@ class DraftModel:
         )
         lines = (describe_model("draft", self.place, shape), line)
         return CheckedDraft(shape=shape, lines=lines, hf_config=hf_config)
-
-    def shape_like(self, target: PretrainedConfig, like: Mapping[str, str]) -> ModelShape:
-        """The sizes by its config alone, or by that of a model that is `like` it. Raises ModelError."""
-        return model_shape(config_like("draft", self.place, self.models, like))
 
     def foreign_ids(self, place: str | None = None) -> tuple[list[int], int]:
         """The ids that only one of draft and target has, and how many the target has."""
@@ -157,11 +151,6 @@ class DraftHead:
             f"{self.buffer_mb:g} MB of hidden states each, and published after an update where it is no worse"
         )
 
-    def shape_like(self, target: PretrainedConfig, like: Mapping[str, str]) -> ModelShape:
-        """The sizes by its config, or by that of a head that is `like` it. Raises ModelError."""
-        folder = Path(like.get("draft", self.place)).expanduser()
-        return _head_shape(load_head_config(folder, num_target_layers=_num_layers(target)))
-
     def read(self, place: str | None = None) -> HeadWeights:
         """Load it, or what a run kept of it at `place`, in the type that it is published in. Raises ModelError."""
         models = self.models
@@ -193,10 +182,6 @@ class MtpLayer:
             "of the run do not hold it, models.draft names this one to draft for them"
         )
         return CheckedDraft(shape=_head_shape(found.head.config), lines=(line,))
-
-    def shape_like(self, target: PretrainedConfig, like: Mapping[str, str]) -> ModelShape:
-        """The sizes: those of the target's own layers, wherever it stands."""
-        return _head_shape(mtp_config(target, self.place))
 
     def read(self, place: str | None = None) -> HeadWeights:
         """Load it in the type that it is published in; no run keeps another. Raises ModelError."""

@@ -16,18 +16,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...core.errors import ModelError
 from ...core.outside import is_file, quote
-from ...core.settings.run import ModelsConfig
 from ...engine.cache.kv_pool import KVShape
 from ...engine.weights.causal_lm import DTYPES
 from ...engine.weights.chunks import not_finite
 from ...engine.weights.left_over import quantization_of, require_plain_weights, require_writer
 from ...engine.weights.llama_config import MODEL_TYPES
-from ...engine.weights.loading import load_hf_config, meta_model, num_token_ids, refuse_not_finite
+from ...engine.weights.loading import meta_model, num_token_ids, refuse_not_finite
 from ...engine.weights.weight_files import check_weight_files, local_folder, weight_files
-from ...learning.models.catalog import KNOWN_MODELS
-from ...learning.models.demo_pair import demo_configs
 from .model_sizes import ModelShape
-from .names import DEMO
 
 TEMPLATE_FILE = "chat_template.jinja"
 "Read before all others."
@@ -108,21 +104,6 @@ def check_vocabulary(role: str, name: str, shape: ModelShape, tokenizer: PreTrai
 def describe_model(role: str, name: str, shape: ModelShape) -> str:
     """A model's line of the plan."""
     return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.kv.num_layers} layers"
-
-
-def config_like(role: str, name: str, models: ModelsConfig, like: Mapping[str, str]) -> PretrainedConfig:
-    """The config of the model `name`, or of the one that is `like` it, by role. Raises ModelError: neither is here."""
-    if role not in like and name == DEMO:
-        return demo_configs()[0 if role == "target" else 1]
-    known = KNOWN_MODELS.get(name)
-    place = like.get(role) or (known.hub if known is not None and known.hub is not None else name)
-    try:
-        return load_hf_config(str(Path(place).expanduser()), trust_remote_code=models.trust_remote_code)
-    except ModelError as error:
-        raise ModelError(
-            f"the size of the {role} model '{name}' is needed for the memory plan and cannot be read here: {error}; "
-            f"give --like {role}=DIR, a folder with the config.json of a model of the same shape"
-        ) from error
 
 
 def require_finite_weights(configs: Mapping[str, PretrainedConfig], dtype: str) -> None:

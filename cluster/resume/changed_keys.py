@@ -10,7 +10,6 @@ from ...core.checkpoint_manifest import state_folders
 from ...core.config import Config
 from ...core.config_io import read_tree
 from ...core.errors import ConfigError
-from ...core.settings.removed import without_removed
 from ...core.settings.supervised import SupervisedConfig
 
 _MAY_CHANGE = (
@@ -83,9 +82,7 @@ def require_own_config(own: Path, kept: Path, changes: Sequence[str] = ()) -> No
     """
     if not kept.is_file():
         return
-    # settings that were removed since stand in an older file alone
-    held, now = (without_removed(read_tree(one))[0] for one in (kept, own))
-    what = [*changes, *(f"{key} is gone" for key in _lost(held, now))]
+    what = [*changes, *(f"{key} is gone" for key in _lost(read_tree(kept), read_tree(own)))]
     if not own.read_bytes().endswith(b"\n"):
         what.append("it ends within a line")
     if what:

@@ -92,7 +92,7 @@ class ClusterConfig(Section):
     "null: what the run needs, two versions of its weights among it (local cluster only)"
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     pin_pools: bool = False
-    "only on nodes whose Ray label `rlhfspec-pool` names the pool, as `rlhfspec kube render` writes them"
+    "only on nodes whose Ray label `rlhfspec-pool` names the pool, as in `deploy/kubernetes`"
     generation: GenerationPoolConfig = GenerationPoolConfig()
     reward: RewardPoolConfig = RewardPoolConfig()
     environment: EnvironmentPoolConfig = EnvironmentPoolConfig()

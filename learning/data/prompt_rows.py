@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,10 +74,7 @@ def read_rows(data: DataConfig) -> list[Row]:
 
 
 def iter_rows(
-    data: DataConfig,
-    left_out: LeftOut,
-    progress: ReadProgress | None = None,
-    columns: Counter[str] | None = None,
+    data: DataConfig, left_out: LeftOut, progress: ReadProgress | None = None
 ) -> Iterator[Row | DataError]:
     """Yield the rows of a single source, and in the place of one that cannot be used what is wrong with it.
 
@@ -86,7 +82,6 @@ def iter_rows(
         data: of the source.
         left_out: counts what `data.filter` refuses.
         progress: is told how far reading has come.
-        columns: counts in how many rows each column stands; of Parquet all are read then.
 
     Yields:
         Rows, or faults of one row each.
@@ -100,7 +95,7 @@ def iter_rows(
         raise DataError("data.path is not set; expected a file, a folder or a data set's name")
     # a filter may read any column
     note = left_out.notes.setdefault if keep is None else lambda _: None
-    reader = RowReader(data, all_columns=keep is not None or columns is not None, note=note)
+    reader = RowReader(data, all_columns=keep is not None, note=note)
     index = -1
     for index, record in enumerate(iter_records(data.path, data.split, reader.choose_columns, progress)):
         if index < data.skip_rows:
@@ -110,8 +105,6 @@ def iter_rows(
         if record.fault is not None:
             yield record.fault
             continue
-        if columns is not None:
-            columns.update(list(record.values))
         try:
             if keep is not None and not keep.keeps(record.values, record.origin):
                 left_out.filtered += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -139,15 +138,11 @@ def load_prompts(
 
 
 def source_rows(
-    data: DataConfig,
-    seed: int,
-    left_out: LeftOut,
-    progress: ReadProgress | None = None,
-    columns: Counter[str] | None = None,
+    data: DataConfig, seed: int, left_out: LeftOut, progress: ReadProgress | None = None
 ) -> Iterator[Row | DataError]:
     """Yield the rows of a single source, drawn or read, and the faults in the place of rows; see `iter_rows`."""
     if data.task is None:
-        return iter_rows(data, left_out, progress, columns)
+        return iter_rows(data, left_out, progress)
     return iter(_drawn_rows(data, seed, left_out))
 
 

@@ -1,4 +1,4 @@
-"""`rlhfspec data check`: report, exit codes, JSON."""
+"""`rlhfspec data check`: report, exit codes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def good(tmp_path: Path) -> Path:
 def test_a_good_file_is_shown(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", str(good)]) == 0
     out = capsys.readouterr().out
-    for part in ("9 rows, 9 prompts", "question, answer", "characters  p50 7", "good.jsonl:3", "00:a+1="):
+    for part in ("9 rows, 9 prompts", "characters  min 7, median 7, max 7", "good.jsonl:3", "00:a+1="):
         assert part in out
 
 
 def test_the_tokenizer_counts_tokens(
     good: Path, tiny_pair: TinyPair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["data", "check", str(good), "--tokenizer", str(tiny_pair.target), "--json"]
+    argv = ["data", "check", str(good), "--tokenizer", str(tiny_pair.target)]
     assert main([*argv, "--set", "data.limit=2"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["unit"], report["num_rows"], report["lengths"]["max"]) == ("tokens", 2, 7)
-    assert [sample["num_tokens"] for sample in report["samples"]] == [7, 7]
+    out = capsys.readouterr().out
+    assert "2 rows, 2 prompts\ntokens      min 7, median 7, max 7" in out
+    assert out.count("jsonl:") == out.count("7 tokens, as the model sees it") == 2
 
 
 def test_faults_are_shown_and_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,9 @@ def test_faults_are_shown_and_end_with_2(tmp_path: Path, capsys: pytest.CaptureF
     bad.write_text('{"question": "a", "answer": "b"}\n{"question": 3\n' + '{"answer": "b"}\n' * 20)
     assert main(["data", "check", str(bad)]) == 2
     said = capsys.readouterr()
-    assert "faults (21, the first 10)" in said.out and "bad.jsonl:2 is not valid JSON" in said.out
+    assert "faults: 21 of 2 kinds, the first of each" in said.out
+    assert "1 x " in said.out and "bad.jsonl:2 is not valid JSON" in said.out
+    assert "20 x " in said.out and "bad.jsonl:3 has no field 'question'" in said.out
     assert said.err.startswith("error: ") and "21 faults; the first:" in said.err
 
 

@@ -1,8 +1,10 @@
 """Three raylets on one machine: one announces its end, its instance is emptied by moves, another starts elsewhere."""
 
-import pytest
+from pathlib import Path
 
-from rlhfspec.cluster.kuberay.ray_manifests import template
+import pytest
+from kustomized import kustomized
+
 from tests.helpers.ray_script import answer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
@@ -59,7 +61,9 @@ print(said)
 
 def test_a_node_that_announces_its_end_is_emptied_and_its_instance_replaced(tiny_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("r")
-    before_the_end = template("generation")["preStop"]["exec"]["command"][-1]
+    (job,) = kustomized(Path("deploy/kubernetes/base/job"))[1:]
+    generation = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+    before_the_end = generation["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
     script = SCRIPT.format(
         target=str(tiny_pair.target),
         draft=str(tiny_pair.draft),

@@ -36,7 +36,7 @@ from rlhfspec.core.config_io import config_from_dict, dump_config, load_config
 from rlhfspec.core.errors import InputError
 from rlhfspec.engine.weights.loading import load_causal_lm
 from rlhfspec.learning.data.prompts import load_prompts
-from rlhfspec.learning.data.statistics import data_report
+from rlhfspec.learning.data.statistics import DataReport
 from rlhfspec.learning.models.tokenization import character_tokenizer
 from rlhfspec.learning.tasks.chain_task import ALPHABET
 from tests.conftest import TinyPair
@@ -148,7 +148,7 @@ def test_any_bytes_of_conversations_make_prompts_or_are_refused_and_are_counted_
     file.write_bytes(raw)
     data = DataConfig(path=str(file), max_prompt_tokens=64)
     dataset = passes_or_refuses(lambda: load_prompts(data, CHATTY, seed=0), below=folder)
-    report = passes_or_refuses(lambda: data_report(data, CHATTY, seed=0), below=folder)
+    report = passes_or_refuses(lambda: DataReport(data, CHATTY, seed=0), below=folder)
     assert report.num_prompts >= (len(dataset) if dataset is not None else 0)
     assert (dataset is None) == (report.num_faults > 0 or report.num_prompts == 0)
 

@@ -56,7 +56,6 @@ FAILING = {
     "drafter eval": ["drafter", "eval", "--target", f"./{NAME}", "--data", NAME, "--drafter", NAME],
     "serve reward": ["serve", "reward", "--config", NAME],
     "serve engine": ["serve", "engine", "--model", f"./{NAME}"],
-    "kube render": ["kube", "render", "--config", NAME],
     "show": ["show", NAME],
     "verify": ["verify", NAME],
     "replay": ["replay", NAME],

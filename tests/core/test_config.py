@@ -50,41 +50,6 @@ def test_a_word_that_nothing_is_near_to_gets_no_hint() -> None:
         config_from_dict(SMALLEST | {"speculation": {"drafter": "zzz"}})
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "instead"),
-    [
-        ("speculation", "policy", "batch_table", "batch_table was removed; use goodput or bandit"),
-        ("speculation", "policy", "capacity", "capacity was removed; use goodput or bandit"),
-        ("speculation", "drafter", "early_exit", "early_exit was removed; use suffix"),
-        ("speculation", "drafter", "ngram", "ngram was removed; use suffix"),
-        ("speculation", "look_up", "ngram", "ngram was removed; use suffix"),
-        ("speculation", "exit_layers", 3, "was removed; it was of drafter early_exit"),
-        ("speculation", "ngram_min", 1, "was removed; it was of drafter ngram"),
-        ("speculation", "capacity_tokens", 30, "was removed; it was of policy capacity"),
-        ("rollout", "weight_load", "keep_kv", "keep_kv was removed; use reprefill"),
-        ("trainer", "stream_forwards", "on", "was removed; take it out; rollout.max_staleness 1 hides"),
-    ],
-)
-def test_a_removed_setting_says_what_to_use_instead(
-    tmp_path: Path, section: str, key: str, value: object, instead: str
-) -> None:
-    """In a file, such as a run folder's, and in an override."""
-    file = tmp_path / "config.yaml"
-    dump_config(config_from_dict(SMALLEST), file)
-    with pytest.raises(ConfigError, match=rf"{section}\.{key} .*{instead}"):
-        load_config(file, [f"{section}.{key}={value}"])
-
-
-def test_a_removed_key_that_says_what_happens_anyway_is_dropped() -> None:
-    """As a run folder of before spells it out."""
-    old = SMALLEST | {
-        "speculation": {"capacity_tokens": 24, "exit_layers": 0, "ngram_max": 4, "ngram_min": 2},
-        "trainer": {"stream_forwards": "auto"},
-    }
-    assert config_from_dict(old) == config_from_dict(SMALLEST)
-    assert "capacity_tokens" in old["speculation"], "the caller's mapping stays"
-
-
 def test_an_unknown_section_lists_what_is_known() -> None:
     with pytest.raises(ConfigError, match=r"unknown key zzz; known keys here: run, models"):
         config_from_dict(SMALLEST | {"zzz": {}})

@@ -75,8 +75,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "cluster/folder/rollouts.py": (OURS, "of lengths one named column is read"),
     "cluster/folder/run_status.py": (VERSIONED,),
     "cluster/jobs/reward_server.py": (STRICT, "pydantic, extra=forbid"),
-    "cluster/kuberay/manifest_check.py": (OURS, "a manifest, whose keys Kubernetes checks"),
-    "cluster/kuberay/ray_manifests.py": (PACKAGE,),
     "cluster/observe/live_page.py": (STRICT, "dataclasses"),
     "cluster/observe/monitoring.py": (PACKAGE,),
     "cluster/observe/timeline.py": (OURS, "timelines"),

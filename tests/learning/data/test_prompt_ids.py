@@ -1,4 +1,4 @@
-"""Prompt ids are what the response follows: no end token behind them, the beginning once; `data check` shows them."""
+"""Prompt ids are what the response follows: no end token behind them, the beginning once."""
 
 import json
 
@@ -6,13 +6,11 @@ import pytest
 from tokenizers import processors
 from word_chat import PLAIN, word_chat
 
-from rlhfspec.cluster.observe.data_text import data_lines
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.settings.supervised import DemonstrationsConfig
 from rlhfspec.learning.data.encoding import prompt_ids
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
-from rlhfspec.learning.data.statistics import data_report
 from rlhfspec.learning.data.supervised_rows import encode_demonstrations
 
 
@@ -57,14 +55,3 @@ def test_a_chat_prompt_has_the_template_s_special_tokens_alone(tmp_path):
     assert (
         " ".join(tokenizer.convert_ids_to_tokens(prompt.token_ids.tolist())) == "<user> hi <end> <assistant>"
     )
-
-
-def test_data_check_shows_the_last_ids_and_what_the_template_rewrites(tmp_path):
-    trimming = PLAIN.replace("{{ m.content }}", "{{ m.content | trim }}")
-    rows = [{"messages": [{"role": "user", "content": text}]} for text in ("hi there\n", "who")]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = data_report(DataConfig(path=str(tmp_path / "d.jsonl")), word_chat(trimming), seed=0)
-    assert report.samples[0].last_tokens[-2:] == [(1, "<end>"), (5, "<assistant>")]
-    lines = list(data_lines(report))
-    assert "--- last ids: 4 '<user>', 6 'hi', 7 'there', 1 '<end>', 5 '<assistant>'" in lines
-    assert any(line.startswith("rewritten   1 conversations") for line in lines)

@@ -6,7 +6,7 @@ from pytest import fixture, mark
 
 from rlhfspec.core.config import DataConfig
 from rlhfspec.learning.data.prompts import load_prompts
-from rlhfspec.learning.data.statistics import data_report
+from rlhfspec.learning.data.statistics import DataReport
 from rlhfspec.learning.models.tokenization import train_bpe
 
 
@@ -37,54 +37,50 @@ def file(tmp_path):
 
 
 def test_counts_and_first_faults(file, tokenizer):
-    report = data_report(DataConfig(path=str(file), max_prompt_tokens=8), tokenizer, seed=0)
+    report = DataReport(DataConfig(path=str(file), max_prompt_tokens=8), tokenizer, seed=0)
     assert (report.num_rows, report.num_prompts, report.num_faults) == (8, 4, 4)
-    assert (report.duplicates, report.empty, report.too_long) == (1, 1, 1)
-    assert report.fields == {"answer": 7, "question": 6, "level": 1}
-    assert [fault.split(str(file))[1].split(" ")[0] for fault in sorted(report.faults)] == [
-        ":3",
-        ":5",
-        ":7:",
-        ":8:",
-    ]
-    assert report.lengths is not None
-    assert (report.lengths.max, sum(report.lengths.counts)) == (9, 6)
-    assert [(sample.text, sample.num_tokens) for sample in report.samples] == [
-        ("1", 1),
-        ("22", 2),
-        ("333", 3),
-    ]
-    assert json.loads(json.dumps(report.to_dict()))["num_rows"] == 8
+    assert {kind: first.split(str(file))[1].split(" ")[0] for kind, (_, first) in report.faults.items()} == {
+        "is not valid JSON": ":3",
+        "has no field 'question' (data.prompt_field)": ":5",
+        "the prompt is empty": ":7:",
+        "the prompt has  tokens": ":8:",
+    }
+    assert sorted(report.lengths) == [0, 1, 2, 2, 3, 9]
+    assert [sample[1:] for sample in report.samples] == [("1", 1), ("22", 2), ("333", 3)]
+
+
+def test_faults_of_one_kind_are_counted_together(file, tokenizer):
+    report = DataReport(DataConfig(path=str(file), max_prompt_tokens=2), tokenizer, seed=0)
+    assert report.faults["the prompt has  tokens"][0] == 2
+    assert ":4: the prompt has 3 tokens" in report.faults["the prompt has  tokens"][1]
 
 
 def test_long_prompts_that_are_skipped_are_no_faults(file, tokenizer):
     data = DataConfig(path=str(file), max_prompt_tokens=8, on_long_prompt="skip")
-    report = data_report(data, tokenizer, seed=0)
-    assert (report.num_faults, report.too_long) == (3, 1)
+    report = DataReport(data, tokenizer, seed=0)
+    assert (report.num_faults, report.left_out.too_long) == (3, 1)
 
 
 def test_without_a_tokenizer_lengths_are_characters(file):
-    report = data_report(DataConfig(path=str(file), max_prompt_tokens=2), None, seed=0)
-    assert (report.unit, report.too_long, report.num_prompts) == ("characters", 0, 5)
-    assert report.samples[0].num_tokens is None
+    report = DataReport(DataConfig(path=str(file), max_prompt_tokens=2), None, seed=0)
+    assert (report.unit, report.left_out.too_long, report.num_prompts) == ("characters", 0, 5)
+    assert report.samples[1][2] == 2
 
 
 @mark.parametrize("with_tokenizer", [True, False])
-def test_roles_of_conversations(tmp_path, tokenizer, with_tokenizer):
+def test_conversations_are_shown_by_the_template_or_as_turns(tmp_path, tokenizer, with_tokenizer):
     path = tmp_path / "d.jsonl"
     turns = [
         {"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")
     ]
     path.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"messages": turns[1:3]}))
-    report = data_report(DataConfig(path=str(path)), tokenizer if with_tokenizer else None, seed=0)
-    assert report.roles == {"user": 3, "system": 1, "assistant": 1}
-    assert report.conversations == 2
+    report = DataReport(DataConfig(path=str(path)), tokenizer if with_tokenizer else None, seed=0)
     shown = (
         "<system>s<user>u<assistant>a<user>u"
         if with_tokenizer
         else "system: s\nuser: u\nassistant: a\nuser: u"
     )
-    assert report.samples[0].text == shown
+    assert report.samples[0][1] == shown
 
 
 @mark.parametrize(
@@ -95,13 +91,13 @@ def test_it_counts_the_prompts_that_a_run_gets(tmp_path, tokenizer, settings):
     good = [line for line in LINES if "question" in line and '""' not in line and line.endswith("}")]
     path.write_text("\n".join(good))
     data = DataConfig(sources=({"path": str(path)}, {"task": "chain", "limit": 3}), **settings)
-    report = data_report(data, tokenizer, seed=0)
+    report = DataReport(data, tokenizer, seed=0)
     assert report.num_faults == 0
     assert report.num_prompts == len(load_prompts(data, tokenizer, seed=0))
 
 
 def test_a_source_that_cannot_be_read_is_a_fault_and_the_others_are_counted(tmp_path, file, tokenizer):
     data = DataConfig(sources=({"path": str(tmp_path / "none.jsonl")}, {"path": str(file)}))
-    report = data_report(data, tokenizer, seed=0)
-    assert "none.jsonl does not exist" in report.faults[0]
+    report = DataReport(data, tokenizer, seed=0)
+    assert "none.jsonl does not exist" in next(iter(report.faults.values()))[1]
     assert report.num_prompts == 5

@@ -7,11 +7,12 @@ import shlex
 import tomllib
 from pathlib import Path
 
-from rlhfspec.cluster.kuberay.ray_manifests import template
+from kustomized import kustomized
+
 from rlhfspec.cluster.placement.origin import PACKAGES
 
-ROOT = Path(__file__).resolve().parents[3]
-FOLDER = ROOT / "cluster" / "kuberay"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
 INSTRUCTIONS = {"FROM", "ARG", "ENV", "RUN", "WORKDIR", "COPY", "USER", "CMD"}
 
 
@@ -81,7 +82,8 @@ def test_it_leaves_nothing_behind_and_runs_as_the_pods_do() -> None:
     assert any("PIP_NO_CACHE_DIR=1" in each for each in arguments("ENV"))
     assert "sudo" not in text and "curl" not in text
     user = arguments("USER")[-1]
-    rights = template("pod")["spec"]["securityContext"]
+    (job,) = kustomized(FOLDER / "base" / "job")[1:]
+    rights = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["securityContext"]
     assert user == f"{rights['runAsUser']}:{rights['runAsGroup']}"
     names = [name for name, _ in steps()]
     assert max(i for i, name in enumerate(names) if name in ("RUN", "COPY")) < names.index("USER")
