@@ -138,13 +138,15 @@ class AnswerWriter:
     def _text(self, place: int, completion: Completion) -> str:
         """A whole response's text up to what stopped it."""
         ids = completion.token_ids.tolist()
-        if completion.finish_reason is not FinishReason.STOP or self.asked.body.include_stop_str_in_output:
+        includes = self.asked.body.include_stop_str_in_output
+        if completion.finish_reason is not FinishReason.STOP:
             return self._decode(ids)
         # as vLLM: among the tokens and their log-probabilities, not in the text
-        ids = ids[:-1] if ids[-1] in self.asked.requests[place].sampling.stop_token_ids else ids
+        ends = () if includes else self.asked.requests[place].sampling.stop_token_ids
+        ids = ids[:-1] if ids[-1] in ends else ids
         text, stops = self._decode(ids), self.asked.body.stops
-        places = [at for stop in stops if (at := text.find(stop)) >= 0]
-        if places or not stops:
+        places = [at + len(stop) * includes for stop in stops if (at := text.find(stop)) >= 0]
+        if places or not stops or includes:
             return text[: min(places, default=len(text))]
         return self._before_special(ids, stops)
 

@@ -387,5 +387,8 @@ class EngineServer:
         except ApiError as error:
             status = error.status
             raise
+        except asyncio.CancelledError:
+            status = 499  # the client left, as nginx counts it
+            raise
         finally:
             self._metrics.note_request(route, status, time.perf_counter() - began_s)

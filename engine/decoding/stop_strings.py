@@ -16,13 +16,15 @@ _MOST_KEPT = 64
 class StopStrings:
     """Finds stop strings in what is sampled: a pure function of a response's tokens, however many a step emits.
 
-    Every token has a byte of text at least, so the tokens that a stop string spans are at most its bytes.
+    In the text with special tokens, and in what readers see of it, which is without. Every other token has a byte of
+    text at least, so the tokens that a stop string spans are at most its bytes.
     """
 
     def __init__(self, decoder: Tokenizer, num_ids: int) -> None:
         """`learning.data.chat.end_tokens.stop_strings` makes them of a tokenizer with `num_ids` ids."""
         self._decoder, self._num_ids = decoder, num_ids
         self._may_complete: dict[tuple[str, ...], Bool[np.ndarray, " V"]] = {}
+        self._special = [one for one, token in decoder.get_added_tokens_decoder().items() if token.special]
 
     def first_end(
         self, before: Int[np.ndarray, " T"], new: Int[np.ndarray, " N"], stop: tuple[str, ...]
@@ -39,11 +41,19 @@ class StopStrings:
         num_before = len(ids) - len(new)
         for place in np.flatnonzero(self._candidates(stop)[new]).tolist():
             end = num_before + place
-            shown = ids[max(end - window, 0) : end + 1].tolist()
-            text, without = self._text(shown), self._text(shown[:-1])
-            if any(text.rfind(one) > without.rfind(one) for one in stop):
+            shown = ids[max(end - window, 0) : end + 1]
+            if self._completes(shown, stop):
                 return place
+            hidden = np.isin(shown, self._special)
+            if hidden.any() and not hidden[-1]:
+                whole = np.concatenate([before, new[: place + 1]])
+                if self._completes(whole[~np.isin(whole, self._special)][-window - 1 :], stop):
+                    return place
         return None
+
+    def _completes(self, ids: Int[np.ndarray, " T"], stop: tuple[str, ...]) -> bool:
+        text, without = self._text(ids.tolist()), self._text(ids[:-1].tolist())
+        return any(text.rfind(one) > without.rfind(one) for one in stop)
 
     def _text(self, ids: list[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=False)

@@ -144,9 +144,11 @@ def checked_step(step: Any) -> Step:
         said = {name: getattr(step, name, None) for name in held}
         surface("environment.step").require(said, f"a {type(step).__name__}", error=EpisodeError)
     try:
-        reward = float(step.reward if step.reward is not None else 0.0)
+        reward = float("text" if isinstance(step.reward, str) else step.reward)
     except (TypeError, ValueError):
-        raise EpisodeError(f"expected a number as reward, got {step.reward!r}") from None
+        raise EpisodeError(f"expected a number as reward, 0.0 for none, got {step.reward!r}") from None
+    if not (hasattr(step.done, "__bool__") and step.done in (False, True)):
+        raise EpisodeError(f"expected True or False as done, got {step.done!r}")
     if not math.isfinite(reward):
         raise EpisodeError(f"expected a finite reward, got {reward}")
     observation = _checked_observation(step.observation)

@@ -153,6 +153,13 @@ def _require_read(file: Path, reader: Any) -> None:
     }
     read = [f"ARCH.{key}" for key, name in GGUF_CONFIG_MAPPING.get(arch, {}).items() if name is not None]
     surface("gguf.metadata").require(given, f"the GGUF file {file.name}", error=ModelError, also=read)
+    # transformers takes another value for one that is left out: weights of another model come out of it
+    needed = ("ARCH.attention.head_count_kv", "ARCH.attention.layer_norm_rms_epsilon")
+    if lacking := [key for key in needed if key not in given]:
+        raise ModelError(
+            f"{file.name} was expected to have the metadata {lacking[0].replace('ARCH', arch)}, got none; write the "
+            "file anew with llama.cpp's convert_hf_to_gguf.py"
+        )
     split = given.get("tokenizer.ggml.pre")
     if split not in _SPLITS:
         raise ModelError(

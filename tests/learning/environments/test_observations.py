@@ -133,6 +133,17 @@ def test_what_is_no_observation_is_refused(observation):
         checked_step(SimpleNamespace(observation=observation, reward=0.0, done=False))
 
 
+@pytest.mark.parametrize(
+    ("reward", "done"), [(None, True), ("1", True), ({}, True), (1.0, "false"), (1.0, None)]
+)
+def test_what_is_no_reward_or_no_end_is_refused_and_not_taken_for_one(reward, done):
+    """TRL 6427: a reward of None that counts as 0 stands above siblings that were given less."""
+    with pytest.raises(EpisodeError, match="expected a number as reward|expected True or False as done"):
+        checked_step(SimpleNamespace(observation="", reward=reward, done=done))
+    step = checked_step(SimpleNamespace(observation="", reward=np.float32(0.5), done=np.bool_(True)))
+    assert step.done is True and step.reward == 0.5
+
+
 @pytest.mark.parametrize("first", [("an observation", {"info": 1}), ["a"], 1])
 def test_what_a_reset_may_not_return_is_refused(first):
     """Gymnasium's returns a pair."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from reference_bpe import reference_ids
 from tiny_gguf import CONTROL, TEXT, TinyGguf, write_tiny_gguf
 from tokenizers import Regex, pre_tokenizers
@@ -155,3 +156,19 @@ def test_what_ends_a_turn_ends_a_response_too(tmp_path: Path) -> None:
     tiny = write_tiny_gguf(tmp_path / "tiny.gguf", metadata={"tokenizer.ggml.eot_token_id": 0})
     convert_gguf(tiny.file, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "key"),
+    [
+        ("add_head_count_kv", "attention.head_count_kv"),
+        ("add_layer_norm_rms_eps", "attention.layer_norm_rms_eps"),
+    ],
+)
+def test_metadata_for_which_another_value_would_be_taken_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_out: str, key: str
+) -> None:
+    monkeypatch.setattr(GGUFWriter, left_out, lambda *_: None)
+    tiny = write_tiny_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(ModelError, match=rf"expected to have the metadata llama\.{key}"):
+        convert_gguf(tiny.file, tmp_path / "out")
