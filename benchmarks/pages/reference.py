@@ -30,6 +30,7 @@ from ...core.settings.supervised import SftConfig, TrainRewardConfig
 from ...core.surfaces.surface import TABLES, Surface, surface
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
+THEIR_KEYS = Path(__file__).with_name("their_keys")
 COMMAND = "python -m rlhfspec.benchmarks.pages.reference"
 
 
@@ -54,6 +55,7 @@ def pages() -> dict[str, str]:
         ),
         "metrics.md": metrics_page(),
         "inputs.md": inputs_page(),
+        "their-keys.md": their_keys_page(),
         "errors.md": errors_page(),
         "run-folder.md": run_folder_page(),
     }
@@ -283,6 +285,38 @@ def _default(field: FieldInfo) -> str:
             else ""
         )
     return f"`{json.dumps(value) if value is None or isinstance(value, bool) else value}`"
+
+
+# Their keys --------------------------------------------------------------------------------------------------------
+
+
+def their_keys_page() -> str:
+    """Of each other trainer its keys, ours, and what becomes of keys that have no counterpart; a file each."""
+    about = (
+        "Which key says here what a key of another trainer says there; what is not listed has no counterpart. `*` "
+        "stands for any further characters. [Config](config.md) and [Config of supervised "
+        "training](config-supervised.md) have our keys in full.\n"
+    )
+    texts = [_head("Their key, our key", about)]
+    for name in ("trl", "verl", "openrlhf"):
+        trainer = tomllib.loads((THEIR_KEYS / f"{name}.toml").read_text(encoding="utf-8"))
+        texts.append(f"## {trainer.pop('title')}\n\n{trainer.pop('about')}\n")
+        for table in trainer.values():
+            commands = ", ".join(f"`rlhfspec {command}`" for command in table["config"])
+            rows = [_their_key(name, *ours.split(" | ")) for name, ours in table["keys"].items()]
+            texts.append(
+                f"### {table['title']}\n\nOurs: {commands}.\n\n{_table('theirs | ours | note', rows)}"
+            )
+            rows = [
+                f"| {', '.join(f'`{name}`' for name in names)} | {_cell(text)} |"
+                for text, names in table.get("without", {}).items()
+            ]
+            texts += [_table("theirs, without a counterpart | why, or what to do", rows)] if rows else []
+    return "\n".join(texts)
+
+
+def _their_key(name: str, ours: str, note: str = "") -> str:
+    return f"| `{name}` | {', '.join(f'`{key}`' for key in ours.split(', '))} | {_cell(note)} |"
 
 
 # Metrics, errors, run folder ---------------------------------------------------------------------------------------
