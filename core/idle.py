@@ -38,7 +38,7 @@ _RUN: tuple[_Row, ...] = (
     ("environment.* kind", lambda c, s: s.kind is None, "environment.kind is null"),
     ("models.draft", lambda c, s: not c.speculation.names_draft, "speculation.drafter takes none"),
     ("speculation.num_nodes depth branching", lambda c, s: s.policy != "fixed", "policy is not fixed"),
-    ("speculation.profile", lambda c, s: not s.goes_by_profile, "the policy goes by no profile"),
+    ("speculation.profile", lambda c, s: not s.needs_profile, "the policy goes by no profile"),
     ("speculation.max_nodes max_depth", lambda c, s: s.policy in ("fixed", "off"), "it is not adaptive"),
     ("speculation.suffix_min suffix_memory_mb", lambda c, s: not s.remembers, "nothing is looked up"),
     ("drafter_training.* refit", lambda c, s: not (c.refits_draft or c.trains_head), "no drafter learns"),

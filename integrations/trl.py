@@ -260,7 +260,7 @@ class TrlRollouts:
         longest = room + trainer.args.max_completion_length
         cache = _cache()
         verdicts = None if cache is None else NotedVerdicts(cache / "probes")
-        if speculation.goes_by_profile and (self._profile is None or self._trainer is not trainer):
+        if speculation.needs_profile and (self._profile is None or self._trainer is not trainer):
             # of batches and lengths as they come, not of all that may
             most = max(len(one.prompt.token_ids) for one in requests)
             slots = min(settings.max_running_samples, len(requests))
@@ -296,7 +296,7 @@ class TrlRollouts:
                     # what is accepted depends on the weights
                     described = replace(described, target_weights=checksum_of(tensors.values()))
                 self._profile = kept_profile(cache, described, measure, PROFILE_S)
-        if speculation.goes_by_profile and self._profile is None:
+        if speculation.needs_profile and self._profile is None:
             speculation = speculation.model_copy(update={"policy": "bandit"})
         return build_engine(
             target,
@@ -306,7 +306,7 @@ class TrlRollouts:
             max_total_tokens=longest,
             instance="TRL",
             weight_version=step,
-            profile=self._profile if speculation.goes_by_profile else None,
+            profile=self._profile if speculation.needs_profile else None,
             backend=backend,
             verdicts=verdicts,
         )
@@ -316,7 +316,7 @@ class TrlRollouts:
         chosen = self._speculation or SpeculationConfig(drafter="suffix" if self._draft is None else "model")
         if self._draft and chosen.drafter == "model" and is_head_folder(Path(self._draft).expanduser()):
             chosen = chosen.model_copy(update={"drafter": "head"})
-        if chosen.goes_by_profile and chosen.profile == "auto" and settings.device != "cpu":
+        if chosen.needs_profile and chosen.profile == "auto" and settings.device != "cpu":
             # nothing is measured on GPUs yet
             chosen = chosen.model_copy(update={"policy": "bandit"})
         return chosen

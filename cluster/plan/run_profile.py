@@ -67,7 +67,7 @@ class RunProfile:
         Raises ProfileError: the folder holds no profile, or one of something else; `auto` with instances on GPUs.
         ConfigError: `auto`, and what is measured could not be kept.
         """
-        if not self._speculation.goes_by_profile:
+        if not self._speculation.needs_profile:
             return None
         is_auto = self._speculation.profile == AUTO
         if self._on_gpu and is_auto:
@@ -92,7 +92,7 @@ class RunProfile:
         None when the policy needs none. Raises as `known`.
         """
         known = self.known()
-        if known is not None or not self._speculation.goes_by_profile:
+        if known is not None or not self._speculation.needs_profile:
             return known
         described = self.described()
         folder = self._folder / described.provenance.key

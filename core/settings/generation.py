@@ -81,7 +81,7 @@ class SpeculationConfig(Section):
         return self.drafter == "suffix"
 
     @property
-    def goes_by_profile(self) -> bool:
+    def needs_profile(self) -> bool:
         """Whether the policy needs a profile of what drafts."""
         return self.policy == "goodput" and self.drafter != "none"
 

@@ -69,7 +69,7 @@ class DrafterList(Drafter):
         if tokens is None or not used.any():
             return tree
         self._used = used
-        return either(tree, tokens, used, looked_up + computed, batch.device)
+        return merge_proposals(tree, tokens, used, looked_up + computed, batch.device)
 
     def _by_promise(self, batch: RunningBatch, budget: Budget, noise: Noise) -> Chosen:
         """Nobody weighs costs: a look-up is verified where it promises more than computed drafts got of late."""
@@ -148,7 +148,7 @@ class DrafterList(Drafter):
         self.computed.adopt(slot, num_tokens)
 
 
-def either(
+def merge_proposals(
     computed: DraftTree | None,
     looked_up: Int[np.ndarray, "B L"],
     used: Bool[np.ndarray, " B"],

@@ -13,7 +13,7 @@ from rlhfspec.core.records import SamplingParams
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.decoding.draft_tree import DEAD, chain, select_best
 from rlhfspec.engine.drafters.drafter import part_of
-from rlhfspec.engine.drafters.drafter_list import DrafterList, either
+from rlhfspec.engine.drafters.drafter_list import DrafterList, merge_proposals
 from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
@@ -196,7 +196,7 @@ def test_both_forms_of_a_draft_stand_in_one_tree() -> None:
     computed = replace(chain(torch.tensor([[1, 2, 3], [4, 5, 6]])), scores=torch.rand(2, 3))
     looked_up = np.array([[9, 9, 9, 9], [7, 8, 7, DEAD]])
     used = np.array([False, True])
-    tree = either(computed, looked_up, used, np.array([2, 3]), torch.device("cpu"))
+    tree = merge_proposals(computed, looked_up, used, np.array([2, 3]), torch.device("cpu"))
     assert tree is not None and tree.is_chain and tree.num_in_cache == 2
     assert tree.token_ids.tolist() == [[1, 2, 3], [7, 8, 7]]
     assert tree.num_kept is not None and tree.num_kept.tolist() == [2, 3]
@@ -207,16 +207,16 @@ def test_both_forms_of_a_draft_stand_in_one_tree() -> None:
         rank=torch.tensor([[1, 2, 1]] * 2),
         is_chain=False,
     )
-    tree = either(branches, looked_up, used[::-1].copy(), np.array([4, 3]), torch.device("cpu"))
+    tree = merge_proposals(branches, looked_up, used[::-1].copy(), np.array([4, 3]), torch.device("cpu"))
     assert tree is not None and not tree.is_chain
     assert tree.token_ids.tolist() == [[9, 9, 9, 9], [4, 5, 6, DEAD]]
     assert tree.parents.tolist() == [[0, 1, 2, 3], [0, 0, 1, 0]]
     assert tree.depth.tolist() == [[1, 2, 3, 4], [1, 1, 2, 1]]
     assert tree.draft_slots.tolist()[0] == [-1] * 4
-    alone = either(select_best(branches, 0), looked_up, used, np.array([0, 2]), torch.device("cpu"))
+    alone = merge_proposals(select_best(branches, 0), looked_up, used, np.array([0, 2]), torch.device("cpu"))
     assert alone is not None and alone.token_ids.tolist() == [[DEAD, DEAD], [7, 8]]
     assert alone.num_in_cache == 0
-    assert either(None, looked_up, used, np.array([0, 0]), torch.device("cpu")) is None
+    assert merge_proposals(None, looked_up, used, np.array([0, 0]), torch.device("cpu")) is None
 
 
 def test_the_pair_takes_weights_where_its_computing_drafter_does(pair_engine) -> None:
