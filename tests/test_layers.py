@@ -281,7 +281,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/jobs": 1443,
     "cluster/observe": 2696,
     "cluster/placement": 816,
-    "cluster/plan": 2626,
+    "cluster/plan": 2628,
     "cluster/report": 735,
     "cluster/resume": 1207,
     "cluster/run": 1979,
