@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..core.errors import ConfigError
-from ..core.surfaces.surface import surface
+from ..core.surfaces.surface import note_once, surface
 from ..engine.weights.chunks import unique_tensors
-from ..learning.training.adapter_merge import merged_tensors
+from ..learning.training.adapter_merge import idle_targets, merged_tensors
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 "Parts of names that stand for what a module was wrapped in."
@@ -91,6 +91,8 @@ def _require_lora(model: Any) -> None:
         given = {key: getattr(value, "value", value) for key, value in recipe.to_dict().items()}
         what = f"rollout_func: the trainer's adapter '{name}'"
         surface("adapter_config").require(given, what, error=ConfigError)
+        if idle := idle_targets(model, name):
+            note_once(f"{what}: names of target_modules that no module has learn nothing: {', '.join(idle)}")
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) or any(
         isinstance(module, FullyShardedDataParallel) for module in model.modules()
     ):

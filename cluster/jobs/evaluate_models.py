@@ -20,7 +20,7 @@ from ..folder.rollouts import write_rollouts
 from ..folder.sample_table import SampleRow, as_markdown, choose_samples
 from ..observe.console import Reporter
 from ..placement.ray_session import ray_session
-from ..plan.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
+from ..plan.evaluation_prompts import EvaluationPrompts, evaluation_of, notes_of, split_evaluation
 from ..plan.inputs import Inputs, longest_sample, require_cores
 from ..plan.model_check import check_models
 from ..plan.reward_plan import check_reward, reward_columns
@@ -154,17 +154,17 @@ def plan_evaluation(config: Config) -> RunPlan:
 def prompts_of(
     config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Config, EvaluationPrompts]:
-    """The prompts that are evaluated; where the config's own evaluations hold some out, those, and a line says so.
+    """The prompts that are evaluated; where the config's own evaluations hold some out, those; lines say so.
 
     Raises DataError: the holdout leaves nothing to train on.
     """
     _, held_out = split_evaluation(config, dataset, tokenizer)
     once = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 0})})
+    line = "  the prompts that the run held out of its data (evaluation.holdout)"
     if held_out is None:
-        lines = (f"  all {len(dataset):,} prompts of data, whether a run was trained on them or not",)
-        return once, evaluation_of(once, dataset.prompts, tokenizer, lines=lines)
-    lines = ("  the prompts that the run held out of its data (evaluation.holdout)",)
-    return once, evaluation_of(once, held_out.prompts, tokenizer, lines=lines)
+        line = f"  all {len(dataset):,} prompts of data, whether a run was trained on them or not"
+    prompts = dataset.prompts if held_out is None else held_out.prompts
+    return once, evaluation_of(once, prompts, tokenizer, lines=(line, *notes_of(dataset)))
 
 
 def write_results(folder: Path, results: Sequence[ModelResult], config: dict[str, Any]) -> None:

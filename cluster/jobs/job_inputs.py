@@ -133,22 +133,25 @@ def set_end_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
 
 
 def open_end(examples: Sequence[Demonstration], tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """A line where what is learned ends with a special token that is not the tokenizer's end token."""
+    """A line where what is learned ends with a special token that is not the tokenizer's end token, or with none."""
     known: Any = tokenizer  # such as <|im_end|> that was added and not called special
     special = {*tokenizer.all_special_ids, *known.get_added_vocab().values()}
     for example in examples:
         learned = example.token_ids[example.is_learned].tolist()
-        last = next((token for token in reversed(learned) if token in special), None)
+        last = next((token for token in reversed(learned) if str(tokenizer.decode(token)).strip()), -1)
         if last == tokenizer.eos_token_id:
             return ()
-        if last is not None:
+        if last in special:
             name = tokenizer.convert_ids_to_tokens(last)
             return (
                 f"the learned turns end with {name}, but the tokenizer's end token is {tokenizer.eos_token}: the saved "
                 f"generation_config.json names both where the chat template closes turns so; set model.eos_token to "
                 f"'{name}' for whoever reads the tokenizer alone",
             )
-    return ()
+    return (
+        "no example learns a token that ends a turn, so what is trained may never stop; name a chat template that "
+        "closes turns with one, within its {% generation %} marks (model.chat_template), or raise data.max_tokens",
+    )
 
 
 def _encoded(

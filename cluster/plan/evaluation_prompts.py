@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -67,11 +67,12 @@ def split_evaluation(
         dataset, prompts, lines = _hold_out(dataset, settings.holdout)
     else:
         try:
-            prompts = load_prompts(settings.data, tokenizer, seed=config.run.seed + _OTHER_PROBLEMS).prompts
+            own = load_prompts(settings.data, tokenizer, seed=config.run.seed + _OTHER_PROBLEMS)
         except InputError as error:
             raise type(error)(f"evaluation.data: {error}") from error
         # other data may have another chat format
-        lines, end_token_ids = _overlap(prompts, dataset), None
+        prompts, end_token_ids = own.prompts, None
+        lines = (*_overlap(prompts, dataset), *notes_of(own))
     evaluation = evaluation_of(config, prompts, tokenizer, lines=lines, end_token_ids=end_token_ids)
     return dataset, evaluation
 
@@ -124,13 +125,18 @@ def evaluation_of(
     )
 
 
+def notes_of(dataset: PromptDataset) -> list[str]:
+    """What was left out and what nothing reads; how often an epoch gives a source's prompts is of no evaluation."""
+    return [f"  {note}" for note in replace(dataset, sources=()).notes()]
+
+
 def _hold_out(
     dataset: PromptDataset, holdout: int
 ) -> tuple[PromptDataset, tuple[Prompt, ...], tuple[str, ...]]:
     """Take the last prompts of every source out of the training data, and all that equal one of them."""
     places = _last_of_each([source.num_prompts for source in dataset.sources] or [len(dataset)], holdout)
     held = tuple(dataset.prompts[number] for number in places)
-    texts, chosen = _texts(held), set(places)
+    texts, chosen = {_text(prompt) for prompt in held}, set(places)
     left = [number for number in range(len(dataset)) if number not in chosen]
     kept = [number for number in left if _text(dataset.prompts[number]) not in texts]
     if not kept:
@@ -139,9 +145,8 @@ def _hold_out(
             "equals; lower evaluation.holdout, or give evaluation.data prompts of its own"
         )
     num_equal = len(left) - len(kept)
-    lines = (f"  {len(held)} prompts are held out and never trained on",)
-    if num_equal:
-        lines = (f"{lines[0]}, with {num_equal} training prompts that equal one of them",)
+    equal = f", with {num_equal} training prompts that equal one of them" if num_equal else ""
+    lines = (f"  {len(held)} prompts are held out and never trained on{equal}",)
     return dataset.only(kept), held, lines
 
 
@@ -162,7 +167,8 @@ def _last_of_each(counts: Sequence[int], holdout: int) -> list[int]:
 
 def _overlap(prompts: Sequence[Prompt], dataset: PromptDataset) -> tuple[str, ...]:
     # the words too: one file may hold messages and the other text
-    trained, words = _texts(dataset.prompts), {prompt.text.strip() for prompt in dataset.prompts} - {""}
+    trained = {_text(prompt) for prompt in dataset.prompts}
+    words = {prompt.text.strip() for prompt in dataset.prompts} - {""}
     known = [prompt for prompt in prompts if _text(prompt) in trained or prompt.text.strip() in words]
     if not known:
         return ()
@@ -170,10 +176,6 @@ def _overlap(prompts: Sequence[Prompt], dataset: PromptDataset) -> tuple[str, ..
         f"  {len(known)} of {len(prompts)} evaluation prompts are training prompts too, the first "
         f"{quote(known[0].text)}: what they score is no measure of new ones",
     )
-
-
-def _texts(prompts: Sequence[Prompt]) -> set[bytes]:
-    return {_text(prompt) for prompt in prompts}
 
 
 def _text(prompt: Prompt) -> bytes:

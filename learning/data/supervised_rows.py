@@ -134,11 +134,7 @@ def _words(turn: Any) -> str:
 
 def messages_name(row: Record, data: DemonstrationsConfig) -> str | None:
     """The field that holds the row's conversation: `data.messages_field`, or ShareGPT's; None for a row without."""
-    names = (
-        (data.messages_field, "conversations")
-        if data.messages_field == "messages"
-        else (data.messages_field,)
-    )
+    names = [data.messages_field, *(["conversations"] if data.messages_field == "messages" else [])]
     return next((name for name in names if row.values.get(name) is not None), None)
 
 
@@ -227,6 +223,7 @@ def encode_demonstrations(
     that is too long with on_long fail.
     """
     examples: list[Demonstration] = []
+    lost: list[bool] = []
     closing = turn_end(tokenizer)
     ends = () if closing is None else (closing,)
     remarks = Remarks(tokenizer)
@@ -244,15 +241,19 @@ def encode_demonstrations(
             )
         if len(ids) > data.token_limit and data.on_long == "skip":
             continue
-        ids, mask = ids[: data.token_limit], mask[: data.token_limit].copy()
-        mask[:1] = False
-        if mask.any():
-            examples.append(Demonstration(token_ids=ids, is_learned=mask))
+        kept, behind = mask[: data.token_limit].copy(), mask[data.token_limit :]
+        kept[:1] = False
+        if kept.any():
+            examples.append(Demonstration(token_ids=ids[: data.token_limit], is_learned=kept))
+            lost += [bool(behind.any())] if len(behind) else []
     if not examples:
         raise DataError(
             f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.token_limit}, or have no "
             "token to learn; raise data.max_tokens, or mend the rows"
         )
+    if lost:
+        line = f"{len(lost):,} of {len(rows):,} rows lost their end, {sum(lost):,} of them a learned one"
+        remarks.notes([f"{line} (data.max_tokens {data.token_limit}); raise it, or set data.on_long to skip"])
     for line in remarks.lines:
         (note or note_once)(line)
     return examples, len(rows) - len(examples)
@@ -359,6 +360,7 @@ def encode_preferences(
     or a response that alone is too long.
     """
     pairs: list[PreferencePair] = []
+    num_full = 0
     remarks = Remarks(tokenizer)
     for row in rows:
         texts = _texts(row, data, tokenizer, note)
@@ -373,6 +375,7 @@ def encode_preferences(
             for response in (texts.chosen, texts.rejected)
         ]
         longest = max(len(ids) for ids in both)
+        num_full += longest == limit
         if longest > data.token_limit:
             if data.on_long == "skip":
                 continue
@@ -392,6 +395,9 @@ def encode_preferences(
         raise DataError(
             f"no pair left of {len(rows)} rows: all are longer than data.max_tokens {data.token_limit}; raise it"
         )
+    if num_full:
+        line = f"{num_full:,} of {len(rows):,} pairs fill data.max_tokens {data.token_limit}: prompts that were longer"
+        remarks.notes([f"{line} lost their beginning; raise it, or set data.on_long to skip"])
     for line in remarks.lines:
         (note or note_once)(line)
     return pairs, len(rows) - len(pairs)
@@ -474,7 +480,6 @@ def _of_messages(
 
 def _shared_text(one: str, other: str) -> str:
     """What both begin with, up to a blank: the response begins with a word."""
-    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    shared = one[:length]
+    shared = _shared(one, other)
     # TRL cuts before the blank, so that the response's first token has it
     return shared[: shared.rfind(" ")] if " " in shared else shared

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ...core.errors import ConfigError
 from ...core.settings.trainer import LoraConfig
-from .adapter_merge import Wrapped, merged_tensors
+from .adapter_merge import Wrapped, idle_targets, merged_tensors
 
+_LINEARS = (torch.nn.Linear, Conv1D)
 _NAME = "default"
 "What peft calls an adapter that was given no name."
 _OWN = ".lora_"
@@ -43,27 +45,28 @@ class Adapter:
         """Freeze the model and put adapters into it; they start at zero, so the policy is the model's own.
 
         `head` names a module that learns whole: that of a reward model, which is new.
-        Raises ConfigError: peft is not installed, no module has a name that is targeted, or what is targeted cannot
-        be merged.
+        Raises ConfigError: peft is not installed, no module has a name that is targeted, or one cannot be merged.
         """
         peft = require_peft()
-        targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
+        linears = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, _LINEARS)}
         recipe = peft.LoraConfig(
             task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
             modules_to_save=None if head is None else [head],
             r=settings.rank,
             lora_alpha=settings.alpha,
             lora_dropout=settings.dropout,
-            target_modules=targets,
+            target_modules=settings.targets if isinstance(settings.targets, str) else [*settings.targets],
         )
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             try:
                 self._adapted = peft.get_peft_model(model, recipe)
+                if idle := idle_targets(self._adapted, _NAME):
+                    raise ValueError(f"no module of it is named {' or '.join(idle)}")
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise ConfigError(
                     f"trainer.lora.targets cannot be used with this model: {' '.join(str(error).split())[:200]}; name "
-                    "linear layers of it, such as q_proj, or take all-linear"
+                    f"linear layers of it ({', '.join(sorted(linears))}), or take all-linear"
                 ) from error
         self._model = model
         try:
@@ -106,9 +109,7 @@ class Adapter:
         `tensors` are the adapted model's, as for `merged_tensors`.
         """
         wrapped = Wrapped(self._model, _NAME)
-        for name, tensor in tensors:
-            if (plain := wrapped.base_name(name)) is not None:
-                yield plain, tensor
+        return ((plain, tensor) for name, tensor in tensors if (plain := wrapped.base_name(name)) is not None)
 
     def files(self, tensors: Iterable[tuple[str, Tensor]], *, base_model: str) -> dict[str, bytes]:
         """The adapter as `peft.PeftModel.from_pretrained` loads it onto `base_model`: name and content of each file.

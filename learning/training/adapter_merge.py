@@ -56,6 +56,13 @@ def merged_tensors(
         )
 
 
+def idle_targets(adapted: Any, adapter: str) -> list[str]:
+    """Names listed in an adapter's `target_modules` that no module of peft's model `adapted` has: peft skips them."""
+    wanted, names = adapted.peft_config[adapter].target_modules, adapted.base_model.targeted_module_names
+    listed = () if isinstance(wanted, str) else sorted(wanted or ())
+    return [one for one in listed if not any(f".{name}".endswith(f".{one}") for name in names)]
+
+
 class Wrapped:
     """The modules of a model that peft has wrapped, as one adapter leaves them."""
 

@@ -42,8 +42,9 @@ def conversation_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids, int64 [T], of a conversation, and which are learned, bool [T]: the assistant's of `first_turn` on.
 
-    A turn's end token, the tokenizer's or one of `ends`, is learned; what a template writes behind it is not, nor are
-    turns that say `weight: 0` or the like. `origin` is told in errors; `note` hears of keys that nothing reads.
+    A turn's end token, the tokenizer's or one of `ends`, is learned, also where the next turn begins with it or, behind
+    the last, nothing does; what a template writes behind it is not, nor are turns that say `weight: 0` or the like.
+    `origin` is told in errors; `note` hears of keys that nothing reads.
     Raises ModelError: no template, or a tokenizer that does not say which characters a token is of. DataError: no turn
     of the assistant, a conversation that the template refuses, or a template that writes earlier turns differently
     when more follow.
@@ -64,12 +65,17 @@ def conversation_tokens(
         text, spans = _by_beginnings(tokenizer, turns, origin, learned, tools)
         closings = (tokenizer.eos_token_id, *ends)
     ids, starts = _with_places(tokenizer, text)
+    is_end = np.isin(ids, closings)
+    if closings[1:] and spans and spans[-1][1] == len(text) and not is_end[starts >= spans[-1][0]].any():
+        # a template leaves the last turn open whose turns end where the next begin
+        ids, starts, is_end = np.append(ids, ends[0]), np.append(starts, len(text)), np.append(is_end, True)
     mask = np.zeros(len(ids), dtype=bool)
     for first, end in spans:
         require_once(text[:first], text[first:end], origin)
-        own = np.flatnonzero((starts >= first) & (starts < end))
-        closing = own[np.isin(ids[own], closings)]
-        mask[own if not len(closing) else own[own <= closing[-1]]] = True
+        own = (starts >= first) & (starts < end)
+        closing = np.flatnonzero(own & is_end)
+        own[closing[-1] + 1 if len(closing) else len(own) :] = False
+        mask |= own if len(closing) else own | (is_end & (starts == end))
     _require_mask(mask, starts, text, turns, first_turn, origin)
     return ids, mask
 
@@ -244,9 +250,7 @@ def _by_beginnings(
         if index and through.startswith(before) and not whole.startswith(through):
             # Qwen3 writes empty thoughts before the last turn alone: of an earlier one they are no loss
             other = [*turns[:index], {"role": _ASSISTANT, "content": OTHER_WORDS}]
-            opening = rendered(tokenizer, other, ask=False, origin=origin, tools=tools).partition(
-                OTHER_WORDS
-            )[0]
+            opening, *_ = rendered(tokenizer, other, ask=False, origin=origin, tools=tools).split(OTHER_WORDS)
             through = before + through.removeprefix(opening) if opening.startswith(before) else through
         if not (whole.startswith(through) and through.startswith(before)):
             raise DataError(

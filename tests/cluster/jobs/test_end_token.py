@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import GenerationConfig
-from word_chat import word_chat
+from word_chat import MARKED, word_chat
 
 from rlhfspec.cluster.jobs.job_inputs import open_end, set_end_token
 from rlhfspec.core.errors import ConfigError
@@ -43,6 +43,15 @@ def test_a_turn_whose_end_stops_nothing_is_told_until_it_is_named():
     assert open_end(examples, tokenizer) == ()
     with pytest.raises(ConfigError, match="no token of the tokenizer"):
         set_end_token(tokenizer, "<nothing>")
+
+
+def test_examples_of_which_none_ends_a_turn_are_told():
+    unended = MARKED.replace("<end>{% endgeneration %}", "{% endgeneration %}<end>")
+    row = Record("x:1", {"messages": TURNS})
+    for template, limit, told in ((unended, 99, 1), (MARKED, 5, 1), (MARKED, 99, 0)):
+        data = DemonstrationsConfig(path="x.jsonl", max_tokens=limit)
+        examples, _ = encode_demonstrations([row], data, word_chat(template))
+        assert len(open_end(examples, word_chat(template))) == told, template
 
 
 @pytest.mark.parametrize(

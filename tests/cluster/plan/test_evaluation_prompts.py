@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from rlhfspec.cluster.jobs.evaluate_models import prompts_of
 from rlhfspec.cluster.plan.evaluation_prompts import EvaluationPrompts, split_evaluation
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
@@ -17,7 +19,7 @@ from rlhfspec.learning.models.tokenization import character_tokenizer
 TOKENIZER = character_tokenizer("abcdefghij")
 
 
-def write(path: Path, prompts: str) -> str:
+def write(path: Path, prompts: Iterable[str]) -> str:
     path.write_text("".join(json.dumps({"question": one, "answer": ""}) + "\n" for one in prompts))
     return str(path)
 
@@ -73,6 +75,17 @@ def test_prompts_of_their_own_leave_the_training_data_alone_and_overlaps_are_tol
     trained, held = split(config(tmp_path, "abcd", data=own))
     assert held is not None and texts(held.prompts) == "cjd" and texts(trained.prompts) == "abcd"
     assert "2 of 3 evaluation prompts are training prompts too, the first 'c'" in held.lines[1]
+
+
+def test_prompts_too_long_are_counted_beside_those_that_are_evaluated(tmp_path):
+    own = write(tmp_path / "eval.jsonl", [*"abc", "abcdefgh"])
+    data = {"path": own, "max_prompt_tokens": 4, "on_long_prompt": "skip"}
+    made = config(tmp_path, "hij", data=data)
+    _, held = split(made)
+    assert held is not None and held.lines[1] == "  prompts left out: 1 too long"
+    alone = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": data})
+    _, prompts = prompts_of(alone, load_prompts(alone.data, TOKENIZER, seed=0), TOKENIZER)
+    assert "all 3 prompts" in prompts.lines[1] and prompts.lines[2] == held.lines[1]
 
 
 def test_empty_evaluation_data_is_named(tmp_path):

@@ -117,6 +117,15 @@ def test_marks_of_a_turn_that_is_asked_for_otherwise_are_told():
     assert "ends" in (note := next(iter(notes))) and "<think>" in note and len(notes) == 1
 
 
+def test_where_the_next_turn_s_mark_ends_a_turn_it_is_learned_behind_every_answer():
+    open_turns = PLAIN.replace(" <end>", "")  # as GLM's
+    assert shown({"messages": TALK}, template=open_turns) == (
+        "<system> be kind <user> hi there <assistant> [hi] [you] [<user>] who are you <assistant> [me] [<user>]"
+    )
+    unlearned = [*TALK[:4], {**TALK[4], "weight": 0}]
+    assert shown({"messages": unlearned}, template=open_turns).endswith("[<user>] who are you <assistant> me")
+
+
 def test_what_no_template_reads_may_be_of_any_type():
     told = [{**turn, "timestamp": datetime(2026, 1, 2, tzinfo=UTC), "score": math.nan} for turn in TALK]
     assert shown({"messages": told}) == shown({"messages": TALK})
@@ -158,6 +167,9 @@ def test_a_long_example_is_cut_left_out_or_refused():
 
     (kept,), num_left_out = encode("skip")
     assert (kept.num_tokens, num_left_out) == (3, 1)
+    notes = {}
+    encode_demonstrations(rows, DemonstrationsConfig(path="x", max_tokens=4), word_chat(), notes.setdefault)
+    assert "1 of 2 rows lost their end, 1 of them a learned one (data.max_tokens 4)" in next(iter(notes))
     with pytest.raises(DataError, match=r"x:1 has 6 tokens, data\.max_tokens is 4"):
         encode("fail")
     with pytest.raises(DataError, match="no example left of 2 rows"):

@@ -75,6 +75,10 @@ def test_long_prompts_lose_their_beginning_and_long_responses_are_refused_or_lef
     with pytest.raises(DataError, match="has a response of 3 tokens"):
         pair_of(long, max_tokens=2)
     rows = [Record("x:1", long), Record("x:2", {**long, "chosen": "me"})]
+    notes = {}
+    settings = PreferencesConfig(path="x.jsonl", max_tokens=4)
+    encode_preferences([Record("x:1", long)], settings, word_chat(), notes.setdefault)
+    assert "1 of 1 pairs fill data.max_tokens 4" in next(iter(notes))
     settings = PreferencesConfig(path="x.jsonl", on_long="skip", max_tokens=2)
     kept, num_left_out = encode_preferences(rows, settings, word_chat())
     assert (len(kept), num_left_out) == (1, 1)

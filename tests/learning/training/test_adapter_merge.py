@@ -177,6 +177,18 @@ def test_an_adapter_that_is_frozen_is_named():
         adapter.merged_tensors(unique_tensors(model))
 
 
+def test_a_listed_target_that_no_module_has_is_named_beside_those_there_are():
+    told = r"no module of it is named FAKE or v_prj; name linear layers of it \(down_proj, .*v_proj\)"
+    with torch.device("meta"), pytest.raises(ConfigError, match=told):
+        count_adapter_params(dense(), LoraConfig(targets=("q_proj", "layers.1.mlp.up_proj", "v_prj", "FAKE")))
+    adapted = get_peft_model(dense(), Recipe(r=2, target_modules=["q_proj", "1.mlp.up_proj", "v_prj"]))
+    assert adapter_merge.idle_targets(adapted, "default") == ["v_prj"]
+    assert (
+        adapter_merge.idle_targets(get_peft_model(dense(), Recipe(target_modules=".*q_proj")), "default")
+        == []
+    )
+
+
 def test_kinds_of_layers_that_are_merged_exist_in_peft():
     import peft.tuners.lora.layer as layers
     from peft.tuners.trainable_tokens import TrainableTokensLayer
