@@ -1,6 +1,6 @@
 """The command line `rlhfspec COMMAND`: the table of commands, and what becomes of their errors.
 
-Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
+Exit codes: 0 good, 2 bad input (one line says what to fix), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
 """
 

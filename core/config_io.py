@@ -114,7 +114,7 @@ def _read_yaml(path: Path) -> Any:
             f"{error.start}; check --config, or save the file as UTF-8"
         ) from None
     except YamlFault as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}; mend the file") from None
+        raise ConfigError(f"{path} is not valid YAML: {error}; fix the file") from None
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

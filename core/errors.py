@@ -1,7 +1,7 @@
 """Errors a user can meet, one small tree.
 
     RlhfSpecError
-    |-- InputError            exit code 2: the user can mend it
+    |-- InputError            exit code 2: the user can fix it
     |   |-- ConfigError       a key, a value or a combination of values
     |   |-- ModelError        a model path, a tokenizer, an architecture we cannot run
     |   |-- DataError         a file, a record, a field, a prompt
@@ -51,7 +51,7 @@ class RlhfSpecError(Exception):
 
 
 class InputError(RlhfSpecError):
-    """Bad input: the user can mend it. The command line exits with 2.
+    """Bad input: the user can fix it. The command line exits with 2.
 
     The message is one line whatever input it quotes (see `one_line`).
     """

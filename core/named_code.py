@@ -66,7 +66,7 @@ def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
             ) from None
         raise ConfigError(
             f"{key} {path}: importing {module_name} raised {type(error).__name__}: {describe(error)} "
-            f"({place_of(error)}); mend the module"
+            f"({place_of(error)}); fix the module"
         ) from error
 
 
@@ -201,5 +201,5 @@ def _advice(error: ModuleNotFoundError | SyntaxError) -> str:
         if hidden and (places := _places_of(top)) and not _is_found_in(folder, top):
             return f"'{top}' is {places[0]} here, which goes before {there}; give yours another name"
     if isinstance(error, SyntaxError):
-        return "mend the module"
+        return "fix the module"
     return "run from the folder that holds it, or put it on PYTHONPATH"

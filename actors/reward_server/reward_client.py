@@ -70,7 +70,7 @@ class ServedReward:
         raise RewardServerLost(
             f"the reward server {self._name} did not answer in {self._server.retries + 1} tries over "
             f"{time.monotonic() - began_s:.0f} s; the last one: {fault}; start it (`rlhfspec serve reward`), "
-            "look at its log, or mend reward.url; reward.server says how often and how long it is asked"
+            "look at its log, or fix reward.url; reward.server says how often and how long it is asked"
         )
 
 
@@ -103,14 +103,14 @@ def _by_url(url: str) -> _Ask:
         if answer.status_code != 200:
             raise RewardError(
                 f"the reward server {url} refused with HTTP {answer.status_code}: {answer.text[:300]}"
-                f"{_through_proxy(url)}; expected the answer of POST /score; mend reward.url"
+                f"{_through_proxy(url)}; expected the answer of POST /score; fix reward.url"
             )
         try:
             found = read_answer(answer.content, f"the reward server {url}")
         except ValidationError as error:
             raise RewardError(
                 f"the reward server {url} answered '{answer.text[:200]}'; expected an object with rewards "
-                f"({error.errors()[0]['msg']}); mend reward.url"
+                f"({error.errors()[0]['msg']}); fix reward.url"
             ) from None
         was_answered = True
         return found

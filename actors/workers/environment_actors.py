@@ -85,17 +85,17 @@ class EnvironmentActor:
         if not answers:
             self._running.pop(key, None)
             raise EpisodeError(
-                f"{where} has not answered for {self._config.timeout_s:.0f} s (environment.timeout_s); mend it, or "
+                f"{where} has not answered for {self._config.timeout_s:.0f} s (environment.timeout_s); fix it, or "
                 f"raise the limit{self._advice}"
             )
         answer = answers[0]
         if isinstance(answer, EpisodeError):
-            raise EpisodeError(f"{where}: {answer}; mend the environment{self._advice}")
+            raise EpisodeError(f"{where}: {answer}; fix the environment{self._advice}")
         if isinstance(answer, InputError):
             raise answer
         if isinstance(answer, BaseException):
             raise EpisodeError(
-                f"{where} raised {type(answer).__name__}: {one_line(str(answer))[:200]}; mend the environment"
+                f"{where} raised {type(answer).__name__}: {one_line(str(answer))[:200]}; fix the environment"
                 + self._advice
             )
         return answer

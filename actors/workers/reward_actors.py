@@ -128,7 +128,7 @@ class RewardPool(Generic[T]):
             heartbeat_timeout_s=heartbeat_timeout_s,
             again=lambda batches: f"scores {num_samples(batches)} samples again",
             culprit="the reward function",
-            late_advice="it takes too long or never returns: look at its stack in the Ray dashboard and mend "
+            late_advice="it takes too long or never returns: look at its stack in the Ray dashboard and fix "
             "the function; if it is only slow, make reward.batch_size smaller, raise "
             "cluster.reward.num_actors or cluster.order_timeout_s",
         )

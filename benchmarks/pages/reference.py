@@ -75,7 +75,7 @@ def _table(columns: str, rows: list[str]) -> str:
 
 def commands_page(parser: argparse.ArgumentParser) -> str:
     """Markdown of every command below a parser: what it does, its arguments."""
-    about = "Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted, 143 terminated."
+    about = "Exit codes: 0 good, 2 bad input (one line says what to fix), 1 failure, 130 interrupted, 143 terminated."
     return "\n".join([_head("Commands", about), *_commands(parser)])
 
 

@@ -29,7 +29,7 @@ _PARTS = {
     "other": "other",
 }
 _MANY_TAUGHT_NOTHING = 0.3
-"Of the iterations: above this share the rewards are to be mended first."
+"Of the iterations: above this share the rewards are to be fixed first."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

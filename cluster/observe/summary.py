@@ -18,7 +18,7 @@ _CUT_ADVICE = "raise it, or see in samples/ whether responses end as the model's
 
 
 class _Cause(NamedTuple):
-    """One way in which nothing can be learned; the first that holds is what to mend first."""
+    """One way in which nothing can be learned; the first that holds is what to fix first."""
 
     holds: Callable[[Metrics], bool]
     what: str
@@ -66,7 +66,7 @@ def signal_line(iteration: int, row: Metrics) -> str | None:
     of_cut = f"{cut:.0%} of the responses were cut at sampling.max_new_tokens" if cut > MANY_CUT else ""
     if not causes:
         return f"iteration {iteration + 1}: {of_cut}; {_CUT_ADVICE}" if of_cut else None
-    # a response that is cut seldom earns anything: that is what to mend first
+    # a response that is cut seldom earns anything: that is what to fix first
     what, advice = (
         (f"{causes[0].what}, {of_cut}", _CUT_ADVICE) if of_cut else (causes[0].what, causes[0].advice)
     )

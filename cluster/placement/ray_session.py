@@ -116,13 +116,13 @@ def check_local_ray(cluster: ClusterConfig) -> None:
 def _check_object_store(wanted: int | None) -> None:
     if wanted is None:
         return
-    mend = "set cluster.object_store_bytes between the two, or leave it out"
+    fix = "set cluster.object_store_bytes between the two, or leave it out"
     have = machine.shared_memory_bytes()
     if wanted < MIN_OBJECT_STORE_BYTES or (have is not None and wanted > have):
         room = f"at most {have} (free in /dev/shm)" if have is not None else "what fits into memory"
         raise PlacementError(
             f"cluster.object_store_bytes {wanted} cannot be had: expected at least {MIN_OBJECT_STORE_BYTES} and "
-            f"{room}; {mend}"
+            f"{room}; {fix}"
         )
 
 
@@ -299,7 +299,7 @@ def require_reachable(address: str) -> None:
     except (OSError, OverflowError, UnicodeError) as error:
         raise PlacementError(
             f"cannot reach the Ray cluster at '{address}': {_one_line(error)} (waited at most "
-            f"{CONNECT_TIMEOUT_S:.0f} s); start it with `ray start --head`, mend cluster.address or RAY_ADDRESS, or "
+            f"{CONNECT_TIMEOUT_S:.0f} s); start it with `ray start --head`, fix cluster.address or RAY_ADDRESS, or "
             "leave both unset for a local one"
         ) from error
 

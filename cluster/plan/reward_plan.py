@@ -119,7 +119,7 @@ def require_references(
     first, others = faults[0], len(faults) - 1
     said = str(first)
     if not isinstance(first, InputError):
-        said = f"environment {settings.kind}: {type(first).__name__}: {one_line(said)[:200]}; mend the data"
+        said = f"environment {settings.kind}: {type(first).__name__}: {one_line(said)[:200]}; fix the data"
     kind = type(first) if isinstance(first, InputError) else DataError
     raise kind(said + (f" (and {others} more prompts like it)" if others else "")) from first
 

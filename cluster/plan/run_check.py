@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before a run starts, checked in the order a user mends it.
+"""Everything that can be known to be wrong before a run starts, checked in the order a user fixes it.
 
 config -> machine or cluster -> models -> tokenizers -> data -> reward -> memory and disk -> profile. Each fault
 raises one InputError with one message. `check_run` is the one list of what a run is refused for by config, files or

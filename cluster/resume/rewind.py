@@ -42,7 +42,7 @@ def rewind(run_dir: RunDir, state: RunState | None, note: Callable[[str], None])
     for file, is_kept in record_files(run_dir, num_iterations=finished, weight_version=version).items():
         lines: Sequence[str] = whole_lines(file, is_kept)
         if state is not None:
-            lines = mended(file, lines, state.folder, note)
+            lines = repaired(file, lines, state.folder, note)
         _write_lines(file, lines)
         if state is not None and file == run_dir.metrics_file:
             note_gaps(file, "iteration", lines, 0, finished, note)
@@ -117,7 +117,7 @@ def keep_record(run_dir: RunDir, state: Path, *, num_iterations: int, weight_ver
             write_whole(_copy_of(state, file), gzip.compress(_text(lines), 1, mtime=0), durable=False)
 
 
-def mended(file: Path, lines: Sequence[str], state: Path, note: Callable[[str], None]) -> Sequence[str]:
+def repaired(file: Path, lines: Sequence[str], state: Path, note: Callable[[str], None]) -> Sequence[str]:
     """The lines of a file as a state kept them; `note` is told where `lines`, those of the run, are others.
 
     A state of an earlier version keeps none: then what is there. Raises StorageError: its copy cannot be read.

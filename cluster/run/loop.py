@@ -54,7 +54,7 @@ def run_training(
 ) -> TrainingResult:
     """Train as planned into the run folder; from a state of it where one is given. A profile is measured first.
 
-    Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
+    Raises InputError for what the user can fix, other RlhfSpecErrors for what failed on the way.
     """
 
     def stopping() -> None:

@@ -29,10 +29,10 @@ _ADVICE = {
     errno.ENFILE: "raise the machine's limit of open files",
     errno.ENOMEM: "free some memory, or ask for less",
     errno.ENAMETOOLONG: "take a shorter name",
-    errno.ELOOP: "mend the link that leads to itself",
+    errno.ELOOP: "fix the link that leads to itself",
     errno.EIO: "look at the disk: the machine cannot read or write it",
 }
-"What only the machine's owner can mend. Any other error number is for a traceback."
+"What only the machine's owner can fix. Any other error number is for a traceback."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ def require_config_read(name: str, given: Mapping[str, Any], config: Any) -> Non
     types = [given[key] for key in ("dtype", "torch_dtype") if given.get(key) is not None]
     if len(types) == 2 and types[0] != types[1]:
         raise ModelError(
-            f"{what} has dtype {quote(types[0])} and torch_dtype {quote(types[1])}; expected one; mend it"
+            f"{what} has dtype {quote(types[0])} and torch_dtype {quote(types[1])}; expected one; fix it"
         )
     text = config.get_text_config()
     if text is not config and isinstance(given.get("text_config"), Mapping):
@@ -74,7 +74,7 @@ def _require_one_rope(what: str, given: Mapping[str, Any], ropes: Mapping[str, A
         if one != other and not (first == "rope_theta" and None in (one, other)):
             raise ModelError(
                 f"{what} has {first} {quote(one)} and {second} {quote(other)}: versions of transformers read the one "
-                "or the other; expected the same; mend it"
+                "or the other; expected the same; fix it"
             )
 
 

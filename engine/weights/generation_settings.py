@@ -29,7 +29,7 @@ def load_generation_settings(model: str) -> GenerationConfig | None:
             return None
         said = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"cannot read {file}, which names the end tokens: {said}; mend or delete it"
+            f"cannot read {file}, which names the end tokens: {said}; fix or delete it"
         ) from error
 
 
@@ -40,7 +40,7 @@ def _require_ids(model: str, eos: Any) -> None:
     if odd:
         raise ModelError(
             f"the {FILE} of '{model}' has eos_token_id {quote(odd[0])}; expected the id of a token, a list of ids, or "
-            "null; mend it"
+            "null; fix it"
         )
 
 

@@ -43,7 +43,7 @@ _MEND = {
     "tokenizer": "save the tokenizer there with its save_pretrained (tokenizer.json, tokenizer_config.json), "
     "or set models.tokenizer to where it is",
     "model": "save the model again with save_pretrained, or copy or download it again",
-    _CONFIG: "mend it, or save the model again with save_pretrained",
+    _CONFIG: "fix it, or save the model again with save_pretrained",
 }
 
 MAX_LAYERS = 10_000
@@ -177,7 +177,7 @@ def meta_model(
     num_layers = text.get("num_hidden_layers", 1)
     if not isinstance(num_layers, int) or not 0 < num_layers <= MAX_LAYERS:
         raise ModelError(
-            f"the config.json of '{name}' has num_hidden_layers {num_layers}; expected 1 to {MAX_LAYERS}; mend it"
+            f"the config.json of '{name}' has num_hidden_layers {num_layers}; expected 1 to {MAX_LAYERS}; fix it"
         )
     _require_positive(name, text, ("rms_norm_eps", "layer_norm_eps", "norm_eps", "rope_theta"))
     _require_positive(name, text.get("rope_parameters") or {}, ("rope_theta",))
@@ -189,7 +189,7 @@ def meta_model(
     except Exception as error:  # as above: sizes that do not go together, no such class
         raise ModelError(
             f"the config.json of '{name}' describes no model that can be built as {auto_class.__name__} "
-            f"(model_type '{config.model_type}'): {first_line(error)}; mend it or take another model"
+            f"(model_type '{config.model_type}'): {first_line(error)}; fix it or take another model"
         ) from error
 
 
@@ -199,7 +199,7 @@ def _require_positive(name: str, section: dict[str, Any], keys: tuple[str, ...])
         value = section.get(key)
         if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
             raise ModelError(
-                f"the config.json of '{name}' has {key} {value}; expected a number above 0; mend it"
+                f"the config.json of '{name}' has {key} {value}; expected a number above 0; fix it"
             )
 
 
@@ -261,7 +261,7 @@ def _cannot_load(what: str, name: str, error: Exception) -> str:
     if no_type:
         return (
             f"cannot load the {what} of '{name}': it says dtype (or torch_dtype) '{no_type[1]}'; expected a type of "
-            "torch such as float32, bfloat16 or float16; mend it"
+            "torch such as float32, bfloat16 or float16; fix it"
         )
     snapshots = sorted((path / "snapshots").glob("*/config.json"))
     if snapshots and not (path / "config.json").is_file():

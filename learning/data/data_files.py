@@ -207,7 +207,7 @@ def _subsets(folder: Path) -> dict[str, dict[str, Any]]:
         described: Any = DatasetCard(text, ignore_metadata_errors=True).data
         return dict(MetadataConfigs.from_dataset_card_data(described))
     except Exception as error:  # of a file system, of UTF-8, of YAML, of `datasets`
-        raise DataError(f"cannot read the subsets in {card}: {error}; mend its configs") from error
+        raise DataError(f"cannot read the subsets in {card}: {error}; fix its configs") from error
 
 
 def _choose(folder: Path, subset: str, subsets: dict[str, dict[str, Any]], key: str) -> str:
@@ -259,7 +259,7 @@ def _listed(patterns: Sequence[str], base: Path, split: str) -> list[Path]:
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{CARD} names '{pattern}' for split '{split}', which is not in {base}: {cut(str(error))}; get the "
-                "files, or mend its configs"
+                "files, or fix its configs"
             ) from error
     return list(files)
 

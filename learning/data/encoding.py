@@ -159,7 +159,7 @@ class PromptEncoder:
                     "by data.filter"
                 )
             return "where it knows no system turn, take out data.system_prompt or name another by data.chat_template"
-        return "mend the row, leave it out by data.filter, or name another template by data.chat_template"
+        return "fix the row, leave it out by data.filter, or name another template by data.chat_template"
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:

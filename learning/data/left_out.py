@@ -81,7 +81,7 @@ class Remarks:
         if self._num_marked:
             lines.append(
                 f"{self._num_marked:,} rows hold text that the tokenizer reads as a token of its own, the first "
-                f"{self._first_marked}; mend the rows where that is no wish"
+                f"{self._first_marked}; fix the rows where that is no wish"
             )
         lines += [
             f"the chat template does not begin the assistant's turn: {cut(repr(head))}, which it writes before every "
@@ -140,7 +140,7 @@ class RowFilter:
             answer = self._function(values)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             raise DataError(
-                f"{origin}: data.filter {self.path} raised {type(error).__name__}: {describe(error)}; mend the function"
+                f"{origin}: data.filter {self.path} raised {type(error).__name__}: {describe(error)}; fix the function"
             ) from error
         if not isinstance(answer, bool | np.bool_):
             raise DataError(

@@ -249,7 +249,7 @@ def encode_demonstrations(
     if not examples:
         raise DataError(
             f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.token_limit}, or have no "
-            "token to learn; raise data.max_tokens, or mend the rows"
+            "token to learn; raise data.max_tokens, or fix the rows"
         )
     if lost:
         line = f"{len(lost):,} of {len(rows):,} rows lost their end, {sum(lost):,} of them a learned one"
@@ -458,7 +458,7 @@ def _of_messages(
             got = ", ".join(turn["role"] for turn in turns) or "none"
             raise DataError(
                 f"{row.origin}: '{name}' must end in one message of role assistant that the other has not, got "
-                f"messages of roles: {got}; mend the row"
+                f"messages of roles: {got}; fix the row"
             )
         if not is_learned(turns[0], f"{row.origin}: '{name}'"):
             raise DataError(

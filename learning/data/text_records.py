@@ -182,9 +182,7 @@ def _table_rows(lines: Iterator[bytes], path: Path, delimiter: str) -> Iterator[
                 yield Record(origin, dict(zip(names, row, strict=True)))
     except csv.Error as error:
         kind = "CSV" if delimiter == "," else "TSV"
-        raise DataError(
-            f"{origin} is not valid {kind}: {error}; mend its quotes, or write it anew"
-        ) from error
+        raise DataError(f"{origin} is not valid {kind}: {error}; fix its quotes, or write it anew") from error
 
 
 def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[str]:

@@ -80,7 +80,7 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{where}: making it with environment.options {config.options} raised {type(error).__name__}: "
-                f"{describe(error)}; mend the class or its options"
+                f"{describe(error)}; fix the class or its options"
             ) from error
 
     return make
@@ -91,7 +91,7 @@ def stop_texts(environment: Environment) -> tuple[str, ...]:
     texts: Any = getattr(environment, "stop_texts", ())
     if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
         raise ConfigError(
-            f"{type(environment).__name__}.stop_texts: expected a tuple of strings, got {texts!r}; mend the class"
+            f"{type(environment).__name__}.stop_texts: expected a tuple of strings, got {texts!r}; fix the class"
         )
     return texts
 
@@ -101,7 +101,7 @@ def is_raw(environment: Environment) -> bool:
     raw: Any = getattr(environment, "raw", False)
     if not isinstance(raw, bool):
         raise ConfigError(
-            f"{type(environment).__name__}.raw: expected True or False, got {raw!r}; mend the class"
+            f"{type(environment).__name__}.raw: expected True or False, got {raw!r}; fix the class"
         )
     return raw
 

@@ -92,7 +92,7 @@ class RewardStage:
             if index not in faults and not any(found[index]):
                 faults[index] = Unscored(
                     reason=f"no part of reward.parts applies to {request.where}: all gave None, which would count as a "
-                    f"reward of 0; expected a number of one; {request.shown}; mend a function",
+                    f"reward of 0; expected a number of one; {request.shown}; fix a function",
                     is_none=True,
                 )
                 if fail:

@@ -139,7 +139,7 @@ class _Child:
         if state != READY:
             self.kill()
             if state is None:
-                fault = f"reward.kind {path}: importing it {fault}; mend the module"
+                fault = f"reward.kind {path}: importing it {fault}; fix the module"
             raise ConfigError(str(fault))
 
     @property
@@ -204,6 +204,6 @@ def _outcome(path: str, request: ScoreRequest, answer: tuple[str, Any]) -> Rewar
         return Reward(value=content.pop("value"), parts=content)
     return Unscored(
         reason=f"reward function {path}, {request.where} {content}; expected a finite number; {request.shown}; "
-        "mend the function",
+        "fix the function",
         is_none=kind == NONE,
     )

@@ -43,7 +43,7 @@ def reference_number(prompt: Prompt) -> Decimal:
     if number is None:
         raise RewardError(
             f"prompt {prompt.prompt_id}: the reference must be a plain number or end with '#### number', "
-            f"got '{prompt.reference[-60:]}'; mend data.reference_field"
+            f"got '{prompt.reference[-60:]}'; fix data.reference_field"
         )
     return number
 

@@ -153,7 +153,7 @@ def refused_kept(partial: Path, folder: Path) -> Iterator[None]:
         partial.rename(refused)
         raise NotAsLearned(
             f"{str(error).replace(str(partial), str(folder))}; it was kept as {refused} and is not to be used; what "
-            "stood there before, and the run's states, are as they were: resume from the last when this is mended"
+            "stood there before, and the run's states, are as they were: resume from the last when this is fixed"
         ) from error
 
 

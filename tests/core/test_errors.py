@@ -42,7 +42,7 @@ def test_bad_input_is_told_in_one_printable_line(text: str) -> None:
 
 
 def test_a_short_message_is_left_as_it_is() -> None:
-    assert str(errors.DataError("data.jsonl:3: fünf 字; mend it")) == "data.jsonl:3: fünf 字; mend it"
+    assert str(errors.DataError("data.jsonl:3: fünf 字; fix it")) == "data.jsonl:3: fünf 字; fix it"
 
 
 def test_what_is_noted_with_an_error_is_told_with_it() -> None:

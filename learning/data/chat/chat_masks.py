@@ -72,7 +72,10 @@ def conversation_tokens(
     mask = np.zeros(len(ids), dtype=bool)
     for first, end in spans:
         require_once(text[:first], text[first:end], origin)
-        own = (starts >= first) & (starts < end)
+        # of a template that asks with a blank at its end, a turn's first token has that blank too
+        begin = starts[max(int(np.searchsorted(starts, first, side="right")) - 1, 0)]
+        is_within = not np.any(starts == first) and text[begin:first].isspace()
+        own = (starts >= (begin if is_within else first)) & (starts < end)
         closing = np.flatnonzero(own & is_end)
         own[closing[-1] + 1 if len(closing) else len(own) :] = False
         mask |= own if len(closing) else own | (is_end & (starts == end))
@@ -88,7 +91,7 @@ def is_learned(turn: Turn, what: str) -> bool:
         if not is_whole or (value and turn["role"] != _ASSISTANT):
             raise DataError(
                 f"{what}, of role {turn['role']}: expected '{name}' 0 or false where it is not learned, 1 or true "
-                f"of the assistant's alone, got {quote(value)}; mend the row"
+                f"of the assistant's alone, got {quote(value)}; fix the row"
             )
     return all(said.values())
 
@@ -203,7 +206,7 @@ def rendered(
 
 def _refused(origin: str, error: Exception) -> DataError:
     return DataError(
-        f"{origin}: the chat template refuses the conversation: {' '.join(str(error).split())[:200]}; mend the "
+        f"{origin}: the chat template refuses the conversation: {' '.join(str(error).split())[:200]}; fix the "
         "row's roles and their order"
     )
 

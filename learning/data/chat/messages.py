@@ -44,7 +44,7 @@ def require_whole_text(text: str, what: str) -> str:
     """Return `text`. Raises DataError for half of a surrogate pair, which no tokenizer takes."""
     if half := _SURROGATE.search(text):
         raise DataError(
-            f"{what} must be text, got half of a surrogate pair at character {half.start() + 1}; mend the escape"
+            f"{what} must be text, got half of a surrogate pair at character {half.start() + 1}; fix the escape"
         )
     return text
 
@@ -61,7 +61,7 @@ def asked_and_answered(turns: Sequence[Turn], what: str) -> tuple[tuple[Turn, ..
         last = f"a {asked[-1]['role']} turn" if asked else "no turn"
         raise DataError(
             f"{what} has nothing to answer: expected a last turn of a user (or a tool), got {last} "
-            "before the assistant's; mend the row, or leave it out by data.filter"
+            "before the assistant's; fix the row, or leave it out by data.filter"
         )
     if asked[-1]["role"] == "user" and is_blank(asked[-1]["content"]):
         raise DataError(
@@ -88,7 +88,7 @@ def parse_turns(
     if not isinstance(value, list | tuple):
         raise DataError(f"{what} must be a list of {{role, content}}, got {type(value).__name__}")
     if roles is None and not value:
-        raise DataError(f"{what} must be a list of {{role, content}}, got an empty one; mend the row")
+        raise DataError(f"{what} must be a list of {{role, content}}, got an empty one; fix the row")
     return [_turn(item, f"{what}, message {number}", padded, roles) for number, item in enumerate(value)]
 
 
@@ -156,7 +156,7 @@ def tools_of(value: Any, what: str, *, padded: bool) -> tuple[dict[str, Any], ..
     tools = [one for one in parsed if isinstance(one, dict)]
     if not _is_list(value) or len(tools) < len(parsed):
         raise DataError(
-            f"{what} must be a list of tools, each an object (a JSON schema), got {cut(repr(value))}; mend the row, "
+            f"{what} must be a list of tools, each an object (a JSON schema), got {cut(repr(value))}; fix the row, "
             f"{_TOOLS_ADVICE}"
         )
     found = tuple(_without_padding(one) if padded else one for one in tools)
@@ -224,7 +224,7 @@ def _require_plain(others: Mapping[str, Any], what: str, *, any_type: bool) -> N
         said = json.dumps(others, allow_nan=any_type, ensure_ascii=False, default=repr if any_type else None)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{what}: {', '.join(others)} must hold text, finite numbers, lists or objects: {error}; mend the row"
+            f"{what}: {', '.join(others)} must hold text, finite numbers, lists or objects: {error}; fix the row"
         ) from error
     require_whole_text(said, f"{what}: {', '.join(others)}")
 
@@ -233,7 +233,7 @@ def _calls_of(value: Any, what: str, padded: bool) -> list[dict[str, Any]]:
     listed = _json_of(value) if isinstance(value, str) else value
     if not _is_list(listed) or not all(isinstance(one, dict) for one in listed):
         raise DataError(
-            f"{what}: its tool_calls must be a list of objects, got {cut(repr(value))}; mend the row"
+            f"{what}: its tool_calls must be a list of objects, got {cut(repr(value))}; fix the row"
         )
     calls = [_without_padding(one) if padded else one for one in listed]
     for one in calls:
@@ -246,7 +246,7 @@ def _require_known(one: Mapping[str, Any], what: str, kind: str) -> None:
     inner, said = one.get("function", one), kind.removeprefix("message.")
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise DataError(
-            f"{what}: a {said} must be an object that names a function, got {quote(one)}; mend the row"
+            f"{what}: a {said} must be an object that names a function, got {quote(one)}; fix the row"
         )
     for name, given in ((kind, one), (f"{kind}.function", inner))[: 1 + (inner is not one)]:
         surface(name).require(given, f"a {said}", error=lambda text: DataError(f"{what}: {text}"))
@@ -261,7 +261,7 @@ def _call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
     parsed = _json_of(given.strip() or "{}") if isinstance(given, str) else given
     if not isinstance(parsed, dict | None) or (parsed is None and given is not None):
         raise DataError(
-            f"{what}.arguments: expected an object, or JSON text of one, got {quote(given)}; mend the row"
+            f"{what}.arguments: expected an object, or JSON text of one, got {quote(given)}; fix the row"
         )
     return {**call, "arguments": parsed} if parsed is not None else dict(call)
 

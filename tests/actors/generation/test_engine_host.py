@@ -130,7 +130,7 @@ def test_a_damaged_copy_is_not_confirmed(monkeypatch, name: str, forward: str, v
     if version > 1:
         assert host.engine is None, "weights that are not confirmed"
         host.load_weights(*published("draft" if name == "target" else "target", version))
-        assert host.engine is None, "another model's version mends nothing"
+        assert host.engine is None, "another model's version fixes nothing"
         assert host.load_weights(manifest, chunks).checksum == manifest.checksum
         assert host.engine is not None
 

@@ -59,7 +59,7 @@ class World:
             heartbeat_timeout_s=10.0,
             again=lambda questions: f"scores {len(questions)} again",
             culprit="the function",
-            late_advice="mend it",
+            late_advice="fix it",
         )
         self.pool = StatelessPool(
             self.actors[:],
@@ -120,7 +120,7 @@ def test_a_slow_actor_that_lives_is_missed_and_lives_on(monkeypatch):
     world = World(monkeypatch, late=True)
     world.check()
     world.pool.ask(0, "a")
-    with pytest.raises(WaitTimeout, match=r"reward-0 to answer 'score a'.*mend it"):
+    with pytest.raises(WaitTimeout, match=r"reward-0 to answer 'score a'.*fix it"):
         world.look(1)
     assert not world.killed and len(world.actors) == 1
 

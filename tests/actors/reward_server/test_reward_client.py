@@ -141,7 +141,7 @@ def test_a_server_that_speaks_another_language_is_said_at_once(answer, words):
 
 
 def test_an_address_that_nobody_ever_answered_at_is_refused_at_once():
-    words = r"refused with HTTP 404: nothing here.*mend reward\.url"
+    words = r"refused with HTTP 404: nothing here.*fix reward\.url"
     with answering([(404, b"nothing here")]) as (url, asked), pytest.raises(RewardError, match=words):
         ServedReward(Scorer(kind="serve", url=url), SETTINGS, sleep=lambda _: None)
     assert len(asked) == 1

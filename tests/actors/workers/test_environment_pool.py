@@ -85,7 +85,7 @@ def test_a_bad_step_is_named_with_environment_sample_and_turn(make_pool, said, w
     assert isinstance(error, EpisodeError)
     assert "environment sample_environments:Wayward, sample 7 (seed 3), turn 1" in str(error)
     assert what in str(error)
-    assert str(error).endswith("mend the environment; environment.on_error: end or skip lets the run go on")
+    assert str(error).endswith("fix the environment; environment.on_error: end or skip lets the run go on")
 
 
 def test_a_step_that_hangs_is_named_and_holds_up_nobody(make_pool):
@@ -96,7 +96,7 @@ def test_a_step_that_hangs_is_named_and_holds_up_nobody(make_pool):
     assert [item for item, _ in found] == ["other"], "it is answered while the other hangs"
     error = answers(pool, 1)["hung"]
     assert isinstance(error, EpisodeError) and "turn 0 has not answered for 5 s" in str(error)
-    assert str(error).endswith("mend it, or raise the limit"), "what is set already is not advised"
+    assert str(error).endswith("fix it, or raise the limit"), "what is set already is not advised"
 
 
 def test_a_dead_actors_episodes_are_played_again_by_the_next(make_pool, tmp_path):

@@ -81,7 +81,7 @@ def test_a_reward_function_that_hangs_is_named_with_what_to_do(make_pool):
     pool = make_pool("sample_rewards:hanging", timeout_s=0.5)
     pool.submit([0], prompts(1), ["a"])
     with pytest.raises(
-        WaitTimeout, match=r"'score 1 responses with sample_rewards:hanging'.*mend the function"
+        WaitTimeout, match=r"'score 1 responses with sample_rewards:hanging'.*fix the function"
     ):
         for _ in range(20):
             pool.collect(wait_s=0.2)

@@ -58,7 +58,7 @@ class Whole:
 def test_what_a_users_class_raises_is_said_with_its_name() -> None:
     played = asks({"kind": "my_tools:Whole"})
     require_references(*played, Whole(), prompts("1"))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"environment my_tools:Whole: ValueError: .*'x'.*mend the data"):
+    with pytest.raises(DataError, match=r"environment my_tools:Whole: ValueError: .*'x'.*fix the data"):
         require_references(*played, Whole(), prompts("1", "x"))  # type: ignore[arg-type]
 
 

@@ -35,7 +35,7 @@ def test_what_weights_are_computed_by_is_compared(tmp_path: Path, key: str, valu
     present: Any = SimpleNamespace(manifest=manifest)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ModelError, match=f"has {key} .*, expected .*mend that config.json"):
+    with pytest.raises(ModelError, match=f"has {key} .*, expected .*fix that config.json"):
         read_version(str(folder), ModelsConfig(target=str(folder)), present, version=1)
 
 

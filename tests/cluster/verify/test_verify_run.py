@@ -203,7 +203,7 @@ def test_a_changed_weight_is_named(run: Path, capsys: pytest.CaptureFixture[str]
     assert "DIFFERS checkpoints/target_0000/model.safetensors: content: expected SHA-256 " in said
     assert f"not verified: {SAMPLES} samples: the weights of version 1 are damaged" in said
 
-    # whoever mends the checksums, one after the other, is found by the next, and at last by the samples
+    # whoever fixes the checksums, one after the other, is found by the next, and at last by the samples
     before = json.loads((checkpoint / MANIFEST).read_text())["parameter_checksum"]
     after = model_checksum(load_causal_lm(str(checkpoint), "float32"))
     write_manifest(checkpoint, model="target", weight_version=1, parameter_checksum=before)

@@ -49,7 +49,7 @@ def test_what_only_the_reader_knows_is_used_too() -> None:
 
 
 def test_an_unknown_name_may_be_noted_once(caplog: pytest.LogCaptureFixture) -> None:
-    noted = Surface(name="n", title="n", unknown="note", advice="look at it", refused={"bad": "mend it"})
+    noted = Surface(name="n", title="n", unknown="note", advice="look at it", refused={"bad": "fix it"})
     note_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -57,7 +57,7 @@ def test_an_unknown_name_may_be_noted_once(caplog: pytest.LogCaptureFixture) -> 
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
         "config.json has 'odd', which nothing here reads"
     ]
-    with pytest.raises(DataError, match="mend it"):
+    with pytest.raises(DataError, match="fix it"):
         noted.require({"bad": 1}, "config.json", error=DataError)
 
 

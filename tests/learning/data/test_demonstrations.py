@@ -5,10 +5,13 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 from word_chat import MARKED, PLAIN, word_chat
 
 from rlhfspec.core.errors import DataError, ModelError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig
+from rlhfspec.learning.data.chat.chat_masks import conversation_tokens
 from rlhfspec.learning.data.record import Record
 from rlhfspec.learning.data.supervised_rows import encode_demonstrations
 
@@ -212,3 +215,23 @@ REWRITING = "{% for m in messages %}{% if loop.last %}<user>{% endif %} {{ m.con
 def test_what_cannot_be_learned_from_is_named(fields, template, kind, said):
     with pytest.raises(kind, match=said):
         shown(fields, template=template)
+
+
+def test_the_first_word_behind_a_blank_that_the_prompt_ends_with_is_learned():
+    """The tokenizer makes one token of both: a one-word answer was not learned at all."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    words = ["user: hi there\n", "assistant: fine thanks\n"] * 9
+    trained = trainers.BpeTrainer(
+        special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train_from_iterator(words, trained)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    turns = [{"role": "user", "content": "hi there"}, {"role": "assistant", "content": "fine"}]
+    ids, mask = conversation_tokens(tokenizer, turns, origin="row 1")
+    assert tokenizer.decode(ids[mask]) == " fine<eos>"

@@ -74,10 +74,10 @@ def test_where_errors_end_the_run_the_first_one_is_raised_and_the_next_batch_is_
 
 
 def test_to_leave_samples_out_is_advised_where_it_is_not_done_already():
-    with raises(RewardError, match=r"mend the function; reward\.on_error: skip leaves such a sample out"):
+    with raises(RewardError, match=r"fix the function; reward\.on_error: skip leaves such a sample out"):
         reward("raises").score_each(*batch("bad"))
     (left_out,) = reward("raises", on_error="skip").score_each(*batch("bad"))
-    assert isinstance(left_out, Unscored) and left_out.reason.endswith("mend the function")
+    assert isinstance(left_out, Unscored) and left_out.reason.endswith("fix the function")
 
 
 def test_a_child_that_was_killed_between_calls_costs_no_sample():

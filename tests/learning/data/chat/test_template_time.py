@@ -6,7 +6,6 @@ import locale
 import re
 import time
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 from moved_clock import move_clock
@@ -23,9 +22,8 @@ from rlhfspec.learning.data.prompt_rows import Row
 from rlhfspec.learning.environments.observations import ObservationRenderer
 from rlhfspec.learning.rewards.reward_model import ModelText
 from rlhfspec.learning.rewards.score_request import score_requests
-from tests.test_layers import LAYERS
+from tests.test_layers import LAYERS, ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 BEGAN = "2026-01-31T23:59:50+01:00"
 DATED = "{{ strftime_now('%A %d %B %Y') }} | " + MARKED
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "fine"}]
