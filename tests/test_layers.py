@@ -258,7 +258,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/drafters": 3048,
     "engine/group": 955,
     "engine/model": 3887,
-    "engine/weights": 1940,
+    "engine/weights": 1952,
     "learning": 6,
     "learning/data": 4320,
     "learning/drafts": 2995,

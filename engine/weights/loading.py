@@ -33,7 +33,13 @@ from .left_over import (
     require_writer,
 )
 from .renamed_configs import register_renamed
-from .weight_files import ADAPTER_FILE, first_line, require_all_weights, unequal_ties
+from .weight_files import (
+    ADAPTER_FILE,
+    first_line,
+    require_all_weights,
+    require_no_adapter,
+    unequal_ties,
+)
 
 register_renamed()
 
@@ -113,6 +119,7 @@ def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
         config = load_hf_config(name, trust_remote_code=settings.get("trust_remote_code", False))
         require_writer(name, config)
         require_plain_weights(name, config)
+        require_no_adapter(name)
         settings = {**settings, **loading_settings(config)}
     try:
         with _hub_asked_once(name):

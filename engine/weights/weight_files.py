@@ -46,11 +46,7 @@ def check_weight_files(name: str, model: Any) -> None:
     folder = local_folder(name)
     if folder is None:
         return
-    if (folder / ADAPTER_FILE).exists():
-        raise ModelError(
-            f"the model folder {folder} holds an adapter too ({ADAPTER_FILE}), and weights are published without one: "
-            "merge it into the model (peft's merge_and_unload, then save_pretrained), or move its files out"
-        )
+    require_no_adapter(name)
     files = weight_files(folder)
     found = {key: (file, shape) for file in files for key, shape in shapes_in(file)}
     shapes = {key: shape for key, (_, shape) in found.items()}
@@ -66,6 +62,15 @@ def check_weight_files(name: str, model: Any) -> None:
             values = [_read(found[key][0], key) for key in held] if len(held) > 1 else []
             if any(not torch.equal(values[0], other) for other in values[1:]):
                 raise unequal_ties(name, held[0], held[1])
+
+
+def require_no_adapter(name: str) -> None:
+    """Raise ModelError where an adapter lies beside the model: transformers puts it in unasked."""
+    if (folder := local_folder(name)) and (folder / ADAPTER_FILE).exists():
+        raise ModelError(
+            f"the model folder {folder} holds an adapter too ({ADAPTER_FILE}), and weights are published without one: "
+            "merge it into the model (peft's merge_and_unload, then save_pretrained), or move its files out"
+        )
 
 
 def names_of_each_tensor(model: torch.nn.Module) -> list[list[str]]:

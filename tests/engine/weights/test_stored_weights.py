@@ -92,13 +92,15 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
         require_finite(str(tmp_path), stored.tensors())
 
 
-def test_an_adapter_beside_the_weights_is_refused_by_the_check(tmp_path: Path) -> None:
+def test_an_adapter_beside_the_weights_is_refused_by_the_check_and_by_who_loads(tmp_path: Path) -> None:
     """transformers would put it into the model unasked; what is published would not have it."""
     folder = saved(tmp_path, "llama")
     (folder / "adapter_config.json").write_text("{}")
     assert stored_in(folder) is None
     with pytest.raises(ModelError, match=r"holds an adapter too .* merge it into the model"):
         check_weight_files(str(folder), stock_model(CONFIGS["llama"]))
+    with pytest.raises(ModelError, match=r"holds an adapter too .* merge it into the model"):
+        load_causal_lm(str(folder), "float32")
 
 
 @pytest.mark.parametrize("change", ["gone", "damaged", "another shape"])
