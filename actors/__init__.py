@@ -2,5 +2,5 @@
 
 Lives here: actors of scheduler, trainer and rewards, the records that only actors exchange; instances in `generation`.
 Must not live here: decisions (`policies`), decoding (`engine`), updates (`learning`).
-Order of rooms: remote <- transport <- migration <- generation <- reward_server <- workers <- scheduling
+Rooms (imports go left): remote <- transport <- migration <- generation <- reward_server <- workers <- scheduling
 """

@@ -27,8 +27,8 @@ from ..actors.workers.trainer_actor import TrainerActor
 from ..cluster.observe.console import PipeConsole
 from ..cluster.placement import machine
 from ..cluster.placement.ray_session import ray_session
-from ..cluster.system.group_publication import Broadcast
 from ..cluster.system.trainer_pool import TrainerPool
+from ..cluster.system.weight_broadcast import Broadcast
 from ..cluster.weights.publish import Fetching, PublishedWeights, publish
 from ..core.config import (
     AlgorithmConfig,

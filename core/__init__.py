@@ -2,5 +2,5 @@
 
 Lives here: definitions without behaviour of their own, and the smallest helpers.
 Must not live here: anything that knows models, torch or Ray.
-Order of rooms: settings <- surfaces
+Rooms (imports go left): settings <- surfaces
 """

@@ -2,5 +2,5 @@
 
 Lives here: policies, state machines and the simulator that tries them; events and numbers in, decisions out.
 Must not live here: clocks, threads, tensors, torch, Ray.
-Order of rooms: drafting <- reallocation <- migration <- scaling <- scheduling <- staleness <- simulate
+Rooms (imports go left): drafting <- reallocation <- migration <- scaling <- scheduling <- staleness <- simulate
 """

@@ -173,7 +173,7 @@ def test_rooms_have_an_order_and_no_two_import_each_other(folder: str) -> None:
     graph = room_graph(folder)
     assert find_cycle(graph) == []
     rooms = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
-    said = re.search(r"Order of rooms: ([\w\s<-]+)", (ROOT / folder / "__init__.py").read_text())
+    said = re.search(r"Rooms \(imports go left\): ([\w\s<-]+)", (ROOT / folder / "__init__.py").read_text())
     order = said[1].replace("<-", "").split() if said else []
     assert set(order) == rooms and len(order) == len(rooms)
     back = [
@@ -248,7 +248,7 @@ MAX_LINES_OF_A_ROOM = {
     "policies/scheduling": 1456,
     "policies/simulate": 2997,
     "policies/staleness": 689,
-    "engine": 2277,
+    "engine": 2278,
     "engine/attention": 457,
     "engine/cache": 1054,
     "engine/calibration": 764,

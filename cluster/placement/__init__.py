@@ -1,5 +1,5 @@
-"""Where a run lives: its Ray cluster, the places of its instances, this machine.
+"""Where a run lives: its Ray cluster and this machine.
 
-Lives here: starting and joining Ray, places that come and go, what this machine has.
-Must not live here: what the actors do.
+Lives here: starting and joining Ray, which tree runs, what this machine has.
+Must not live here: what the actors do; the slots of instances (`cluster.system.placement_slots`).
 """

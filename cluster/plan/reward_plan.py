@@ -14,7 +14,7 @@ from ...core.settings.environment import EnvironmentConfig
 from ...core.settings.evaluation import EvaluationConfig
 from ...core.settings.reward import RewardConfig
 from ...engine.weights.loading import load_hf_config, load_tokenizer
-from ...learning.data.chat.rendering import format_notes
+from ...learning.data.chat.scored_text import format_notes
 from ...learning.environments.environment_protocol import Environment, prompt_check
 from ...learning.rewards.reward_function import build_reward
 from ...learning.rewards.reward_model import require_one_output

@@ -32,11 +32,11 @@ from ..weights.first_weights import first_draft, load_and_put
 from ..weights.publish import PublishedWeights
 from .episodes import Episodes, start_episodes
 from .generation_pool import GenerationPool
-from .group_publication import Broadcast
 from .instance_table import InstanceTable
 from .placement_slots import PlacementSlots, cores_of, lost_machines
 from .scheduler_client import SchedulerClient, scheduler_name
 from .trainer_pool import TrainerPool
+from .weight_broadcast import Broadcast
 
 logger = logging.getLogger(__name__)
 

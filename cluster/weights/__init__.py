@@ -1,5 +1,5 @@
-"""Where a weight version travels: from the trainer to every instance, and to a checkpoint.
+"""Where a weight version travels: from the trainer to every instance, by the object store.
 
-Lives here: publication, confirmed by each instance; Hugging Face checkpoints.
-Must not live here: packing into chunks (`engine.weights.chunks`).
+Lives here: the first weights and every later version, confirmed by each instance.
+Must not live here: packing (`engine.weights.chunks`), broadcasts (`cluster.system`), checkpoints (`cluster.resume`).
 """

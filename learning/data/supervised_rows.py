@@ -30,7 +30,7 @@ from .chat.chat_masks import (
 )
 from .chat.end_tokens import turn_end
 from .chat.messages import Tools, Turn, role_and_content, turn_list
-from .chat.rendering import render
+from .chat.scored_text import render
 from .encoding import prompt_ids
 from .left_out import Remarks
 from .raw_records import iter_records

@@ -17,7 +17,7 @@ from ...core.errors import ModelError
 from ...core.records import Reward, Unscored
 from ...engine.weights.causal_lm import DTYPES, max_context_tokens
 from ...engine.weights.loading import load_model, load_tokenizer
-from ..data.chat.rendering import render
+from ..data.chat.scored_text import render
 from .engine_scores import engine_scores
 from .score_request import ScoreRequest
 

@@ -25,7 +25,7 @@ from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.records import Prompt
-from rlhfspec.learning.data.chat.rendering import render
+from rlhfspec.learning.data.chat.scored_text import render
 from rlhfspec.learning.rewards.reward_function import build_reward
 
 NUM_ROWS = 40

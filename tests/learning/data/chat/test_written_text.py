@@ -13,7 +13,7 @@ from word_chat import PLAIN, word_chat
 from rlhfspec.actors.reward_server.score_schema import ScoreBody, from_body, to_body
 from rlhfspec.core.config import DataConfig, RewardConfig
 from rlhfspec.core.records import Completion, FinishReason, Prompt, SampleKey
-from rlhfspec.learning.data.chat.rendering import format_notes
+from rlhfspec.learning.data.chat.scored_text import format_notes
 from rlhfspec.learning.data.chat.written_text import response_text, text_without_special_tokens, written_text
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.rewards.reward_function import build_reward

@@ -10,7 +10,7 @@ from rlhfspec.actors.reward_server.score_schema import ScoreBody, from_body, to_
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts
 from rlhfspec.core.settings.supervised import PreferencesConfig
-from rlhfspec.learning.data.chat.rendering import render
+from rlhfspec.learning.data.chat.scored_text import render
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
 from rlhfspec.learning.data.supervised_rows import encode_preferences

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import rlhfspec.cluster.system.group_publication as group_publication
 from rlhfspec.actors.actor_messages import LoadedWeights, SentWeights
-from rlhfspec.cluster.system.group_publication import Broadcast, why_not_nccl
+from rlhfspec.cluster.system import weight_broadcast
 from rlhfspec.cluster.system.trainer_pool import TrainerPool
+from rlhfspec.cluster.system.weight_broadcast import Broadcast, why_not_nccl
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.errors import InstanceLost, WaitTimeout
@@ -74,8 +74,8 @@ class Played:
                 raise answer
             return answer
 
-        monkeypatch.setattr(group_publication, "get", get)
-        monkeypatch.setattr(group_publication, "num_nodes", lambda: 1)
+        monkeypatch.setattr(weight_broadcast, "get", get)
+        monkeypatch.setattr(weight_broadcast, "num_nodes", lambda: 1)
         self.trainer = Actor(gpu_seat=seats[0], broadcast=sent)
         self.instances = {
             f"gen-{i}": Actor(gpu_seat=seat, receive_weights=confirmed(f"gen-{i}"))
