@@ -23,5 +23,6 @@ setup(
         "rlhfspec.configs": ["**/*.yaml"],
         "": ["*.toml", "*.yaml", "*.html", "*.css"],
     },
+    exclude_package_data={"rlhfspec": ["*.toml", "*.yaml"]},
     cmdclass={"build_py": BuildPackage},
 )

@@ -84,7 +84,18 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
     return tree
 
 
+_OLD_DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
+    "speculation": {"exit_layers": (0,), "ngram_max": (4,), "ngram_min": (2,), "capacity_tokens": (24,)},
+    "trainer": {"stream_forwards": ("auto", "off", False)},
+}
+"Removed keys at values that say what happens anyway: run folders spell defaults out, and old ones are to be resumed."
+
+
 def _validated(kind: type[Whole], tree: dict[str, Any], *, origin: str) -> Whole:
+    for section, gone in _OLD_DEFAULTS.items():
+        if isinstance(held := tree.get(section), dict):
+            kept = {key: value for key, value in held.items() if value not in gone.get(key, ())}
+            tree = tree | {section: kept}
     try:
         return kind.model_validate(tree)
     except ValidationError as error:

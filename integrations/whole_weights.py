@@ -91,7 +91,8 @@ def _require_lora(model: Any) -> None:
         given = {key: getattr(value, "value", value) for key, value in recipe.to_dict().items()}
         what = f"rollout_func: the trainer's adapter '{name}'"
         surface("adapter_config").require(given, what, error=ConfigError)
-        if idle := idle_targets(model, name):
+        # peft holds the names of one adapter alone
+        if len(model.peft_config) == 1 and (idle := idle_targets(model, name)):
             note_once(f"{what}: names of target_modules that no module has learn nothing: {', '.join(idle)}")
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) or any(
         isinstance(module, FullyShardedDataParallel) for module in model.modules()

@@ -14,9 +14,20 @@ from rlhfspec.core.settings.correction import CORRECTIONS, CorrectionConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCES = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster", "benchmarks", "tests")
+SOURCES = (
+    "core",
+    "profiles",
+    "policies",
+    "engine",
+    "learning",
+    "actors",
+    "cluster",
+    "integrations",
+    "benchmarks",
+    "tests",
+)
 PATH = re.compile(
-    r"`((?:core|profiles|policies|engine|learning|actors|cluster|benchmarks|configs|deploy|docs)/[\w./-]*)"
+    r"`((?:core|profiles|policies|engine|learning|actors|cluster|integrations|benchmarks|configs|deploy|docs)/[\w./-]*)"
 )
 SECTION = re.compile(r"\bdesign((?:,? (?:and )?\d+\.\d+)+)")
 MEMBER = re.compile(rf"`((?:{'|'.join(SOURCES)})/[\w/]+\.py):(\w+)`")

@@ -236,7 +236,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 531
 MAX_LINES_OF_A_ROOM = {
-    "core": 2464,
+    "core": 2485,
     "core/settings": 2091,
     "core/surfaces": 177,
     "profiles": 1052,
@@ -254,18 +254,18 @@ MAX_LINES_OF_A_ROOM = {
     "engine/calibration": 764,
     "engine/cpu": 2677,
     "engine/cuda": 503,
-    "engine/decoding": 1443,
+    "engine/decoding": 1444,
     "engine/drafters": 3048,
     "engine/group": 955,
     "engine/model": 3887,
     "engine/weights": 1952,
     "learning": 6,
-    "learning/data": 4320,
+    "learning/data": 4324,
     "learning/drafts": 2995,
     "learning/environments": 597,
     "learning/models": 1423,
     "learning/rewards": 1527,
-    "learning/tasks": 241,
+    "learning/tasks": 251,
     "learning/training": 5773,
     "actors": 370,
     "actors/generation": 1959,
@@ -276,7 +276,7 @@ MAX_LINES_OF_A_ROOM = {
     "actors/transport": 1664,
     "actors/workers": 824,
     "cluster": 155,
-    "cluster/commands": 2474,
+    "cluster/commands": 2476,
     "cluster/folder": 2430,
     "cluster/jobs": 1443,
     "cluster/observe": 2696,
@@ -289,7 +289,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/system": 2592,
     "cluster/verify": 1384,
     "cluster/weights": 306,
-    "integrations": 792,
+    "integrations": 793,
 }
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15

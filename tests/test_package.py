@@ -100,6 +100,7 @@ def test_a_wheel_puts_one_name_into_site_packages_and_runs(tmp_path: Path) -> No
     data = ["configs/demo.yaml", "configs/algorithms/grpo.yaml"]
     assert {f"rlhfspec/{each}" for each in data} <= set(names)
     files = {str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
+    assert {each for each in names if re.fullmatch(r"rlhfspec/[^/]*", each)} == {"rlhfspec/__init__.py"}
     modules = {name for name in names if name.endswith(".py")}
     assert modules == {"rlhfspec/__init__.py", *(f"rlhfspec/{each}" for each in files)}
     assert run(["-c", WHERE], cwd=elsewhere, path=str(site)).split() == where(site / "rlhfspec")

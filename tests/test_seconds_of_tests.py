@@ -35,6 +35,8 @@ def test_the_longest_files_come_first_those_of_ray_among_the_others_and_their_te
 
 
 def test_who_may_take_longer_is_there_and_is_above_the_limit() -> None:
+    timed = json.loads((ROOT / "tests" / "durations.json").read_text())
+    assert [file for file in timed if not (ROOT / file).is_file()] == []
     for file, limits in json.loads(seconds_of_tests.SLOWER.read_text()).items():
         tree = ast.parse((ROOT / file).read_text())
         there = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -105,6 +105,8 @@ def _lines(report: DataReport) -> Iterator[str]:
     if report.faults:
         yield f"\nfaults: {report.num_faults:,} of {len(report.faults):,} kinds, the first of each"
         yield from (f"  {count:,} x {first}" for count, first in [*report.faults.values()][:_MAX_KINDS])
+        if len(report.faults) > _MAX_KINDS:
+            yield f"  and {len(report.faults) - _MAX_KINDS:,} kinds more"
 
 
 def _shown(text: str) -> str:

@@ -116,7 +116,7 @@ class RunPlan:
             num_ranks=pool.tensor_parallel,
             rank_cpus=pool.num_cpus,
             spot=spot if config.trains_head else None,
-            stop_strings=stop_strings(self.inputs.tokenizer)
+            stop_strings=stop_strings(self.inputs.tokenizer, hides_special=self.takes_any_stop)
             if config.sampling.stop or self.takes_any_stop
             else None,
         )

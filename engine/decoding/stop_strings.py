@@ -16,15 +16,16 @@ _MOST_KEPT = 64
 class StopStrings:
     """Finds stop strings in what is sampled: a pure function of a response's tokens, however many a step emits.
 
-    In the text with special tokens, and in what readers see of it, which is without. Every other token has a byte of
-    text at least, so the tokens that a stop string spans are at most its bytes.
+    In the text with special tokens and, where readers see none of them, in what they see. Every other token has a byte
+    of text at least, so the tokens that a stop string spans are at most its bytes.
     """
 
-    def __init__(self, decoder: Tokenizer, num_ids: int) -> None:
+    def __init__(self, decoder: Tokenizer, num_ids: int, *, hides_special: bool = False) -> None:
         """`learning.data.chat.end_tokens.stop_strings` makes them of a tokenizer with `num_ids` ids."""
         self._decoder, self._num_ids = decoder, num_ids
         self._may_complete: dict[tuple[str, ...], Bool[np.ndarray, " V"]] = {}
-        self._special = [one for one, token in decoder.get_added_tokens_decoder().items() if token.special]
+        added = decoder.get_added_tokens_decoder() if hides_special else {}
+        self._special = [one for one, token in added.items() if token.special]
 
     def first_end(
         self, before: Int[np.ndarray, " T"], new: Int[np.ndarray, " N"], stop: tuple[str, ...]

@@ -147,7 +147,7 @@ def checked_step(step: Any) -> Step:
         reward = float("text" if isinstance(step.reward, str) else step.reward)
     except (TypeError, ValueError):
         raise EpisodeError(f"expected a number as reward, 0.0 for none, got {step.reward!r}") from None
-    if not (hasattr(step.done, "__bool__") and step.done in (False, True)):
+    if not (isinstance(step.done, bool | int | float) or getattr(step.done, "shape", None) == ()):
         raise EpisodeError(f"expected True or False as done, got {step.done!r}")
     if not math.isfinite(reward):
         raise EpisodeError(f"expected a finite reward, got {reward}")

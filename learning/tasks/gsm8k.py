@@ -12,11 +12,13 @@ from ...core.errors import RewardError
 from ...core.records import Prompt, Reward
 
 FORMAT_SHARE = 0.2
-_ANSWER = re.compile(r"####[ \t]*(?P<number>(?:[-+][ \t]*)?(?:\$[ \t]*)?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+_NUMBER = r"(?P<number>(?:[-+][ \t]*)?(?:\$[ \t]*)?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))"
+_ANSWER = re.compile(rf"####[ \t]*{_NUMBER}")
+_EQUALS = re.compile(rf"[ \t]*=[ \t]*{_NUMBER}")
 _GOES_ON = re.compile(
     r"[eE][-+]?\d|:\d|[ \t]*[/\u2044^*\u00d7\u00f7\u00b7][ \t]*[-\d(\\{]|[ \t]*\\(?:[dt]?frac|sqrt|pi|times|cdot|div)|"
-    r"[ \t]+(?:\d{3}\b|\d+[/\u2044]\d)|!?[ \t]*[-+=\u2212\u2013][ \t]*[$(]*\d|\*\*\d|[ \t]\*\*[ \t]\d|"
-    r"[\u00b2\u00b3\u2074-\u2079]|[ \t]?[\u00bc-\u00be]"
+    r"[ \t]+(?:\d{3}\b|\d+[/\u2044]\d)|!?[ \t]*[-+=\u2013][ \t]*[-+$( \t]*\d|[ \t]*\+[ \t]*[a-z(]|[ \t]+x[ \t]+\d|"
+    r"\*\*\d|[ \t]\*\*[ \t]\d|[\u00b2\u00b3\u2074-\u2079]|[ \t]?[\u00bc-\u00be]"
 )
 "What makes it another number: 3e5, 10:30, 1/2, 2^10, 2\\sqrt{3}, 1 000, 2 1/2, 7 + 3 = 10, 2**3, 5\u00b2."
 
@@ -27,11 +29,19 @@ def final_number(text: str) -> Decimal | None:
     Commas, a dollar sign, a sign on either side of it and a trailing full stop are understood; fractions, powers and
     other terms are not, and no number.
     """
-    matches = list(_ANSWER.finditer(text.replace("\u2212", "-")))
-    if not matches or _GOES_ON.match(text, matches[-1].end()):
+    text = text.replace("\u2212", "-")
+    matches = list(_ANSWER.finditer(text))
+    if not matches:
         return None
+    number, end = _value(matches[-1]), matches[-1].end()
+    if (same := _EQUALS.match(text, end)) and _value(same) == number:
+        end = same.end()
+    return None if _GOES_ON.match(text, end) else number
+
+
+def _value(found: re.Match[str]) -> Decimal | None:
     try:
-        return Decimal(re.sub(r"[,$+ \t]", "", matches[-1]["number"]))
+        return Decimal(re.sub(r"[,$+ \t]", "", found["number"]))
     except InvalidOperation:
         return None
 

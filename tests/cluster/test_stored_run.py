@@ -4,7 +4,6 @@ Made at bc7e50d: GRPO on a tiny pair, three iterations, of which the state after
 weights after the third are those that its state was gone on to since groups stay together in minibatches and are
 computed as trees, and log-probabilities are written anew (5e-7 away at most, no token changed) since exponentials and
 inner dimensions are added up by four parts, as the ranks of a group would: float32 adds up in another order.
-Keys that were removed since are taken out of its config.
 """
 
 from __future__ import annotations

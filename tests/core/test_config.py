@@ -50,6 +50,18 @@ def test_a_word_that_nothing_is_near_to_gets_no_hint() -> None:
         config_from_dict(SMALLEST | {"speculation": {"drafter": "zzz"}})
 
 
+def test_a_removed_key_that_says_what_happens_anyway_is_dropped() -> None:
+    """As a run folder of before spells it out."""
+    old = SMALLEST | {
+        "speculation": {"capacity_tokens": 24, "exit_layers": 0, "ngram_max": 4, "ngram_min": 2},
+        "trainer": {"stream_forwards": "auto"},
+    }
+    assert config_from_dict(old) == config_from_dict(SMALLEST)
+    assert "capacity_tokens" in old["speculation"], "the caller's mapping stays"
+    with pytest.raises(ConfigError, match="capacity_tokens"):
+        config_from_dict(SMALLEST | {"speculation": {"capacity_tokens": 30}})
+
+
 def test_an_unknown_section_lists_what_is_known() -> None:
     with pytest.raises(ConfigError, match=r"unknown key zzz; known keys here: run, models"):
         config_from_dict(SMALLEST | {"zzz": {}})

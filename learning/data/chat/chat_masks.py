@@ -66,7 +66,8 @@ def conversation_tokens(
         closings = (tokenizer.eos_token_id, *ends)
     ids, starts = _with_places(tokenizer, text)
     is_end = np.isin(ids, closings)
-    if closings[1:] and spans and spans[-1][1] == len(text) and not is_end[starts >= spans[-1][0]].any():
+    last = spans[-1] if closings[1:] and spans and not turns[learned[-1]].get("tool_calls") else (0, 0)
+    if last[1] == len(text) and not is_end[starts >= last[0]].any():
         # a template leaves the last turn open whose turns end where the next begin
         ids, starts, is_end = np.append(ids, ends[0]), np.append(starts, len(text)), np.append(is_end, True)
     mask = np.zeros(len(ids), dtype=bool)

@@ -102,15 +102,18 @@ def generation_end_tokens(model: str) -> list[int]:
     return config_end_tokens(model) if settings is None else as_ids(settings.eos_token_id)
 
 
-def stop_strings(tokenizer: PreTrainedTokenizerBase) -> StopStrings:
-    """What an engine finds `sampling.stop` with. Raises ConfigError for a tokenizer that is written in Python alone."""
+def stop_strings(tokenizer: PreTrainedTokenizerBase, *, hides_special: bool = False) -> StopStrings:
+    """What an engine finds `sampling.stop` with. `hides_special`: readers see no special tokens, as a server's.
+
+    Raises ConfigError for a tokenizer that is written in Python alone.
+    """
     decoder = getattr(tokenizer, "backend_tokenizer", None)
     if decoder is None:
         raise ConfigError(
             f"sampling.stop reads texts as they are sampled and needs a fast tokenizer (tokenizer.json), got "
             f"{type(tokenizer).__name__}; save one with the model, or set sampling.stop_token_ids instead"
         )
-    return StopStrings(decoder, num_token_ids(tokenizer))
+    return StopStrings(decoder, num_token_ids(tokenizer), hides_special=hides_special)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig | None = None) -> int | None:

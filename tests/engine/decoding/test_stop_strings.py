@@ -44,10 +44,10 @@ TOKENIZERS = {
 }
 
 
-def end_by_whole_text(made: Tokenizer, ids: list[int], stop: tuple[str, ...]) -> int | None:
+def end_by_whole_text(made: Tokenizer, ids: list[int], stop: tuple[str, ...], hides: bool) -> int | None:
     """How many tokens there are when the whole text has a stop string for the first time, or what is shown of it."""
     for count in range(1, len(ids) + 1):
-        texts = [made.decode(ids[:count], skip_special_tokens=skips) for skips in (False, True)]
+        texts = [made.decode(ids[:count], skip_special_tokens=skips) for skips in {False, hides}]
         if any(one in text for one in stop for text in texts):
             return count
     return None
@@ -55,14 +55,15 @@ def end_by_whole_text(made: Tokenizer, ids: list[int], stop: tuple[str, ...]) ->
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("stop", [STOP, ("a",), (" a",), ("bca",), (" ",), ("never that",)])
-def test_the_first_end_is_that_of_the_whole_text_however_the_tokens_come(name, stop):
+@pytest.mark.parametrize("hides", [False, True])
+def test_the_first_end_is_that_of_the_whole_text_however_the_tokens_come(name, stop, hides):
     made, chance = TOKENIZERS[name](), random.Random(len(name))
     # as an instance gets them
-    found = pickle.loads(pickle.dumps(StopStrings(made, tiny_pool.VOCAB_SIZE)))
+    found = pickle.loads(pickle.dumps(StopStrings(made, tiny_pool.VOCAB_SIZE, hides_special=hides)))
     num_ended = 0
     for _ in range(60):
         ids = np.array([chance.randrange(21) for _ in range(40)])
-        expected = end_by_whole_text(made, ids.tolist(), stop)
+        expected = end_by_whole_text(made, ids.tolist(), stop, hides)
         num_ended += expected is not None
         at = 0
         while at < len(ids):
@@ -85,7 +86,7 @@ def expected_of(made: Tokenizer, requests: list[SampleRequest]) -> dict[SampleKe
     """Plain decoding without stop strings, cut afterwards."""
     out = {}
     for key, whole in tiny_pool.reference(requests).items():
-        count = end_by_whole_text(made, whole.token_ids.tolist(), STOP)
+        count = end_by_whole_text(made, whole.token_ids.tolist(), STOP, hides=False)
         reason = whole.finish_reason if count is None else FinishReason.STOP
         count = whole.num_tokens if count is None else count
         out[key] = (

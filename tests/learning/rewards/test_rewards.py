@@ -41,6 +41,8 @@ def prompt(reference: str = "", prompt_id: int = 0) -> Prompt:
         ("#### 5 or 6", "5"),
         ("**#### 5** (2 dozen) -- so", "5"),
         ("#### 5 - so", "5"),
+        ("#### 10 = 10", "10"),
+        ("#### 18=$18.", "18"),
     ],
 )
 def test_the_number_behind_the_last_marks(text, number):
@@ -74,6 +76,11 @@ TERMS = [
     "2\u00b73",
     "5\u00b2",
     "2 \u00bd",
+    "5 - -3",
+    "3 + (-2)",
+    "3 = -3",
+    "7 + x",
+    "6 x 7",
 ]
 
 
