@@ -52,7 +52,7 @@ def learner_of(model: LlamaForCausalLM, kind: str) -> Learner:
 def test_what_is_listed_exists(known: str) -> None:
     """The check itself runs by hand: this keeps its lists from naming what is gone."""
     module, _, path = known.partition(":")
-    found: Any = importlib.import_module(module.replace("/", "."))
+    found: Any = importlib.import_module(f"rlhfspec.{module.replace('/', '.')}")
     for name in path.split("."):
         found = getattr(found, name)
     assert callable(found)

@@ -131,8 +131,14 @@ def test_where_the_next_turn_s_mark_ends_a_turn_it_is_learned_behind_every_answe
 
 def test_a_last_turn_that_calls_a_tool_gets_no_end_of_a_turn_to_the_user():
     open_turns = PLAIN.replace(" <end>", "")
-    call = {"role": "assistant", "content": "hi", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    with pytest.raises(DataError, match="tool_calls"):  # this template leaves them out; what is learned is looked at
+    call = {
+        "role": "assistant",
+        "content": "hi",
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
+    with pytest.raises(
+        DataError, match="tool_calls"
+    ):  # this template leaves them out; what is learned is looked at
         shown({"messages": [*TALK[:2], call]}, template=open_turns)
     written = open_turns.replace("{{ m", "{% if m.tool_calls %}f {% endif %}{{ m", 1)
     assert not shown({"messages": [*TALK[:2], call]}, template=written).endswith("[<user>]")
