@@ -36,8 +36,8 @@ FILES = frozenset(
     }
 )
 "Keys of paths, patterns, or names."
-_WORDS = frozenset({"demo", "auto"})
-"Mean the same whatever is here."
+DEMO = "demo"
+"As `auto`, it means the same whatever is here."
 
 Whole = TypeVar("Whole", bound=Section)
 
@@ -61,7 +61,7 @@ def _absolute(value: Any, key: str, folder: Path) -> Any:
     if isinstance(value, tuple):
         items = tuple(_absolute(one, key, folder) for one in value)
         return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    if not isinstance(value, str) or value in _WORDS or "://" in value or value.startswith("~"):
+    if not isinstance(value, str) or value in (DEMO, "auto") or "://" in value or value.startswith("~"):
         return value
     is_here = key in FILES and (_stands(folder / value) or _holds_subset(folder, value))
     if not (key in PATHS or is_here) or Path(value).is_absolute():

@@ -9,9 +9,8 @@ from ...core.config import Config
 from ...core.errors import ConfigError
 from ...core.settings.run import ModelsConfig
 from ...learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
+from ..folder.absolute_paths import DEMO
 from ..observe.console import Reporter
-
-DEMO = "demo"
 
 
 def resolve_models(

@@ -144,7 +144,7 @@ def checked_step(step: Any) -> Step:
         said = {name: getattr(step, name, None) for name in held}
         surface("environment.step").require(said, f"a {type(step).__name__}", error=EpisodeError)
     try:
-        reward = float("text" if isinstance(step.reward, str) else step.reward)
+        reward = float(step.reward + 0)  # a text is no number, whatever it spells
     except (TypeError, ValueError):
         raise EpisodeError(f"expected a number as reward, 0.0 for none, got {step.reward!r}") from None
     if not (isinstance(step.done, bool | int | float) or getattr(step.done, "shape", None) == ()):
