@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 SHELL := /bin/bash
+# Many images set this, and every process then compiles torch, Ray and us anew: three times the start-up of a run.
+export PYTHONDONTWRITEBYTECODE :=
 # Most of a test's time is waiting for Ray: two processes share two cores well.
 TEST_PROCESSES ?= 2
 
@@ -13,7 +15,7 @@ TEST_PROCESSES ?= 2
 setup: $(STAMP)
 
 # Keyed on the content of the dependency lists: a second run, or a fresh date on a file, installs nothing.
-# --no-compile: of thousands of modules a small part is ever imported, and compiled then.
+# --no-compile: of thousands of modules a small part is ever imported; that part is compiled at the end, whoever runs it.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@set -e -o pipefail; \
 	key="$$(cat pyproject.toml setup.py constraints.txt | cksum)"; \
@@ -25,6 +27,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	  | tee .venv/install.log \
 	  | awk '/^Collecting/ {n++} /Downloading .*MB\)/ {print "  " n " packages: " $$2, $$3, $$4} /^Installing collected/ {print "  installing"} {fflush()}' \
 	  || { tail -n 20 .venv/install.log; echo "setup: installation failed; see .venv/install.log"; exit 1; }; \
+	echo "setup: compiling what a run imports"; \
+	$(BIN)/python -c 'import datasets, peft, pyarrow.parquet, ray.dashboard.dashboard, ray.serve, torch, transformers.models.llama.modeling_llama'; \
+	$(BIN)/python -m compileall -q core profiles policies engine learning actors cluster integrations; \
 	echo "$$key" > $(STAMP); \
 	echo "setup: done"
 

@@ -8,6 +8,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ def imported_names(tree: ast.AST, folder: tuple[str, ...]) -> Iterator[tuple[str
         elif isinstance(node, ast.ImportFrom):
             above = folder[: len(folder) - node.level + 1] if node.level else ()
             yield ".".join((*above, *filter(None, [node.module]))), tuple(alias.name for alias in node.names)
+
+
+@cache
+def imports_of(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Every import of a module, in functions too."""
+    return tuple(imported_names(ast.parse(path.read_text()), folder_of(path)))
 
 
 def imports_at_load(tree: ast.Module, folder: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -162,7 +169,7 @@ def room_graph(folder: str) -> dict[str, set[str]]:
     for path in modules(folder):
         room = path.relative_to(ROOT / folder).with_suffix("").parts[0]
         targets = graph.setdefault(room, set())
-        for name, members in imported_names(ast.parse(path.read_text()), folder_of(path)):
+        for name, members in imports_of(path):
             own = name.split(".")[1:] if name.startswith(f"rlhfspec.{folder}") else []
             targets |= set(own[1:2] or members) - {room} if own else set()
     return {room: targets & graph.keys() for room, targets in graph.items() if room != "__init__"}
@@ -189,7 +196,7 @@ def test_portable_code_imports_nothing_from_a_back_end(own: str) -> None:
         f"{module_name(path)} imports {name}"
         for path in modules(*LAYERS)
         if not module_name(path).startswith(own + ".")
-        for name, _ in imported_names(ast.parse(path.read_text()), folder_of(path))
+        for name, _ in imports_of(path)
         if name.startswith((own + ".", *(("llvmlite",) if own == "rlhfspec.engine.cpu" else ())))
     ]
     assert {line.split()[0] for line in reached} <= {"rlhfspec.engine.numerics"}, "\n".join(reached)
@@ -360,12 +367,14 @@ KEYS_OF_FILES = {room: {"told_at", "figures"} for room in ("cluster/observe", "c
 
 
 def test_names_are_words_of_the_field() -> None:
-    found = set()
+    found, any_of_them = set(), re.compile("|".join(PRIVATE_WORDS), re.IGNORECASE)
     for path in modules(*LAYERS):
+        keys = KEYS_OF_FILES.get(str(path.parent.relative_to(ROOT)), ())
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            is_key = token.string in KEYS_OF_FILES.get(str(path.parent.relative_to(ROOT)), ())
+            if token.type != tokenize.NAME or token.string in keys or not any_of_them.search(token.string):
+                continue
             words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", token.string).lower().split("_")
-            if token.type == tokenize.NAME and PRIVATE_WORDS & set(words) and not is_key:
+            if PRIVATE_WORDS & set(words):
                 found.add(f"{path.relative_to(ROOT)}:{token.start[0]} {token.string}")
         found |= {str(path.relative_to(ROOT)) for part in path.with_suffix("").parts if part in PRIVATE_WORDS}
     assert not found, "\n".join(sorted(found))
