@@ -20,7 +20,8 @@ from ..engine.engine import Engine
 from ..engine.group.ranks import GroupRanks
 from ..engine.weights.chunks import unique_tensors
 from ..policies.simulate.model_dimensions import dimensions_of
-from ..policies.simulate.roofline import DeviceSheet, Reached, Roofline
+from ..policies.simulate.roofline import Reached, Roofline
+from ..profiles.gpu_sheets import GPUSheet
 from .moving.between_groups import groups
 from .support.harness import Bench
 from .support.timing import Rate, engine_rate, interleaved, ratios
@@ -106,7 +107,7 @@ def simulated_step_s(workload: Workload, step_s: float, sum_s: float, *, ranks: 
     context_tokens = SLOTS * (workload.max_total_tokens - workload.sampling.max_new_tokens / 2)
 
     def forward_s(gpus: int, bytes_per_s: float) -> float:
-        sheet = DeviceSheet(
+        sheet = GPUSheet(
             name="a core",
             bf16_flops=math.inf,
             memory_bytes=math.inf,

@@ -241,19 +241,19 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 531
+MAX_SOURCE_FILES = 532
 MAX_LINES_OF_A_ROOM = {
     "core": 2485,
     "core/settings": 2091,
     "core/surfaces": 177,
-    "profiles": 1052,
+    "profiles": 1096,
     "policies": 6,
     "policies/drafting": 2170,
     "policies/migration": 564,
     "policies/reallocation": 1281,
     "policies/scaling": 353,
     "policies/scheduling": 1456,
-    "policies/simulate": 2997,
+    "policies/simulate": 2967,
     "policies/staleness": 689,
     "engine": 2278,
     "engine/attention": 457,

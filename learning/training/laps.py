@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from itertools import pairwise
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...policies.simulate.roofline import SHEETS
+from ...profiles.gpu_sheets import peak_flops_of
 
 
 class Laps:
@@ -70,12 +69,4 @@ def peak_flops(device: torch.device) -> float | None:
     """bfloat16 operations a second by the device's data sheet; None: no sheet (any CPU)."""
     if device.type != "cuda":
         return None
-    return sheet_flops(torch.cuda.get_device_name(device))
-
-
-def sheet_flops(name: str) -> float | None:
-    """The same by the device's name; None for forms that no sheet here describes."""
-    words = set(re.split(r"[\s-]", name))
-    if words & {"PCIe", "NVL"}:
-        return None
-    return next((sheet.bf16_flops for key, sheet in SHEETS.items() if key in words), None)
+    return peak_flops_of(torch.cuda.get_device_name(device))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
+from ...profiles.gpu_sheets import SHEETS
 from ...profiles.transfer import PrefillModel, TransferModel
 from .analytic_instance import (
     AnalyticInstance,
@@ -26,7 +27,7 @@ from .model_dimensions import (
     head_dimensions,
     read_dimensions,
 )
-from .roofline import SHEETS, ContradictionError, Reached, Roofline
+from .roofline import ContradictionError, Reached, Roofline, flops_of
 from .simulated_instance import SharedMachine
 from .simulation_records import (
     MoveTruth,
@@ -146,7 +147,7 @@ def describe(config: SimulatedClusterConfig, recorded: np.ndarray | None = None)
         dimensions = read_dimensions(Path(model.config).expanduser())
     else:
         dimensions = dimensions_of(model.dimensions or QWEN_7B, origin="model.dimensions")
-    sheet.flops(model.precision)
+    flops_of(sheet, model.precision)
     reached = Reached(
         memory=device.memory_share,
         compute=device.compute_share,

@@ -4,18 +4,17 @@ forward = max(weights / memory, products / compute) + caches / memory + layers x
 
 An instance's GPUs split every matrix (`tensor`: two all-reduces a layer), or each holds everything but the experts,
 which they split, and has samples of its own (`expert`: tokens go to their experts and back). What a device does at most
-stands in `devices.toml`, with the page of each number.
+stands in `profiles/gpu_sheets.toml`, with the page of each number.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ...core.errors import ConfigError
+from ...profiles.gpu_sheets import GPUSheet
 from .model_dimensions import ModelDimensions
 
 
@@ -23,44 +22,13 @@ class ContradictionError(ConfigError):
     """Values that are good each by itself and cannot be together: a sweep goes on with the other combinations."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSheet:
-    """One GPU; bytes a second of a link are of one direction."""
-
-    name: str
-    bf16_flops: float
-    "a second, without sparsity"
-    fp8_flops: float | None = None
-    "None: it has none"
-    memory_bytes: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    "to the other GPUs of its domain"
-    domain_gpus: int
-    "joined by that link"
-    network_bytes_per_s: float
-    "beyond the domain"
-    source: str
-
-    def flops(self, precision: str) -> float:
-        """Operations a second in `bf16` or `fp8`. Raises ContradictionError where the device has no such products."""
-        if precision == "bf16":
-            return self.bf16_flops
-        if self.fp8_flops is None:
-            raise ContradictionError(f"model.precision fp8: {self.name} multiplies no 8-bit floats; use bf16")
-        return self.fp8_flops
-
-    def bandwidth(self, gpus: int) -> float:
-        """Bytes a second between so many GPUs: of the network where one domain does not hold them."""
-        return self.link_bytes_per_s if gpus <= self.domain_gpus else self.network_bytes_per_s
-
-
-def _sheets() -> dict[str, DeviceSheet]:
-    tables = tomllib.loads(Path(__file__).with_name("devices.toml").read_text())
-    return {name: DeviceSheet(name=name, **table) for name, table in tables.items()}
-
-
-SHEETS = _sheets()
+def flops_of(sheet: GPUSheet, precision: str) -> float:
+    """Operations a second in `bf16` or `fp8`. Raises ContradictionError where the GPU has no such products."""
+    if precision == "bf16":
+        return sheet.bf16_flops
+    if sheet.fp8_flops is None:
+        raise ContradictionError(f"model.precision fp8: {sheet.name} multiplies no 8-bit floats; use bf16")
+    return sheet.fp8_flops
 
 
 PRECISION_BYTES = {"bf16": 2.0, "fp8": 1.0}
@@ -83,7 +51,7 @@ class Roofline:
     """One model on the GPUs of one instance."""
 
     model: ModelDimensions
-    sheet: DeviceSheet
+    sheet: GPUSheet
     gpus: int
     precision: str
     cache_bytes: float
@@ -131,7 +99,7 @@ class Roofline:
         attention = 4.0 * model.layers * model.heads * model.head_size * tokens_per_sample * held
         flops = (2.0 * model.always_read * tokens * own + attention) * part
         flops += 2.0 * (model.active - model.always_read) * tokens / self.gpus
-        compute = self.sheet.flops(self.precision) * reached.compute
+        compute = flops_of(self.sheet, self.precision) * reached.compute
         body_s = max(read * PRECISION_BYTES[self.precision] / memory, flops / compute)
         cache_s = held * self.kv_bytes_per_token * (self.cache_share if is_split else 1.0) / memory
         if is_split:
@@ -158,5 +126,5 @@ class Roofline:
 
     def prefill_token_s(self) -> float:
         """Seconds of a prompt's token, in prompts long enough to be computed rather than read."""
-        compute = self.sheet.flops(self.precision) * self.reached.compute * self.gpus
+        compute = flops_of(self.sheet, self.precision) * self.reached.compute * self.gpus
         return 2.0 * self.model.active / compute

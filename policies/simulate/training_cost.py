@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from ...core.errors import ConfigError
 from ...core.settings.simulated_cluster import SimulatedLearnerConfig
+from ...profiles.gpu_sheets import GPUSheet
 from .model_dimensions import ModelDimensions
-from .roofline import DeviceSheet, Roofline
+from .roofline import Roofline
 
 TRAINING_BYTES = 2.0
 "Of a parameter or a gradient that travels: bfloat16."
@@ -36,7 +37,7 @@ class TrainingCost:
         return self.log_probability_s + self.update_s
 
 
-def gather_s(num_bytes: float, gpus: int, sheet: DeviceSheet, link_share: float) -> float:
+def gather_s(num_bytes: float, gpus: int, sheet: GPUSheet, link_share: float) -> float:
     """Seconds in which every one of the GPUs gets so many bytes that are spread evenly over them.
 
     Across domains each domain receives the bytes once, over all its ports at once, and spreads them over its links.
@@ -52,7 +53,7 @@ def gather_s(num_bytes: float, gpus: int, sheet: DeviceSheet, link_share: float)
 
 def training_cost(
     model: ModelDimensions,
-    sheet: DeviceSheet,
+    sheet: GPUSheet,
     learner: SimulatedLearnerConfig,
     *,
     gpus: int,
@@ -96,7 +97,7 @@ def training_cost(
     )
 
 
-def publication_s(bytes_per_gpu: float, *, sheet: DeviceSheet, link_share: float, colocated: bool) -> float:
+def publication_s(bytes_per_gpu: float, *, sheet: GPUSheet, link_share: float, colocated: bool) -> float:
     """Seconds until every instance has new weights: each of its GPUs receives its part, all instances at once.
 
     Over the network, as a pipelined broadcast; over the link where trainer and instance share their GPUs.

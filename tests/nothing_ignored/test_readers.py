@@ -44,7 +44,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "profiles/step_log.py": (VERSIONED,),
     "policies/simulate/described_cluster.py": (PACKAGE,),
     "policies/simulate/model_dimensions.py": (SURFACE, "simulated.config"),
-    "policies/simulate/roofline.py": (PACKAGE,),
+    "profiles/gpu_sheets.py": (PACKAGE,),
     "policies/simulate/sweep.py": (STRICT, "pydantic, extra=forbid"),
     "engine/drafters/head/head_weights.py": (STRICT, "origin: a dataclass"),
     "engine/drafters/head/published_head.py": (PACKAGE, "a config that we wrote"),

@@ -3,7 +3,8 @@
 import torch
 from tiny_llama import tiny_llama
 
-from rlhfspec.learning.training.laps import Laps, peak_flops, sheet_flops, step_flops
+from rlhfspec.learning.training.laps import Laps, peak_flops, step_flops
+from rlhfspec.profiles.gpu_sheets import peak_flops_of
 
 
 def test_laps_have_no_gaps_and_are_taken_between_begin_and_end_only():
@@ -32,6 +33,6 @@ def test_operations_are_those_of_the_weights_that_multiply():
 
 def test_a_processor_has_no_data_sheet_and_a_card_has_that_of_its_name():
     assert peak_flops(torch.device("cpu")) is None
-    assert sheet_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert sheet_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert sheet_flops("NVIDIA H100 PCIe") is None and sheet_flops("NVIDIA T4") is None
+    assert peak_flops_of("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops_of("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops_of("NVIDIA H100 PCIe") is None and peak_flops_of("NVIDIA T4") is None

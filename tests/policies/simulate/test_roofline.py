@@ -19,9 +19,10 @@ from rlhfspec.policies.simulate.analytic_instance import (
 )
 from rlhfspec.policies.simulate.described_cluster import describe
 from rlhfspec.policies.simulate.model_dimensions import ModelDimensions, dimensions_of, head_dimensions
-from rlhfspec.policies.simulate.roofline import SHEETS, DeviceSheet, Reached, Roofline
+from rlhfspec.policies.simulate.roofline import Reached, Roofline, flops_of
+from rlhfspec.profiles.gpu_sheets import SHEETS, GPUSheet
 
-SHEET = DeviceSheet(
+SHEET = GPUSheet(
     name="hand",
     bf16_flops=1e12,
     fp8_flops=2e12,
@@ -108,7 +109,7 @@ def test_precision_decides_bytes_and_products() -> None:
     assert fp8.forward_s(1, 1, 0) == pytest.approx(0.5e-3)
     assert fp8.forward_s(3000, 1, 0) == pytest.approx(1.5e-3)
     with pytest.raises(ConfigError, match="A100 multiplies no 8-bit floats"):
-        SHEETS["A100"].flops("fp8")
+        flops_of(SHEETS["A100"], "fp8")
 
 
 def test_acceptance_that_yields_a_length() -> None:

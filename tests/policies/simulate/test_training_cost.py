@@ -7,7 +7,7 @@ import pytest
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.simulated_cluster import SimulatedLearnerConfig
 from rlhfspec.policies.simulate.model_dimensions import ModelDimensions
-from rlhfspec.policies.simulate.roofline import DeviceSheet, Reached, Roofline
+from rlhfspec.policies.simulate.roofline import Reached, Roofline
 from rlhfspec.policies.simulate.training_cost import (
     gather_s,
     memory_fit,
@@ -15,8 +15,9 @@ from rlhfspec.policies.simulate.training_cost import (
     publication_s,
     training_cost,
 )
+from rlhfspec.profiles.gpu_sheets import GPUSheet
 
-SHEET = DeviceSheet(
+SHEET = GPUSheet(
     name="hand",
     bf16_flops=1e12,
     fp8_flops=None,
