@@ -52,6 +52,15 @@ def deploy(port) -> Iterator[Callable[..., str]]:
         serve.delete(name)
 
 
+@pytest.fixture(scope="module")
+def slow_url(port) -> str:
+    """Of the application `slow`, for all tests: two replicas, whose rewards are lengths and take their time."""
+    reward = {"kind": "odd_rewards:slow", "batch_size": 4}
+    app = build({"num_cpus": 0.2, "reward": reward, "min_replicas": 2, "max_replicas": 2})
+    serve.run(app, name="slow", route_prefix="/slow")
+    return f"http://127.0.0.1:{port}/slow/score"
+
+
 def pool(num_actors: int = 1, **section) -> RewardPool[int]:
     config = RewardConfig(**section)
     actors = [RewardActor.options(num_cpus=0).remote(f"reward-{i}", config) for i in range(num_actors)]
@@ -105,11 +114,8 @@ def test_by_url_and_by_handle_a_server_gives_the_rewards_of_the_pool(deploy, tmp
 
 
 @pytest.mark.parametrize("way", ["url", "app"])
-def test_a_replica_killed_at_work_costs_no_sample(deploy, way):
-    url = deploy(
-        "killed", reward={"kind": "odd_rewards:slow", "batch_size": 4}, min_replicas=2, max_replicas=2
-    )
-    asked = pool(2, kind="serve", **({"url": url} if way == "url" else {"app": "killed"}))
+def test_a_replica_killed_at_work_costs_no_sample(slow_url, way):
+    asked = pool(2, kind="serve", **({"url": slow_url} if way == "url" else {"app": "slow"}))
     send(asked, 32, 4)
     killed: list[int] = []
 
@@ -124,14 +130,13 @@ def test_a_replica_killed_at_work_costs_no_sample(deploy, way):
     assert [rewards[i].value for i in range(32)] == [float(len(text)) for text in responses]
 
 
-def test_two_runs_use_one_server_at_once_and_each_gets_its_own(deploy):
-    url = deploy("shared", reward={"kind": "odd_rewards:fine"})
-    pools = [pool(1, kind="serve", url=url), pool(1, kind="serve", app="shared")]
+def test_two_runs_use_one_server_at_once_and_each_gets_its_own(slow_url):
+    pools = [pool(1, kind="serve", url=slow_url), pool(1, kind="serve", app="slow")]
     for seed, one in enumerate(pools):
-        send(one, 60, 5, seed)
+        send(one, 20, 5, seed)
     for seed, one in enumerate(pools):
-        rewards = receive(one, 60)
-        assert [rewards[i].value for i in range(60)] == [float(len(text)) for text in samples(60, seed)[1]]
+        rewards = receive(one, 20)
+        assert [rewards[i].value for i in range(20)] == [float(len(text)) for text in samples(20, seed)[1]]
 
 
 def test_an_application_that_is_not_there_is_an_error_after_retries(port):
@@ -208,9 +213,8 @@ def test_arguments_that_cannot_be_served_are_refused_before_anything_starts(argu
         build(arguments)
 
 
-def test_a_dead_pool_actor_asks_the_server_again_for_what_it_had(deploy):
-    url = deploy("replaced", reward={"kind": "odd_rewards:slow"})
-    config = RewardConfig(kind="serve", url=url)
+def test_a_dead_pool_actor_asks_the_server_again_for_what_it_had(slow_url):
+    config = RewardConfig(kind="serve", url=slow_url)
 
     def make(actor: int, number: int):
         return RewardActor.options(num_cpus=0).remote(f"reward-{actor}-r{number}", config)
