@@ -47,13 +47,13 @@ class LeftOut:
 class Remarks:
     """Collects over all sources of a data set; `lines` says it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._notes: dict[str, None] = {}
         self._heads: dict[str, None] = {}
         self._num_marked = 0
         self._first_marked = ""
         known: Any = tokenizer
-        names = {*tokenizer.all_special_tokens, *known.get_added_vocab()}
+        names = {*known.all_special_tokens, *known.get_added_vocab()} if known is not None else ()
         self._marks = regex.compile(r"\L<names>", names=[name for name in names if len(name) > 2])
 
     def notes(self, *notes: Iterable[str]) -> None:
