@@ -10,6 +10,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Container, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ....core.errors import DataError
@@ -103,6 +104,11 @@ def readable(messages: Messages) -> str:
     if len(spoken) == 1:
         return spoken[0][1]
     return "\n\n".join(f"{role}: {content}" for role, content in messages)
+
+
+def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items, or characters, both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def as_dicts(messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
