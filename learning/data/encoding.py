@@ -191,9 +191,11 @@ def read_template(given: str | None, tokenizer: PreTrainedTokenizerBase | None =
         return text
     path = Path(given).expanduser()
     if not is_file(path):
+        named = tokenizer.chat_template if tokenizer is not None else None
+        names = f"; the tokenizer has {cut(', '.join(sorted(named)))}" if isinstance(named, dict) else ""
         raise DataError(
             "data.chat_template: expected a Jinja file, the template itself or the name of one of the tokenizer's "
-            f"templates, and there is no file {cut(given)}{_names_of(tokenizer)}"
+            f"templates, and there is no file {cut(given)}{names}"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -215,8 +217,3 @@ def _template_in(text: str, path: Path) -> str:
             "template's text; write the template into a file of its own"
         )
     return template
-
-
-def _names_of(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    named = tokenizer.chat_template if tokenizer is not None else None
-    return f"; the tokenizer has {cut(', '.join(sorted(named)))}" if isinstance(named, dict) else ""

@@ -74,17 +74,8 @@ def iter_rows(
 ) -> Iterator[Row | DataError]:
     """Yield the rows of a single source, and in the place of one that cannot be used what is wrong with it.
 
-    Args:
-        data: of the source.
-        left_out: counts what `data.filter` refuses.
-        progress: is told how far reading has come.
-
-    Yields:
-        Rows, or faults of one row each.
-
-    Raises:
-        DataError: reading ends here: missing file, damaged file, no row at all.
-        ConfigError: `data.filter` cannot be imported.
+    `left_out` counts what `data.filter` refuses; `progress` is told how far reading has come. Raises DataError where
+    reading ends (missing file, damaged file, no row at all), ConfigError: `data.filter` cannot be imported.
     """
     keep = RowFilter(data.filter) if data.filter is not None else None
     if data.path is None:

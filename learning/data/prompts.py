@@ -47,16 +47,12 @@ class Source:
 class PromptDataset:
     """All prompts of a run, tokenised, in the order of their sources."""
 
-    prompts: Sequence[Prompt]
+    prompts: PackedPrompts
     sources: tuple[Source, ...] = ()
     "empty: one source"
     left_out: LeftOut | None = None
     remarks: tuple[str, ...] = ()
     "what a user should know of rows that were taken as they are"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.prompts, PackedPrompts):
-            object.__setattr__(self, "prompts", PackedPrompts(self.prompts))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -69,22 +65,22 @@ class PromptDataset:
             replace(source, num_prompts=int(count))
             for source, count in zip(self.sources, counts, strict=True)
         )
-        return replace(self, prompts=[self.prompts[place] for place in places], sources=sources)
+        return replace(self, prompts=PackedPrompts(self.prompts[place] for place in places), sources=sources)
 
     @property
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt."""
-        return self._packed.max_tokens
+        return self.prompts.max_tokens
 
     @property
     def has_conversations(self) -> bool:
         """Whether the chat template has rendered any of them."""
-        return self._packed.has_conversations
+        return self.prompts.has_conversations
 
     @property
     def fingerprint(self) -> str:
         """Of all prompts in their order."""
-        return self._packed.fingerprint
+        return self.prompts.fingerprint
 
     def notes(self) -> list[str]:
         """What a user should know beside the number of prompts: what was left out, and what an epoch is made of."""
@@ -99,11 +95,6 @@ class PromptDataset:
                 for source, count in zip(self.sources, visits, strict=True)
             ]
         return lines
-
-    @property
-    def _packed(self) -> PackedPrompts:
-        assert isinstance(self.prompts, PackedPrompts)
-        return self.prompts
 
 
 def load_prompts(
@@ -150,15 +141,6 @@ def load_prompts(
     return PromptDataset(prompts=prompts, sources=sources, left_out=left_out, remarks=reader.remarks())
 
 
-def source_rows(
-    data: DataConfig, seed: int, left_out: LeftOut, progress: ReadProgress | None = None
-) -> Iterator[Row | DataError]:
-    """Yield the rows of a single source, drawn or read, and the faults in the place of rows; see `iter_rows`."""
-    if data.task is None:
-        return iter_rows(data, left_out, progress)
-    return iter(_drawn_rows(data, seed, left_out))
-
-
 class PromptReader:
     """Reads one source after the other; what was seen before is so over all of them, what is left out is counted."""
 
@@ -201,7 +183,10 @@ class PromptReader:
         waiting: list[tuple[Row, Rendered]] = []
         num_chars = 0
         try:
-            for item in source_rows(source, self._seed, self.left_out, progress):
+            rows: Iterator[Row | DataError] = iter_rows(source, self.left_out, progress)
+            if source.task is not None:
+                rows = _drawn_rows(source, self._seed, self.left_out)
+            for item in rows:
                 self.num_rows += 1
                 if (rendered := self._rendered(item, encoder)) is None:
                     continue

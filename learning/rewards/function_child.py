@@ -97,15 +97,11 @@ def _called(call: Call, columns: dict[str, Any]) -> Answer:
     try:
         result = call(columns)
         if inspect.isawaitable(result):
-            result = asyncio.run(_waited(result))
+            result = asyncio.run(asyncio.wait_for(result, None))
         return call.answer(result)
     # the user's code may raise anything, and sys.exit is no end of ours
     except (Exception, SystemExit) as error:
         return BAD, _raised(error)
-
-
-async def _waited(result: Any) -> Any:
-    return await result
 
 
 def format_function(pattern: str) -> Callable[..., float]:

@@ -69,7 +69,15 @@ class UserReward:
                 while place not in found:
                     answered, answer = next(answers)
                     found[answered] = answer
-                yield _outcome(self.path, request, found.pop(place))
+                kind, said = found.pop(place)
+                if kind == PARTS:
+                    yield Reward(value=said.pop("value"), parts=said)
+                    continue
+                yield Unscored(
+                    reason=f"reward function {self.path}, {request.where} {said}; expected a finite number; "
+                    f"{request.shown}; fix the function",
+                    is_none=kind == NONE,
+                )
         finally:
             answers.close()
 
@@ -191,14 +199,3 @@ def _columns(request: ScoreRequest) -> dict[str, Any]:
         "num_tokens": facts.num_tokens if facts else None,
         "finish_reason": str(facts.finish_reason) if facts else None,
     }
-
-
-def _outcome(path: str, request: ScoreRequest, answer: Answer) -> Reward | Unscored:
-    kind, content = answer
-    if kind == PARTS:
-        return Reward(value=content.pop("value"), parts=content)
-    return Unscored(
-        reason=f"reward function {path}, {request.where} {content}; expected a finite number; {request.shown}; "
-        "fix the function",
-        is_none=kind == NONE,
-    )
