@@ -18,16 +18,8 @@ _MAX_CHARS = 200
 _ROOT = Path(__file__).resolve().parents[1]
 IMPORT_FOLDER = _ROOT if (_ROOT / "rlhfspec.py").is_file() else _ROOT.parent
 "What has to be on the path for `rlhfspec` to be found: the checkout, or where the package is installed."
-_LAYERS = (
-    "core",
-    "profiles",
-    "policies",
-    "engine",
-    "learning",
-    "actors",
-    "cluster",
-    "integrations",
-    "benchmarks",
+_LAYERS = frozenset(
+    ("core", "profiles", "policies", "engine", "learning", "actors", "cluster", "integrations", "benchmarks")
 )
 _PRIVATE = "rlhfspec_user_code"
 "The package whose modules are those of a user's folder, where their own names are taken."

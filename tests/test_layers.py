@@ -236,7 +236,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 531
 MAX_LINES_OF_A_ROOM = {
-    "core": 2481,
+    "core": 2473,
     "core/settings": 2091,
     "core/surfaces": 177,
     "profiles": 1052,
@@ -260,7 +260,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1952,
     "learning": 6,
-    "learning/data": 3966,
+    "learning/data": 3941,
     "learning/drafts": 2995,
     "learning/environments": 597,
     "learning/models": 1423,

@@ -17,7 +17,7 @@ from ...core.outside import cut, is_file
 from .chat.chat_format import named_template, no_template, own_template, render_chat, require_written
 from .chat.messages import Messages, Turn, pairs_of
 from .chat.template_variables import require_variables
-from .chat.written_text import chat_prefill, text_prefill, unbegun_turn
+from .chat.written_text import text_prefill, turn_beginning
 from .prompt_rows import Row
 
 
@@ -126,8 +126,8 @@ class PromptEncoder:
         if template not in self._prefills:
             variables = self._data.chat_template_kwargs
             render = partial(render_chat, tokenizer, template=template, variables=variables)
-            self._prefills[template] = chat_prefill(render, template)
-            if head := unbegun_turn(render):
+            self._prefills[template], head = turn_beginning(render, template)
+            if head:
                 self.unbegun_heads[head] = None
         return self._prefills[template]
 

@@ -62,7 +62,7 @@ class Remarks:
             self._notes |= dict.fromkeys(lines)
 
     def heads(self, heads: Iterable[str]) -> None:
-        """Note what responses must begin with themselves, as `unbegun_turn` says."""
+        """Note what responses must begin with themselves, as `turn_beginning` says."""
         self._heads |= dict.fromkeys(heads)
 
     def turns(self, turns: Sequence[Turn], origin: str) -> None:

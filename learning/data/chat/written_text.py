@@ -49,49 +49,34 @@ def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) ->
 
 def text_without_special_tokens(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
     """What earlier versions took for the text of a response."""
-    return _joined(
-        tokenizer.decode(
-            completion.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-    )
+    return _decoded(tokenizer, completion.token_ids.tolist(), skip_special_tokens=True)
 
 
-def chat_prefill(render: Render, template: str) -> str:
-    """What a chat template begins the assistant's turn with behind its head, such as `<think>`; empty where nothing.
+def turn_beginning(render: Render, template: str) -> tuple[str, str]:
+    """What a chat template begins the assistant's turn with behind its head, such as `<think>`, empty for nothing.
 
-    `template` is its text. A template that refuses a plain conversation has none that could be told.
+    Then the head of the turn where it is written of turns alone, and not where one is asked for. `template` is its
+    text. A template that refuses a plain conversation has neither that could be told.
     """
     user, said = {"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}
     try:
         unopened, opened = render([user], ask=False), render([user], ask=True)
         # of an earlier turn: templates leave the reasoning out there, or write an empty one in the last
-        later = render([user, said, user], ask=False)
+        answered = render([user, said] if opened == unopened else [user, said, user], ask=False)
     except Exception:  # templates are programs: they raise what they like
-        return ""
+        return "", ""
+    is_told = answered.startswith(unopened) and _SAID in answered
+    head = answered[len(unopened) : answered.index(_SAID)] if is_told else ""
+    if opened == unopened:
+        return "", head if any(char.isalnum() for char in head) else ""
     if not opened.startswith(unopened):
-        return ""
+        return "", ""
     opening = opened[len(unopened) :]
-    if later.startswith(unopened) and _SAID in later:
-        head = later[len(unopened) : later.index(_SAID)]
-        behind = opening[num_shared(opening, head) :]
-        if behind.strip():
-            return behind
-    opened = _OPENED.search(opening)
-    return opened[0] if opened is not None and f"</{opened[1]}>" in template else ""
-
-
-def unbegun_turn(render: Render) -> str:
-    """The head of an assistant's turn that a chat template writes of turns and not where it is asked to begin one."""
-    user, said = {"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}
-    try:
-        unopened, opened = render([user], ask=False), render([user], ask=True)
-        answered = render([user, said], ask=False)
-    except Exception:  # templates are programs: they raise what they like
-        return ""
-    if opened != unopened or not answered.startswith(unopened) or _SAID not in answered:
-        return ""
-    head = answered[len(unopened) : answered.index(_SAID)]
-    return head if any(char.isalnum() for char in head) else ""
+    behind = opening[num_shared(opening, head) :]
+    if is_told and behind.strip():
+        return behind, ""
+    tag = _OPENED.search(opening)
+    return tag[0] if tag is not None and f"</{tag[1]}>" in template else "", ""
 
 
 def text_prefill(prompt_template: str) -> str:
@@ -128,9 +113,7 @@ def _runs(sampled: Bool[np.ndarray, " T"]) -> Iterator[tuple[int, int, bool]]:
             yield first, end, bool(sampled[first])
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return _joined(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _joined(decoded: str | list[str]) -> str:
-    return decoded if isinstance(decoded, str) else "".join(decoded)
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+    return "".join(
+        tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    )
