@@ -9,7 +9,6 @@ from typing import Any
 from ...core.config_io import apply_overrides, config_from_dict
 from ...core.errors import ConfigError
 from ...engine.admission import MB
-from ...learning.data.packed_prompts import PackedPrompts
 from ...learning.data.prompts import PromptDataset
 from ..observe.console import Reporter
 from ..placement.ray_session import is_local
@@ -74,9 +73,7 @@ def plan_server(
         plan = MemoryNeeds(config, shapes, max_total_tokens=most).plan(object_store_bytes=0)
         paged = paged.model_copy(update={"kv_cache_mb": _cache_mb(plan.longest_sample_bytes)})
         config = config.model_copy(update={"engine": paged})
-    inputs = Inputs(
-        tokenizer=models.tokenizer, dataset=PromptDataset(prompts=PackedPrompts()), max_total_tokens=most
-    )
+    inputs = Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(), max_total_tokens=most)
     return RunPlan(
         config=config, topology=plan_topology(config), models=models, inputs=inputs, takes_any_stop=True
     )

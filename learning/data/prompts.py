@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +47,7 @@ class Source:
 class PromptDataset:
     """All prompts of a run, tokenised, in the order of their sources."""
 
-    prompts: PackedPrompts
+    prompts: PackedPrompts = field(default_factory=PackedPrompts)
     sources: tuple[Source, ...] = ()
     "empty: one source"
     left_out: LeftOut | None = None

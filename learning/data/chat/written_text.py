@@ -65,15 +65,15 @@ def turn_beginning(render: Render, template: str) -> tuple[str, str]:
         answered = render([user, said] if opened == unopened else [user, said, user], ask=False)
     except Exception:  # templates are programs: they raise what they like
         return "", ""
-    is_told = answered.startswith(unopened) and _SAID in answered
-    head = answered[len(unopened) : answered.index(_SAID)] if is_told else ""
+    is_shown = answered.startswith(unopened) and _SAID in answered
+    head = answered[len(unopened) : answered.index(_SAID)] if is_shown else ""
     if opened == unopened:
         return "", head if any(char.isalnum() for char in head) else ""
     if not opened.startswith(unopened):
         return "", ""
     opening = opened[len(unopened) :]
     behind = opening[num_shared(opening, head) :]
-    if is_told and behind.strip():
+    if is_shown and behind.strip():
         return behind, ""
     tag = _OPENED.search(opening)
     return tag[0] if tag is not None and f"</{tag[1]}>" in template else "", ""
