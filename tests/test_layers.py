@@ -260,7 +260,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1952,
     "learning": 6,
-    "learning/data": 3941,
+    "learning/data": 3943,
     "learning/drafts": 2995,
     "learning/environments": 597,
     "learning/models": 1423,
