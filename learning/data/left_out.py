@@ -56,10 +56,9 @@ class Remarks:
         names = {*known.all_special_tokens, *known.get_added_vocab()} if known is not None else ()
         self._marks = regex.compile(r"\L<names>", names=[name for name in names if len(name) > 2])
 
-    def notes(self, *notes: Iterable[str]) -> None:
+    def notes(self, lines: Iterable[str]) -> None:
         """Note what readers of rows and of messages have noted."""
-        for lines in notes:
-            self._notes |= dict.fromkeys(lines)
+        self._notes |= dict.fromkeys(lines)
 
     def heads(self, heads: Iterable[str]) -> None:
         """Note what responses must begin with themselves, as `turn_beginning` says."""
