@@ -18,16 +18,8 @@ _MAX_CHARS = 200
 _ROOT = Path(__file__).resolve().parents[1]
 IMPORT_FOLDER = _ROOT if (_ROOT / "rlhfspec.py").is_file() else _ROOT.parent
 "What has to be on the path for `rlhfspec` to be found: the checkout, or where the package is installed."
-_LAYERS = (
-    "core",
-    "profiles",
-    "policies",
-    "engine",
-    "learning",
-    "actors",
-    "cluster",
-    "integrations",
-    "benchmarks",
+_LAYERS = frozenset(
+    ("core", "profiles", "policies", "engine", "learning", "actors", "cluster", "integrations", "benchmarks")
 )
 _PRIVATE = "rlhfspec_user_code"
 "The package whose modules are those of a user's folder, where their own names are taken."
@@ -104,7 +96,7 @@ def give_way(folders: Sequence[str]) -> None:
         import_from_too(folder)
         if Path(folder).resolve() == _ROOT:
             continue
-        ours = next((i for i, entry in enumerate(sys.path) if _is_root(entry)), None)
+        ours = next((i for i, entry in enumerate(sys.path) if entry and Path(entry).resolve() == _ROOT), None)
         if ours is not None and folder in sys.path[ours + 1 :]:
             del sys.path[ours + 1 + sys.path[ours + 1 :].index(folder)]
             sys.path.insert(ours, folder)
@@ -195,10 +187,6 @@ def _places_of(top: str) -> list[Path]:
     if spec.submodule_search_locations is not None:
         return [Path(place) for place in spec.submodule_search_locations]
     return [Path(spec.origin)] if spec.has_location and spec.origin is not None else []
-
-
-def _is_root(entry: str) -> bool:
-    return bool(entry) and Path(entry).resolve() == _ROOT
 
 
 def _advice(error: ModuleNotFoundError | SyntaxError) -> str:

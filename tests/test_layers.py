@@ -243,7 +243,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 532
 MAX_LINES_OF_A_ROOM = {
-    "core": 2485,
+    "core": 2473,
     "core/settings": 2091,
     "core/surfaces": 177,
     "profiles": 1096,
@@ -267,11 +267,11 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1952,
     "learning": 6,
-    "learning/data": 4324,
+    "learning/data": 3943,
     "learning/drafts": 2995,
     "learning/environments": 597,
     "learning/models": 1423,
-    "learning/rewards": 1527,
+    "learning/rewards": 1450,
     "learning/tasks": 251,
     "learning/training": 5773,
     "actors": 370,

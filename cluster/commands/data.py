@@ -97,7 +97,7 @@ def _lines(report: DataReport) -> Iterator[str]:
         yield f"{report.unit:<12}min {lengths[0]:,}, median {middle:,}, max {lengths[-1]:,}"
     if out := report.left_out.describe():
         yield f"left out    {out}"
-    yield from (f"note        {note}" for note in report.left_out.notes)
+    yield from (f"note        {note}" for note in report.remarks())
     for row, text, length in report.samples:
         yield f"\n--- {row.origin}, {length} {report.unit}, as the model sees it\n{_shown(text)}"
         if row.reference:

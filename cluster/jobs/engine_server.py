@@ -73,7 +73,7 @@ def plan_server(
         plan = MemoryNeeds(config, shapes, max_total_tokens=most).plan(object_store_bytes=0)
         paged = paged.model_copy(update={"kv_cache_mb": _cache_mb(plan.longest_sample_bytes)})
         config = config.model_copy(update={"engine": paged})
-    inputs = Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(prompts=()), max_total_tokens=most)
+    inputs = Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(), max_total_tokens=most)
     return RunPlan(
         config=config, topology=plan_topology(config), models=models, inputs=inputs, takes_any_stop=True
     )

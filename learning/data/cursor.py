@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ...core.errors import DataError
 from ...core.outside import quote
-from ...core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from ...core.records import SampleKey, SampleRequest, SamplingParams, Stream
 from .prompts import EpochOrder, PromptDataset
 
 
@@ -47,7 +47,11 @@ class PromptCursor:
         """
         requests: list[SampleRequest] = []
         for _ in range(num_prompts):
-            prompt = self._next_prompt()
+            while self._position >= len(self._order):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._epochs.order(self._epoch)
+            prompt = self.dataset.prompts[int(self._order[self._position])]
+            self._position += 1
             for _ in range(samples_per_prompt):
                 key = SampleKey(
                     run_seed=self.run_seed, stream=self.stream, sample_index=self._next_sample_index
@@ -109,11 +113,3 @@ class PromptCursor:
             "sources": sources,
             "shuffle": str(self.shuffle),
         }
-
-    def _next_prompt(self) -> Prompt:
-        while self._position >= len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._epochs.order(self._epoch)
-        prompt = self.dataset.prompts[int(self._order[self._position])]
-        self._position += 1
-        return prompt

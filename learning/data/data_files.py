@@ -43,7 +43,7 @@ def find_files(path: str, split: str, *, key: str = "data.path") -> list[Path] |
     if _WILD.search(path) and not is_dir(file):
         what = f"the pattern {cut(path)}"
         found = _of_one_format(_glob(str(file), key), what, key)
-        require_one_split(found, what, key=key)
+        _require_one_split(found, what, key)
         _require_whole(found[0], split, key)
         return found
     folder, subset = split_subset(path)
@@ -88,7 +88,7 @@ def _require_format(file: Path) -> None:
 
 def _require_whole(file: Path, split: str, key: str) -> None:
     """Raise DataError where data.split asks for another part of a file, which is read whole, than it is named after."""
-    named = {"train", *splits_of(PurePath(file.name)), *_exact_names(PurePath(*file.parts[-2:]))}
+    named = {"train", *_splits_of(PurePath(file.name)), *_exact_names(PurePath(*file.parts[-2:]))}
     if key != "data.eval_path" and named.isdisjoint({split, _canonical(split)}):
         raise DataError(
             f"data.split is '{cut(split)}', and {file} is read whole; expected a file that is named after the split, a "
@@ -127,27 +127,43 @@ def _kind(file: Path) -> str:
 
 
 def _in_folder(folder: Path, subset: str, split: str, key: str) -> list[Path] | None:
-    if is_saved_by_datasets(folder) or is_for_datasets(folder, subset, key=key):
+    if is_saved_by_datasets(folder):
         return None
-    described = subset_files(folder, subset, split, key=key)
-    if isinstance(described, Path):
-        return _in_folder(described, "", split, key)
-    if described is not None:
-        known = all(form_of(file) in _FORMS for file in described)
-        return _of_one_format(described, f"the folder {folder}", key) if known else None
+    subsets = _subsets(folder)
+    if subsets:
+        chosen = subsets[_choose(folder, subset, subsets, key)]
+        if not _UNDERSTOOD.issuperset(chosen):
+            return None  # it says more than which files it has, which `datasets` alone heeds
+        base = folder / (chosen.get("data_dir") or "")
+        if chosen.get("data_files") is not None:
+            files = _described(folder, base, chosen["data_files"], split, key)
+            known = all(form_of(file) in _FORMS for file in files)
+            return _of_one_format(files, f"the folder {folder}", key) if known else None
+        if base != folder:
+            return _in_folder(base, "", split, key)
+    elif subset:
+        inside = f", such as {folder / subset}" if (folder / subset).is_dir() else ""
+        raise DataError(
+            f"the folder {folder} has no subset '{subset}': its {CARD} names none; name the folder that holds the "
+            f"files{inside}; check {key}"
+        )
     try:
         below = sorted(file for file in folder.rglob("*") if not _is_hidden(file, folder) and is_file(file))
     except OSError as error:
         raise DataError(f"cannot read the folder {folder}: {error.strerror}; check {key}") from error
     shards = [file for file in below if form_of(file) in _FORMS and file.name not in _DESCRIPTIONS]
-    rows = [file for file in shards if form_of(file) != ".json" or _is_data(file, folder)]
     if any(form_of(file) != ".json" for file in shards):
-        shards = rows
+        # of .json files those may describe the files beside them
+        shards = [
+            file
+            for file in shards
+            if form_of(file) != ".json" or _splits_of(file.relative_to(folder)) or looks_like_rows(file)
+        ]
     if not shards:
         if not below:
             raise DataError(f"the folder {folder} holds no file; expected {NAMED_FORMATS}; check {key}")
         return None  # perhaps `datasets` knows what it is
-    return _of_one_format(files_of_split(shards, folder, split, key=key), f"the folder {folder}", key)
+    return _of_one_format(_of_split(shards, folder, split, key), f"the folder {folder}", key)
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
@@ -155,42 +171,9 @@ def _is_hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith((".", "__")) or part in _NOT_DATA for part in parts)
 
 
-def _is_data(file: Path, folder: Path) -> bool:
-    """False for a .json file that describes the files beside it."""
-    return is_named_after_a_split(file.relative_to(folder)) or looks_like_rows(file)
-
-
 CARD = "README.md"
 _UNDERSTOOD = {"data_files", "data_dir", "default", "description", "version"}
 "What a subset may say that needs no `datasets` to be read."
-
-
-def subset_files(
-    folder: Path, subset: str, split: str, *, key: str = "data.path"
-) -> list[Path] | Path | None:
-    """Return the files of a subset's split as the folder's card names them; None without a card that names any.
-
-    A folder where the card names no more (`data_dir`): what split its files are of, their names say.
-
-    Raises DataError: the card cannot be read; no such subset, or several and none chosen; no such split.
-    """
-    subsets = _subsets(folder)
-    if not subsets:
-        if subset:
-            inside = f", such as {folder / subset}" if (folder / subset).is_dir() else ""
-            raise DataError(
-                f"the folder {folder} has no subset '{subset}': its {CARD} names none; name the folder that holds the "
-                f"files{inside}; check {key}"
-            )
-        return None
-    chosen = subsets[_choose(folder, subset, subsets, key)]
-    return _files(folder, chosen, split, key)
-
-
-def is_for_datasets(folder: Path, subset: str, *, key: str = "data.path") -> bool:
-    """True where the card says more of the subset than which files it has, which `datasets` alone heeds."""
-    subsets = _subsets(folder)
-    return bool(subsets) and not _UNDERSTOOD.issuperset(subsets[_choose(folder, subset, subsets, key)])
 
 
 def _subsets(folder: Path) -> dict[str, dict[str, Any]]:
@@ -229,12 +212,9 @@ def _choose(folder: Path, subset: str, subsets: dict[str, dict[str, Any]], key: 
     return default[0]
 
 
-def _files(folder: Path, chosen: dict[str, Any], split: str, key: str) -> list[Path] | Path | None:
-    base = folder / (chosen.get("data_dir") or "")
-    given = chosen.get("data_files")
-    if given is None:
-        return None if base == folder else base
-    from datasets.data_files import sanitize_patterns
+def _described(folder: Path, base: Path, given: Any, split: str, key: str) -> list[Path]:
+    """The files of a subset's split as the card names them."""
+    from datasets.data_files import resolve_pattern, sanitize_patterns
 
     patterns = sanitize_patterns(given)
     if split not in patterns:
@@ -242,26 +222,19 @@ def _files(folder: Path, chosen: dict[str, Any], split: str, key: str) -> list[P
             f"the folder {folder} has no split '{split}' in the subset that {CARD} describes; it has "
             f"{', '.join(patterns)}; check data.split"
         )
-    files = _listed([str(pattern) for pattern in patterns[split]], base, split)
-    says_splits = isinstance(given, list) and any(isinstance(one, dict) for one in given)
-    if not says_splits:
-        require_one_split(files, f"{folder / CARD}", key=key)
-    return files
-
-
-def _listed(patterns: Sequence[str], base: Path, split: str) -> list[Path]:
-    from datasets.data_files import resolve_pattern
-
-    files: dict[Path, None] = {}
-    for pattern in patterns:
+    found: dict[Path, None] = {}
+    for pattern in patterns[split]:
         try:
-            files |= dict.fromkeys(sorted(Path(name) for name in resolve_pattern(pattern, str(base))))
+            names = resolve_pattern(str(pattern), str(base))
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{CARD} names '{pattern}' for split '{split}', which is not in {base}: {cut(str(error))}; get the "
                 "files, or fix its configs"
             ) from error
-    return list(files)
+        found |= dict.fromkeys(sorted(map(Path, names)))
+    if not (isinstance(given, list) and any(isinstance(one, dict) for one in given)):  # it names no splits
+        _require_one_split([*found], f"{folder / CARD}", key)
+    return [*found]
 
 
 _SPLITS = {
@@ -279,7 +252,7 @@ _PARTITION = re.compile(r"split=(.+)", re.IGNORECASE)
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
 
 
-def splits_of(file: PurePath) -> frozenset[str]:
+def _splits_of(file: PurePath) -> frozenset[str]:
     """Return the splits that a relative path is named after: a partition `split=NAME`, folders, else the file."""
     for part in file.parts[:-1]:
         if partition := _PARTITION.fullmatch(part):
@@ -288,14 +261,11 @@ def splits_of(file: PurePath) -> frozenset[str]:
     return of_folders or _words(file.name)
 
 
-def files_of_split(files: Sequence[Path], folder: Path, split: str, *, key: str = "data.path") -> list[Path]:
-    """Return those of a folder's files that are of a split; where none is named after any, all are of train.
-
-    Raises DataError: none is; a file is named after several splits; files of several, such as train_a and train_b.
-    """
+def _of_split(files: Sequence[Path], folder: Path, split: str, key: str) -> list[Path]:
+    """Those of a folder's files that are of a split; where none is named after any, all are of train."""
     below = {file: file.relative_to(folder) for file in files}
     wanted = _canonical(split)
-    named = {file: splits_of(path) for file, path in below.items()}
+    named = {file: _splits_of(path) for file, path in below.items()}
     if split not in _CANONICAL:
         exact = [file for file, path in below.items() if split in _exact_names(path)]
         if exact:
@@ -324,21 +294,16 @@ def files_of_split(files: Sequence[Path], folder: Path, split: str, *, key: str 
     return chosen
 
 
-def require_one_split(files: Sequence[Path], what: str, *, key: str = "data.path") -> None:
-    """Raises DataError where a pattern's files are of several splits: nobody would see a test split among them."""
+def _require_one_split(files: Sequence[Path], what: str, key: str) -> None:
+    """Raise DataError where a pattern's files are of several splits: nobody would see a test split among them."""
     common = os.path.commonpath([file.parent for file in files])
-    of: Mapping[frozenset[str], Path] = {splits_of(file.relative_to(common)): file for file in files}
+    of: Mapping[frozenset[str], Path] = {_splits_of(file.relative_to(common)): file for file in files}
     if len(of) > 1:
         shown = ", ".join(str(file) for file in sorted(of.values())[:5])
         raise DataError(
             f"{what} names files of several splits, such as {shown}; expected one split; narrow the pattern in {key}, "
             "or name the folder and data.split"
         )
-
-
-def is_named_after_a_split(file: PurePath) -> bool:
-    """True where the name of a file or of its folders says its split."""
-    return bool(splits_of(file))
 
 
 def _canonical(split: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from ...core.config import DataConfig
 from ...core.errors import DataError
 from ...core.outside import cut, is_file
 from .chat.chat_format import named_template, no_template, own_template, render_chat, require_written
-from .chat.messages import Messages, Tools, Turn, pairs_of
+from .chat.messages import Messages, Turn, pairs_of
 from .chat.template_variables import require_variables
-from .chat.written_text import chat_prefill, text_prefill, unbegun_turn
+from .chat.written_text import text_prefill, turn_beginning
 from .prompt_rows import Row
 
 
@@ -25,14 +26,17 @@ class Rendered:
     """A prompt as the model sees it."""
 
     text: str
-    messages: Messages
-    "the turns that the chat template was given; empty for plain text"
     plain: str = ""
     "the question with data.prompt_template around it, without a chat template; empty of conversations"
     turns: tuple[Turn, ...] = ()
-    "the messages whole"
+    "the messages that the chat template was given, whole; empty for plain text"
     prefill: str = ""
     "what the text begins the assistant's turn with, such as `<think>`"
+
+    @property
+    def messages(self) -> Messages:
+        """Role and content of the turns."""
+        return pairs_of(self.turns)
 
 
 class PromptEncoder:
@@ -57,7 +61,7 @@ class PromptEncoder:
         Raises DataError: no chat template, or one that refuses the turns.
         """
         data = self._data
-        if row.messages:
+        if row.turns:
             *history, last = row.turns
             return self._chat(row, (*history, {**last, "content": row.filled}))
         if data.chat:
@@ -68,63 +72,42 @@ class PromptEncoder:
                 "write it into data.prompt_template"
             )
         prefill = text_prefill(data.prompt_template) if data.task is None else ""
-        return Rendered(row.filled, (), plain=row.filled, prefill=prefill)
+        return Rendered(row.filled, plain=row.filled, prefill=prefill)
 
     def token_ids(self, prompts: Sequence[Rendered]) -> list[list[int]]:
-        """Tokenise many at once, which fast tokenizers do in parallel."""
+        """Tokenise many at once, which fast tokenizers do in parallel; of a source all are conversations, or none."""
         assert self._tokenizer is not None
-        out: list[list[int]] = [[] for _ in prompts]
-        for is_chat in (False, True):
-            chosen = [index for index, prompt in enumerate(prompts) if bool(prompt.messages) == is_chat]
-            # a chat template writes the special tokens itself
-            special = self._adds_special_tokens and not is_chat
-            texts = [prompts[index].text for index in chosen]
-            ids = (
-                prompt_ids(self._tokenizer, texts)
-                if special
-                else encode_texts(self._tokenizer, texts, special=False)
-            )
-            for index, row in zip(chosen, ids, strict=True):
-                out[index] = row
-        return out
+        texts = [prompt.text for prompt in prompts]
+        # a chat template writes the special tokens itself
+        if self._adds_special_tokens and not any(prompt.turns for prompt in prompts):
+            return prompt_ids(self._tokenizer, texts)
+        return encode_texts(self._tokenizer, texts, special=False)
 
     def _chat(self, row: Row, turns: tuple[Turn, ...]) -> Rendered:
         system = self._data.system_prompt
         if system is not None and turns[0]["role"] not in ("system", "developer"):
             turns = ({"role": "system", "content": system}, *turns)
-        messages = pairs_of(turns)
-        if self._tokenizer is None:
-            return Rendered(
-                "\n".join(f"{role}: {content}" for role, content in messages), messages, turns=turns
-            )
-        template = self._template or own_template(self._tokenizer, tools=row.tools)
+        tokenizer, variables = self._tokenizer, self._data.chat_template_kwargs
+        if tokenizer is None:
+            return Rendered("\n".join(f"{role}: {content}" for role, content in pairs_of(turns)), turns=turns)
+        template = self._template or own_template(tokenizer, tools=row.tools)
         if template is None:
-            asked = "data.chat is true" if not row.messages else f"{row.origin} is a conversation"
+            asked = "data.chat is true" if not row.turns else f"{row.origin} is a conversation"
             raise DataError(
-                f"{asked} but {no_template(self._tokenizer)}; name one by data.chat_template, set data.chat to "
+                f"{asked} but {no_template(tokenizer)}; name one by data.chat_template, set data.chat to "
                 "false for plain text, or models.tokenizer to one that has a template"
             )
-        require_variables(
-            template,
-            self._data.chat_template_kwargs,
-            known=self._tokenizer.special_tokens_map,
-            note=self.notes.setdefault,
-        )
-
-        def render(turns: Sequence[Turn], tools: Tools) -> str:
-            assert self._tokenizer is not None
-            variables = self._data.chat_template_kwargs
-            return render_chat(
-                self._tokenizer, turns, ask=True, tools=tools, template=template, variables=variables
-            )
-
+        note = self.notes.setdefault
+        require_variables(template, variables, known=tokenizer.special_tokens_map, note=note)
+        render = partial(render_chat, tokenizer, ask=True, template=template, variables=variables)
         try:
-            text = render(turns, row.tools)
+            text = render(turns, tools=row.tools)
         except Exception as error:  # a template is a program, and not ours
             said = " ".join(str(error).split())[:200]
+            roles = cut(", ".join(turn["role"] for turn in turns))
             raise DataError(
-                f"{row.origin}: the chat template refuses its turns ({cut(', '.join(role for role, _ in messages))}): "
-                f"{type(error).__name__}: {said}; {self._advice(row, messages)}"
+                f"{row.origin}: the chat template refuses its turns ({roles}): {type(error).__name__}: {said}; "
+                f"{_advice(row, turns)}"
             ) from error
         require_written(
             render,
@@ -134,32 +117,27 @@ class PromptEncoder:
             template=template,
             origin=row.origin,
             key="data.chat_template",
-            note=self.notes.setdefault,
+            note=note,
         )
-        prefill = self._prefill(self._tokenizer, template)
-        return Rendered(text, messages, turns=turns, prefill=prefill if text.endswith(prefill) else "")
+        prefill = self._prefill(tokenizer, template)
+        return Rendered(text, turns=turns, prefill=prefill if text.endswith(prefill) else "")
 
     def _prefill(self, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
         if template not in self._prefills:
             variables = self._data.chat_template_kwargs
-
-            def render(turns: Sequence[Turn], ask: bool) -> str:
-                return render_chat(tokenizer, turns, ask=ask, template=template, variables=variables)
-
-            self._prefills[template] = chat_prefill(render, template)
-            if head := unbegun_turn(render):
+            render = partial(render_chat, tokenizer, template=template, variables=variables)
+            self._prefills[template], head = turn_beginning(render, template)
+            if head:
                 self.unbegun_heads[head] = None
         return self._prefills[template]
 
-    def _advice(self, row: Row, messages: Messages) -> str:
-        if messages[0][0] in ("system", "developer"):
-            if row.messages and row.messages[0][0] == messages[0][0]:
-                return (
-                    "where it knows no system turn, name another by data.chat_template, or leave the row out "
-                    "by data.filter"
-                )
-            return "where it knows no system turn, take out data.system_prompt or name another by data.chat_template"
+
+def _advice(row: Row, turns: Sequence[Turn]) -> str:
+    if turns[0]["role"] not in ("system", "developer"):
         return "fix the row, leave it out by data.filter, or name another template by data.chat_template"
+    if row.turns and row.turns[0]["role"] == turns[0]["role"]:
+        return "where it knows no system turn, name another by data.chat_template, or leave the row out by data.filter"
+    return "where it knows no system turn, take out data.system_prompt or name another by data.chat_template"
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
@@ -213,9 +191,11 @@ def read_template(given: str | None, tokenizer: PreTrainedTokenizerBase | None =
         return text
     path = Path(given).expanduser()
     if not is_file(path):
+        named = tokenizer.chat_template if tokenizer is not None else None
+        names = f"; the tokenizer has {cut(', '.join(sorted(named)))}" if isinstance(named, dict) else ""
         raise DataError(
             "data.chat_template: expected a Jinja file, the template itself or the name of one of the tokenizer's "
-            f"templates, and there is no file {cut(given)}{_names_of(tokenizer)}"
+            f"templates, and there is no file {cut(given)}{names}"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -237,8 +217,3 @@ def _template_in(text: str, path: Path) -> str:
             "template's text; write the template into a file of its own"
         )
     return template
-
-
-def _names_of(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    named = tokenizer.chat_template if tokenizer is not None else None
-    return f"; the tokenizer has {cut(', '.join(sorted(named)))}" if isinstance(named, dict) else ""

@@ -47,22 +47,21 @@ class LeftOut:
 class Remarks:
     """Collects over all sources of a data set; `lines` says it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._notes: dict[str, None] = {}
         self._heads: dict[str, None] = {}
         self._num_marked = 0
         self._first_marked = ""
         known: Any = tokenizer
-        names = {*tokenizer.all_special_tokens, *known.get_added_vocab()}
+        names = {*known.all_special_tokens, *known.get_added_vocab()} if known is not None else ()
         self._marks = regex.compile(r"\L<names>", names=[name for name in names if len(name) > 2])
 
-    def notes(self, *notes: Iterable[str]) -> None:
+    def notes(self, lines: Iterable[str]) -> None:
         """Note what readers of rows and of messages have noted."""
-        for lines in notes:
-            self._notes |= dict.fromkeys(lines)
+        self._notes |= dict.fromkeys(lines)
 
     def heads(self, heads: Iterable[str]) -> None:
-        """Note what responses must begin with themselves, as `unbegun_turn` says."""
+        """Note what responses must begin with themselves, as `turn_beginning` says."""
         self._heads |= dict.fromkeys(heads)
 
     def turns(self, turns: Sequence[Turn], origin: str) -> None:

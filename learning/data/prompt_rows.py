@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.config import DataConfig
@@ -21,14 +21,7 @@ from .chat.messages import (
 )
 from .left_out import LeftOut, RowFilter
 from .raw_records import ReadProgress, iter_records
-from .record import (
-    Columns,
-    Record,
-    has_field,
-    missing_field,
-    named_columns,
-    top_names,
-)
+from .record import Columns, Record, has_field, missing_field, named_columns, top_names
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations")
 "Columns that hold conversations in TRL's, verl's, LMSYS's and ShareGPT's data."
@@ -46,13 +39,16 @@ class Row:
     "the prompt, of a conversation its last turn, in data.prompt_template"
     index: int = 0
     "place among the source's rows, counted from 0"
-    messages: Messages = ()
-    "of a conversation, up to the turn that is to be answered"
     turns: tuple[Turn, ...] = ()
-    "the same whole"
+    "of a conversation, up to the one that is to be answered"
     tools: tuple[Mapping[str, Any], ...] = ()
     "that a chat template is told of"
     fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> Messages:
+        """Role and content of the turns."""
+        return pairs_of(self.turns)
 
     @property
     def more(self) -> str:
@@ -78,17 +74,8 @@ def iter_rows(
 ) -> Iterator[Row | DataError]:
     """Yield the rows of a single source, and in the place of one that cannot be used what is wrong with it.
 
-    Args:
-        data: of the source.
-        left_out: counts what `data.filter` refuses.
-        progress: is told how far reading has come.
-
-    Yields:
-        Rows, or faults of one row each.
-
-    Raises:
-        DataError: reading ends here: missing file, damaged file, no row at all.
-        ConfigError: `data.filter` cannot be imported.
+    `left_out` counts what `data.filter` refuses; `progress` is told how far reading has come. Raises DataError where
+    reading ends (missing file, damaged file, no row at all), ConfigError: `data.filter` cannot be imported.
     """
     keep = RowFilter(data.filter) if data.filter is not None else None
     if data.path is None:
@@ -121,16 +108,6 @@ def iter_rows(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    prompt: str
-    key: str
-    "the setting that names it"
-    is_conversation: bool
-    named: tuple[str, ...] = ()
-    "columns that data.prompt_template names"
-
-
 class RowReader:
     """Makes rows of a source's records; the first one says whether they are conversations."""
 
@@ -139,72 +116,75 @@ class RowReader:
     ) -> None:
         self._data = data
         self._all_columns = all_columns
-        self._plan: _Plan | None = None
         self._columns = Columns("row.prompt", data, note)
+        self._prompt, self._key, self._is_conversation = "", "", False
+        "the column of prompts, the setting that names it"
+        self._named: tuple[str, ...] = ()
+        "columns that data.prompt_template names"
         self._read = dict[str, None]()
-        "columns that settings name"
+        "columns that settings name; none before the first record"
 
     def choose_columns(self, kinds: Mapping[str, bool], origin: str) -> list[str] | None:
         """Return the columns that are used, None for all. Raises DataError where one is missing."""
-        data = self._data
-        plan = self._plan = self._plan or _plan_fields(data, kinds, origin)
-        wanted = self._wanted(kinds, plan)
-        for name, key in wanted.items():
+        for name, key in self._plan(kinds, origin).items():
             if not has_field(kinds, name):
                 raise missing_field(origin, name, key, kinds)
-        self._read = self._named(kinds, plan)
         looked_at = {name for name in kinds if name in self._read or self._columns.is_refused(name)}
         self._columns.require(dict.fromkeys(kinds.keys() - looked_at, True), self._read, origin)
         return None if self._all_columns else [name for name in kinds if name in looked_at]
 
-    def _wanted(self, kinds: Mapping[str, bool], plan: _Plan) -> dict[str, str]:
-        """Columns that must be there, and the setting that names each."""
+    def _plan(self, kinds: Mapping[str, bool], origin: str) -> dict[str, str]:
+        """See which columns are read; returns those that must be there, and the setting that names each."""
         data = self._data
-        wanted = {plan.prompt: plan.key} | dict.fromkeys(data.reward_fields, "data.reward_fields")
-        wanted |= dict.fromkeys(plan.named, "data.prompt_template")
-        if data.reference_field is not None and not (plan.is_conversation and _may_be_cut(data, kinds)):
+        if not self._prompt:
+            named = named_columns(data.prompt_template, kinds)
+            prompt, key, is_conversation = _prompt_of(data, kinds, named, origin)
+            if "{prompt}" not in data.prompt_template and (is_conversation or not named):
+                kind = "conversations" if is_conversation else f"rows of {cut(', '.join(kinds))}"
+                raise DataError(
+                    f"{origin}: data.prompt_template fills nothing of {kind} in; expected {{prompt}}"
+                    f"{'' if is_conversation else ', or a column by its name'}; put it in"
+                )
+            self._prompt, self._key, self._is_conversation, self._named = prompt, key, is_conversation, named
+        wanted = {self._prompt: self._key} | dict.fromkeys(data.reward_fields, "data.reward_fields")
+        wanted |= dict.fromkeys(self._named, "data.prompt_template")
+        if data.reference_field is not None and not (self._is_conversation and _may_be_cut(data, kinds)):
             wanted[data.reference_field] = "data.reference_field"
+        tools = data.tools_field if self._is_conversation or data.chat else None
+        self._read = top_names([*wanted, tools], kinds)
         return wanted
-
-    def _named(self, kinds: Mapping[str, bool], plan: _Plan) -> dict[str, None]:
-        """Columns that are read."""
-        tools = self._data.tools_field if plan.is_conversation or self._data.chat else None
-        return top_names([*self._wanted(kinds, plan), tools], kinds)
 
     def row(self, record: Record, index: int) -> Row:
         """Raises DataError: a field is missing or not of its kind."""
         data, values, origin = self._data, record.values, record.origin
-        if self._plan is None:
-            kinds = {name: looks_like_messages(value) for name, value in values.items()}
-            plan = self._plan = _plan_fields(data, kinds, origin)
-            self._read = self._named(kinds, plan)
-        plan = self._plan
+        if not self._prompt:
+            self._plan({name: looks_like_messages(value) for name, value in values.items()}, origin)
         self._columns.require(values, self._read, origin)
         turns, answer = (), ""
-        if plan.is_conversation:
-            given = record.turns(plan.prompt, plan.key)
-            turns, answer = asked_and_answered(given, f"{origin}: field '{plan.prompt}'")
+        if self._is_conversation:
+            given = record.turns(self._prompt, self._key)
+            turns, answer = asked_and_answered(given, f"{origin}: field '{self._prompt}'")
             prompt = readable(pairs_of(turns))
         else:
-            prompt = record.text(plan.prompt, plan.key)
+            prompt = record.text(self._prompt, self._key)
             if looks_like_messages(prompt):
                 raise DataError(
-                    f"{origin}: field '{plan.prompt}' is a conversation as JSON text, expected plain text of "
+                    f"{origin}: field '{self._prompt}' is a conversation as JSON text, expected plain text of "
                     "data.prompt_field; name the field by data.messages_field, which reads it"
                 )
             if is_blank(prompt) and (data.chat or data.prompt_template != "{prompt}"):
                 raise DataError(
-                    f"{origin}: field '{plan.prompt}' is empty; expected text to answer, or leave the row out by "
+                    f"{origin}: field '{self._prompt}' is empty; expected text to answer, or leave the row out by "
                     "data.filter"
                 )
         if data.reference_field is None:
             reference = ""
-        elif plan.is_conversation and _may_be_cut(data, values):
+        elif self._is_conversation and _may_be_cut(data, values):
             reference = answer
         else:
             reference = record.text(data.reference_field, "data.reference_field")
         fields = {name: record.plain(name, "data.reward_fields") for name in data.reward_fields}
-        for name in plan.named:
+        for name in self._named:
             record.find(name, "data.prompt_template")  # a row without it is no row whose braces stay
         asked = turns[-1]["content"] if turns else prompt
         return Row(
@@ -213,36 +193,26 @@ class RowReader:
             origin=origin,
             filled=record.filled(data.prompt_template, asked),
             index=index,
-            messages=pairs_of(turns),
             turns=turns,
             tools=record.tools(data.tools_field) if turns or data.chat else (),
             fields=fields,
         )
 
 
-def _plan_fields(data: DataConfig, kinds: Mapping[str, bool], origin: str) -> _Plan:
-    named = named_columns(data.prompt_template, kinds)
-    plan = replace(_plan_prompt(data, kinds, named, origin), named=named)
-    if "{prompt}" not in data.prompt_template and (plan.is_conversation or not named):
-        kind = "conversations" if plan.is_conversation else f"rows of {cut(', '.join(kinds))}"
-        raise DataError(
-            f"{origin}: data.prompt_template fills nothing of {kind} in; expected {{prompt}}"
-            f"{'' if plan.is_conversation else ', or a column by its name'}; put it in"
-        )
-    return plan
-
-
-def _plan_prompt(data: DataConfig, kinds: Mapping[str, bool], named: Sequence[str], origin: str) -> _Plan:
+def _prompt_of(
+    data: DataConfig, kinds: Mapping[str, bool], named: Sequence[str], origin: str
+) -> tuple[str, str, bool]:
+    """The column of prompts, the setting that names it, and whether it holds conversations."""
     if data.messages_field is not None:
-        return _Plan(data.messages_field, "data.messages_field", True)
+        return data.messages_field, "data.messages_field", True
     if has_field(kinds, data.prompt_field):
-        return _Plan(data.prompt_field, "data.prompt_field", kinds.get(data.prompt_field, False))
+        return data.prompt_field, "data.prompt_field", kinds.get(data.prompt_field, False)
     if named and "{prompt}" not in data.prompt_template:
-        return _Plan(named[0], "data.prompt_template", False)
+        return named[0], "data.prompt_template", False
     for name in _CONVERSATIONS:
         # text by these names may be a conversation as JSON, which columns do not say
         if kinds.get(name) or (name in kinds and name != "prompt"):
-            return _Plan(name, "data.prompt_field", True)
+            return name, "data.prompt_field", True
     raise missing_field(origin, data.prompt_field, "data.prompt_field", kinds)
 
 

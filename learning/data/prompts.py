@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from .chat.end_tokens import model_end_tokens
 from .chat.messages import whole_text
 from .encoding import PromptEncoder, Rendered, longest_token
 from .left_out import LeftOut, Remarks, RowFilter, Seen
-from .packed_prompts import PackedPrompts, PromptPacker
+from .packed_prompts import PackedPrompts
 from .prompt_rows import Row, iter_rows
 from .raw_records import ReadProgress
 
@@ -46,16 +47,12 @@ class Source:
 class PromptDataset:
     """All prompts of a run, tokenised, in the order of their sources."""
 
-    prompts: Sequence[Prompt]
+    prompts: PackedPrompts = field(default_factory=PackedPrompts)
     sources: tuple[Source, ...] = ()
     "empty: one source"
     left_out: LeftOut | None = None
     remarks: tuple[str, ...] = ()
     "what a user should know of rows that were taken as they are"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.prompts, PackedPrompts):
-            object.__setattr__(self, "prompts", PackedPrompts.of(self.prompts))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -68,27 +65,22 @@ class PromptDataset:
             replace(source, num_prompts=int(count))
             for source, count in zip(self.sources, counts, strict=True)
         )
-        return replace(self, prompts=[self.prompts[place] for place in places], sources=sources)
-
-    @property
-    def num_skipped(self) -> int:
-        """Prompts left out because they were too long (data.on_long_prompt: skip)."""
-        return self.left_out.too_long if self.left_out else 0
+        return replace(self, prompts=PackedPrompts(self.prompts[place] for place in places), sources=sources)
 
     @property
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt."""
-        return self._packed.max_tokens
+        return self.prompts.max_tokens
 
     @property
     def has_conversations(self) -> bool:
         """Whether the chat template has rendered any of them."""
-        return self._packed.has_conversations
+        return self.prompts.has_conversations
 
     @property
     def fingerprint(self) -> str:
         """Of all prompts in their order."""
-        return self._packed.fingerprint
+        return self.prompts.fingerprint
 
     def notes(self) -> list[str]:
         """What a user should know beside the number of prompts: what was left out, and what an epoch is made of."""
@@ -104,11 +96,6 @@ class PromptDataset:
             ]
         return lines
 
-    @property
-    def _packed(self) -> PackedPrompts:
-        assert isinstance(self.prompts, PackedPrompts)
-        return self.prompts
-
 
 def load_prompts(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, tick: Tick | None = None
@@ -119,9 +106,26 @@ def load_prompts(
     Raises DataError naming file and line (or row): missing file, malformed record, missing field, chat template
     that refuses, empty data set, prompt longer than `max_prompt_tokens`; ConfigError for `data.filter`.
     """
-    loader = _Loader(data, tokenizer, seed, tick or (lambda stage, fraction: None))
-    counts = [loader.load(source) for source in data.each_source()]
-    prompts, left_out = loader.packer.packed(), loader.left_out
+    most = data.max_prompt_tokens * longest_token(tokenizer)
+    reader = PromptReader(data, tokenizer, seed=seed, tick=tick, max_chars=most)
+    prompts, counts, left_out = PackedPrompts(), list[int](), reader.left_out
+    for source in data.each_source():
+        for row, rendered, token_ids in reader.read(source):
+            prompts.add(
+                Prompt(
+                    prompt_id=reader.first_id + row.index,
+                    token_ids=np.asarray(token_ids, dtype=np.int64),
+                    text=row.prompt,
+                    reference=row.reference,
+                    messages=rendered.messages,
+                    turns=rendered.turns if whole_text(rendered.turns) else (),
+                    tools=row.tools,
+                    fields=row.fields,
+                    rendered=rendered.plain if rendered.plain != row.prompt else "",
+                    prefill=rendered.prefill,
+                )
+            )
+        counts.append(len(prompts) - sum(counts))
     if not len(prompts):
         raise DataError(
             f"no prompt left of {' and '.join(source.name for source in data.each_source())}: left out "
@@ -134,104 +138,115 @@ def load_prompts(
         Source(name=source.name, num_prompts=count, repeats=times)
         for source, count, times in zip(data.each_source(), counts, repeats, strict=True)
     )
-    return PromptDataset(prompts=prompts, sources=sources, left_out=left_out, remarks=loader.remarks())
+    return PromptDataset(prompts=prompts, sources=sources, left_out=left_out, remarks=reader.remarks())
 
 
-def source_rows(
-    data: DataConfig, seed: int, left_out: LeftOut, progress: ReadProgress | None = None
-) -> Iterator[Row | DataError]:
-    """Yield the rows of a single source, drawn or read, and the faults in the place of rows; see `iter_rows`."""
-    if data.task is None:
-        return iter_rows(data, left_out, progress)
-    return iter(_drawn_rows(data, seed, left_out))
+class PromptReader:
+    """Reads one source after the other; what was seen before is so over all of them, what is left out is counted."""
 
-
-class _Loader:
-    """Reads one source after the other into one packer; what is seen before is so over all of them."""
-
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, tick: Tick) -> None:
-        self.packer = PromptPacker()
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        seed: int,
+        tick: Tick | None = None,
+        max_chars: float = math.inf,
+    ) -> None:
+        """Without a tokenizer nothing is too long or too short; a text of more than `max_chars` is too long anyway."""
         self.left_out = LeftOut()
-        self._data = data
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._tick = tick
+        self.num_rows = 0
+        "so far, without those that data.filter left out"
+        self.lengths = array("q")
+        "of all prompts that were tokenised, too long ones too; in characters without a tokenizer"
+        self.first_id = 0
+        "of the source that is being read: its row 0"
+        self._data, self._tokenizer, self._seed, self._tick = data, tokenizer, seed, tick
+        self._max_chars = max_chars
         self._seen = Seen(data.deduplicate) if data.deduplicate != "none" else None
-        self._max_chars = data.max_prompt_tokens * longest_token(tokenizer)
-        self._first_id = 0
+        self._next_id = 0
         self._remarks = Remarks(tokenizer)
+
+    def fault(self, error: DataError) -> None:
+        """Hear what is wrong with a row, or ends a source; here it is raised."""
+        raise error
 
     def remarks(self) -> tuple[str, ...]:
         """What is to be said of the rows that were taken."""
         self._remarks.notes(self.left_out.notes)
         return self._remarks.lines
 
-    def load(self, data: DataConfig) -> int:
-        """Read a source; returns how many prompts it gave."""
-        before, progress = len(self.packer), ReadProgress()
-        encoder = PromptEncoder(data, self._tokenizer)
+    def read(self, source: DataConfig) -> Iterator[tuple[Row, Rendered, Sequence[Any]]]:
+        """Yield a source's rows that are prompts, with their token ids, or characters where there is no tokenizer."""
+        encoder, progress = PromptEncoder(source, self._tokenizer), ReadProgress()
+        self.first_id = self._next_id
         waiting: list[tuple[Row, Rendered]] = []
-        last, num_chars = -1, 0
-        for item in source_rows(data, self._seed, self.left_out, progress):
-            if isinstance(item, DataError):
-                raise item
-            last = item.index
-            if self._seen is not None and self._seen.before(item.prompt, item.messages, item.more):
-                self.left_out.duplicates += 1
-                continue
-            rendered = encoder.render(item)
-            self._remarks.turns(rendered.turns, item.origin)
-            # a second for a million tokens: what is too long anyway is not tokenised
-            if len(rendered.text) > self._max_chars:
-                self._pass_over(item, f"{len(rendered.text):,} characters")
-                continue
-            waiting.append((item, rendered))
-            num_chars += len(rendered.text)
-            if len(waiting) == _ROWS_AT_ONCE or num_chars > _CHARS_AT_ONCE:
-                self._take(waiting, encoder)
-                waiting, num_chars = [], 0
-                self._tick(f"prompts of {data.name}", progress.fraction)
-        self._take(waiting, encoder)
+        num_chars = 0
+        try:
+            rows: Iterator[Row | DataError] = iter_rows(source, self.left_out, progress)
+            if source.task is not None:
+                rows = _drawn_rows(source, self._seed, self.left_out)
+            for item in rows:
+                self.num_rows += 1
+                if (rendered := self._rendered(item, encoder)) is None:
+                    continue
+                waiting.append(rendered)
+                num_chars += len(rendered[1].text)
+                if len(waiting) == _ROWS_AT_ONCE or num_chars > _CHARS_AT_ONCE:
+                    yield from self._taken(waiting, encoder)
+                    waiting, num_chars = [], 0
+                    if self._tick is not None:
+                        self._tick(f"prompts of {source.name}", progress.fraction)
+        except DataError as error:
+            self.fault(error)
+        yield from self._taken(waiting, encoder)
         self._remarks.notes(encoder.notes)
         self._remarks.heads(encoder.unbegun_heads)
-        self._first_id += last + 1
-        return len(self.packer) - before
 
-    def _take(self, waiting: list[tuple[Row, Rendered]], encoder: PromptEncoder) -> None:
-        all_ids = encoder.token_ids([rendered for _, rendered in waiting])
-        for (row, rendered), token_ids in zip(waiting, all_ids, strict=True):
-            if not token_ids:
-                raise DataError(f"{row.origin}: the prompt is empty; expected at least one token")
-            if len(token_ids) > self._data.max_prompt_tokens:
-                self._pass_over(row, f"{len(token_ids)} tokens")
-            elif len(token_ids) < self._data.min_prompt_tokens:
+    def _rendered(self, item: Row | DataError, encoder: PromptEncoder) -> tuple[Row, Rendered] | None:
+        if isinstance(item, DataError):
+            return self.fault(item)
+        self._next_id = self.first_id + item.index + 1
+        if self._seen is not None and self._seen.before(item.prompt, item.messages, item.more):
+            self.left_out.duplicates += 1
+            return None
+        try:
+            rendered = encoder.render(item)
+        except DataError as error:
+            return self.fault(error)
+        self._remarks.turns(rendered.turns, item.origin)
+        # a second for a million tokens: what is too long anyway is not tokenised
+        if len(rendered.text) > self._max_chars:
+            most = f"{self._data.max_prompt_tokens} (at most {self._max_chars:,} characters)"
+            return self._pass_over(item, f"{len(rendered.text):,} characters", most)
+        return item, rendered
+
+    def _taken(
+        self, waiting: list[tuple[Row, Rendered]], encoder: PromptEncoder
+    ) -> Iterator[tuple[Row, Rendered, Sequence[Any]]]:
+        data, has_limits = self._data, self._tokenizer is not None
+        texts = [rendered for _, rendered in waiting]
+        found = encoder.token_ids(texts) if has_limits else [rendered.text for rendered in texts]
+        for (row, rendered), tokens in zip(waiting, found, strict=True):
+            self.lengths.append(len(tokens))
+            if not tokens:
+                self.fault(DataError(f"{row.origin}: the prompt is empty; expected at least one token"))
+            elif has_limits and len(tokens) > data.max_prompt_tokens:
+                self._pass_over(row, f"{len(tokens)} tokens", f"{data.max_prompt_tokens}")
+            elif has_limits and len(tokens) < data.min_prompt_tokens:
                 self.left_out.too_short += 1
             else:
-                self.packer.add(
-                    Prompt(
-                        prompt_id=self._first_id + row.index,
-                        token_ids=np.asarray(token_ids, dtype=np.int64),
-                        text=row.prompt,
-                        reference=row.reference,
-                        messages=rendered.messages,
-                        turns=rendered.turns if whole_text(rendered.turns) else (),
-                        tools=row.tools,
-                        fields=row.fields,
-                        rendered=rendered.plain if rendered.plain != row.prompt else "",
-                        prefill=rendered.prefill,
-                    )
-                )
+                yield row, rendered, tokens
 
-    def _pass_over(self, row: Row, got: str) -> None:
+    def _pass_over(self, row: Row, got: str, most: str) -> None:
         if self._data.on_long_prompt == "skip":
             self.left_out.too_long += 1
             return
-        limit = f"{self._data.max_prompt_tokens}"
-        if got.endswith("characters"):
-            limit += f" (at most {self._max_chars:,} characters)"
-        raise DataError(
-            f"{row.origin}: the prompt has {got}, data.max_prompt_tokens is {limit}; raise it, or set "
-            "data.on_long_prompt to skip"
+        self.fault(
+            DataError(
+                f"{row.origin}: the prompt has {got}, data.max_prompt_tokens is {most}; raise it, or set "
+                "data.on_long_prompt to skip"
+            )
         )
 
 

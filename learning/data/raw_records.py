@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...core.errors import DataError
+from ...core.outside import is_file
 from ...core.surfaces.surface import note_once
 from .chat.messages import ROLE_KEYS
 from .data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
@@ -86,19 +87,12 @@ def _records(path: str, split: str, choose: Choose, progress: ReadProgress, key:
         yield from _hub(path, split, choose, progress, key)
         return
     is_parquet = form_of(files[0]) == ".parquet"
-    progress.total = 0 if is_parquet else sum(_size(file) for file in files)
+    progress.total = 0 if is_parquet else sum(file.stat().st_size for file in files if is_file(file))
     for index, file in enumerate(files):
         if is_parquet:
             yield from _parquet(file, choose, progress, len(files) - index, key)
         else:
             yield from text_records(file, progress.add, key)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0  # opening it says why
 
 
 def _parquet(

@@ -74,7 +74,7 @@ class Record:
 
     def turns(self, name: str, key: str, *, roles: Sequence[str] | None = ROLES) -> list[Turn]:
         """The messages of a conversation; `roles` that are known, None: any."""
-        return parse_turns(self.find(name, key), self._of(name), padded=self.padded, roles=roles)
+        return parse_turns(self._unpadded(name, key), self._of(name), roles=roles)
 
     def holds_list(self, name: str) -> bool:
         """Whether the field is a conversation and no text."""
@@ -84,7 +84,7 @@ class Record:
         """What the assistant may call; none where there is no such field."""
         if name is None or not has_field(self.values, name):
             return ()
-        return tools_of(self.find(name, "data.tools_field"), self._of(name), padded=self.padded)
+        return tools_of(self._unpadded(name, "data.tools_field"), self._of(name))
 
     def filled(self, template: str, prompt: str) -> str:
         """A prompt template with its names filled in, the row's columns by their own; other braces stay."""
@@ -95,6 +95,15 @@ class Record:
             return self.text(name[1], "data.prompt_template") if name[1] in self.values else name[0]
 
         return TEMPLATE_NAME.sub(value, template)
+
+    def _unpadded(self, name: str, key: str) -> Any:
+        def without_nulls(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: without_nulls(held) for key, held in value.items() if held is not None}
+            return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+        value = self.find(name, key)
+        return without_nulls(value) if self.padded else value
 
     def _of(self, name: str) -> str:
         return f"{self.origin}: field '{name}'"

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from .chat.chat_masks import (
     require_template,
 )
 from .chat.end_tokens import turn_end
-from .chat.messages import Tools, Turn, role_and_content, turn_list
+from .chat.messages import Tools, Turn, num_shared, role_and_content, turn_list
 from .chat.scored_text import render
 from .encoding import prompt_ids
 from .left_out import Remarks
@@ -116,7 +115,7 @@ def _prompt_of(row: Record, data: ExamplesConfig) -> str:
         given = turn_list(row.values.get(name)) if name is not None else None
         other = row.values.get(data.rejected_field) if isinstance(data, PreferencesConfig) else None
         if isinstance(given, str) and isinstance(other, str):
-            given = _shared(given, other)
+            given = given[: num_shared(given, other)]
         elif isinstance(given, list):
             answers = (isinstance(turn, dict) and role_and_content(turn)[0] == "assistant" for turn in given)
             given = given[: next((place for place, answer in enumerate(answers) if answer), len(given))]
@@ -174,11 +173,6 @@ def _some(data: ExamplesConfig, path: str, key: str, unread: Columns) -> list[Re
         for name in named:
             row.find(name, "data.prompt_template")
     return rows
-
-
-def _shared(one: str, other: str) -> str:
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return "".join(letter for letter, _ in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,14 +331,8 @@ class PreferencePair:
         return lengths + self.chosen_ids.tobytes() + self.rejected_ids.tobytes()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Texts:
-    prompt: str
-    turns: tuple[Turn, ...]
-    chosen: str | Turn
-    "of messages the turn whole"
-    rejected: str | Turn
-    tools: Tools = ()
+_Texts = tuple[str, tuple[Turn, ...], tuple[str | Turn, str | Turn], Tools]
+"Prompt, turns, what is chosen and rejected (of messages the turn whole), tools."
 
 
 def encode_preferences(
@@ -363,16 +351,16 @@ def encode_preferences(
     num_full = 0
     remarks = Remarks(tokenizer)
     for row in rows:
-        texts = _texts(row, data, tokenizer, note)
-        remarks.turns(texts.turns, row.origin)
-        if texts.chosen == texts.rejected:
+        prompt, turns, responses, tools = _texts(row, data, tokenizer, note)
+        remarks.turns(turns, row.origin)
+        if responses[0] == responses[1]:
             raise DataError(
                 f"{row.origin}: chosen and rejected are the same response; expected two, take it out"
             )
         limit = data.token_limit if data.on_long == "truncate" else None
         both = [
-            render(tokenizer, texts.prompt, texts.turns, response, max_tokens=limit, tools=texts.tools)
-            for response in (texts.chosen, texts.rejected)
+            render(tokenizer, prompt, turns, response, max_tokens=limit, tools=tools)
+            for response in responses
         ]
         longest = max(len(ids) for ids in both)
         num_full += longest == limit
@@ -422,18 +410,20 @@ def _texts(
     chosen = row.text(data.chosen_field, "data.chosen_field")
     rejected = row.text(data.rejected_field, "data.rejected_field")
     if "{prompt}" in data.prompt_template and row.values.get(data.prompt_field) is None:
-        prompt = _shared_text(chosen, rejected)
-        return _Texts(prompt=prompt, turns=(), chosen=chosen[len(prompt) :], rejected=rejected[len(prompt) :])
+        prompt = chosen[: num_shared(chosen, rejected)]
+        # the response begins with a word, and as in TRL its first token has the blank before it
+        prompt = prompt[: prompt.rfind(" ")] if " " in prompt else prompt
+        return prompt, (), (chosen[len(prompt) :], rejected[len(prompt) :]), ()
     text = _asked(row, data, "data.prompt_field")
     if not data.chat:
-        return _Texts(prompt=text, turns=(), chosen=chosen, rejected=rejected)
+        return text, (), (chosen, rejected), ()
     tools = row.tools(data.tools_field)
     require_template(tokenizer, tools)
     turns = ({"role": "user", "content": text},)
     if tools:
         answered = (*turns, {"role": "assistant", "content": chosen})
         require_all_written(tokenizer, answered, tools, origin=row.origin)
-    return _Texts(prompt=text, turns=turns, chosen=chosen, rejected=rejected, tools=tools)
+    return text, turns, (chosen, rejected), tools
 
 
 def _of_messages(
@@ -450,9 +440,9 @@ def _of_messages(
         before = []
     else:
         before = row.turns(data.prompt_field, "data.prompt_field", roles=None)
-    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False))]
-    before = [*before, *shared]
-    responses = [turns[len(shared) :] for turns in ends]
+    shared = num_shared(*ends)
+    before = [*before, *ends[0][:shared]]
+    responses = [turns[shared:] for turns in ends]
     for turns, name in zip(responses, (data.chosen_field, data.rejected_field), strict=True):
         if len(turns) != 1 or turns[0]["role"] != "assistant":
             got = ", ".join(turn["role"] for turn in turns) or "none"
@@ -469,17 +459,5 @@ def _of_messages(
     rendered(tokenizer, [*before, *responses[0]], ask=False, origin=row.origin, tools=tools)
     for said in responses:
         require_all_written(tokenizer, [*before, *said], tools, origin=row.origin, note=note)
-    return _Texts(
-        prompt="".join(turn["content"] for turn in before),
-        turns=tuple(before),
-        chosen=responses[0][0],
-        rejected=responses[1][0],
-        tools=tools,
-    )
-
-
-def _shared_text(one: str, other: str) -> str:
-    """What both begin with, up to a blank: the response begins with a word."""
-    shared = _shared(one, other)
-    # TRL cuts before the blank, so that the response's first token has it
-    return shared[: shared.rfind(" ")] if " " in shared else shared
+    prompt = "".join(turn["content"] for turn in before)
+    return prompt, tuple(before), (responses[0][0], responses[1][0]), tools

@@ -24,6 +24,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _EXPECTED = "expected one JSON object a line"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MAX_FIELD_CHARS = 2**31 - 1
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def form_of(path: Path) -> str:
@@ -37,7 +38,7 @@ def form_of(path: Path) -> str:
 def text_records(path: Path, progress: Callable[[int], None], key: str) -> Iterator[Record]:
     """Yield the records of a text file; `key` is the setting that named it.
 
-    `told` hears of bytes read since it heard last. Raises DataError: the file cannot be read to its end, or is
+    `progress` hears of bytes read since it heard last. Raises DataError: the file cannot be read to its end, or is
     a list or a table that is broken.
     """
     try:
@@ -45,7 +46,7 @@ def text_records(path: Path, progress: Callable[[int], None], key: str) -> Itera
             stream = _decompressed(file, path)
             begin = stream.peek(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
             if begin == b"[":
-                yield from _items(stream, path)
+                yield from _list_items(stream, path)
                 return
             lines = _lines(file, stream, progress)
             delimiter = _DELIMITERS.get(form_of(path))
@@ -111,42 +112,42 @@ def _json_lines(lines: Iterator[bytes], path: Path) -> Iterator[Record]:
 
 def _json_record(line: bytes, origin: str) -> Record:
     try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=object_of)
-    except DoubledKey as error:
-        return Record(origin, fault=DataError(f"{origin}: {error}"))
-    except UnicodeDecodeError as error:
-        return Record(origin, fault=_not_utf8(origin, error))
-    except json.JSONDecodeError as error:
-        return Record(
-            origin,
-            fault=DataError(f"{origin} is not valid JSON: {error.msg} at column {error.colno}; {_EXPECTED}"),
-        )
-    except RecursionError:
-        return Record(
-            origin, fault=DataError(f"{origin} cannot be read: its brackets are nested too deep; {_EXPECTED}")
-        )
-    except ValueError:
-        digits = sys.get_int_max_str_digits()
-        return Record(
-            origin,
-            fault=DataError(
-                f"{origin} cannot be read: an integer has more than {digits} digits; {_EXPECTED}"
-            ),
-        )
-    return _object(record, origin)
+        return _object(json.loads(line.decode("utf-8"), object_pairs_hook=_object_of), origin)
+    except (ValueError, RecursionError) as error:
+        return Record(origin, fault=_no_json(origin, error, _EXPECTED))
 
 
-def _items(stream: io.BufferedReader, path: Path) -> Iterator[Record]:
+def _list_items(stream: io.BufferedReader, path: Path) -> Iterator[Record]:
+    """The objects of one JSON list, by their line and their place in it; the text is whole in memory."""
+    expected = "expected a list of objects, or one object a line"
+    line, counted = 1, 0
     try:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig")
-        for number, (line, value) in enumerate(list_items(text.read), start=1):
+        text = stream.read().decode("utf-8-sig")
+        decode = json.JSONDecoder(object_pairs_hook=_object_of).raw_decode
+        at = _behind_space(text, _behind_space(text, 0) + 1)
+        number, has_more = 0, text[at : at + 1] != "]"
+        while has_more:
+            line, counted, number = line + text.count("\n", counted, at), at, number + 1
+            value, end = decode(text, at)
             yield _object(value, f"{path}:{line} (item {number})")
+            at = _behind_space(text, end)
+            has_more = text[at : at + 1] == ","
+            at = _behind_space(text, at + 1) if has_more else at
+        if text[at : at + 1] != "]":
+            raise json.JSONDecodeError("expected ',' or the list's ']'", text, at)
+        if text[at + 1 :].strip():
+            raise json.JSONDecodeError("more follows after the list", text, _behind_space(text, at + 1))
+    except json.JSONDecodeError as error:
+        raise _no_json(f"{path}:{error.lineno}", error, expected) from error
     except UnicodeDecodeError as error:
         raise _not_utf8(str(path), error) from error
-    except BrokenList as error:
-        raise DataError(
-            f"{path}:{error.line} is not valid JSON: {error}; expected a list of objects, or one object a line"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _no_json(f"{path}:{line}", error, expected) from error
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
 
 
 def _object(value: Any, origin: str) -> Record:
@@ -154,6 +155,33 @@ def _object(value: Any, origin: str) -> Record:
         got = type(value).__name__
         return Record(origin, fault=DataError(f"{origin} must be a JSON object, got {got}"))
     return Record(origin, value)
+
+
+class _DoubledKeyError(ValueError):
+    """An object that has a key twice, of which a reader would drop one."""
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        doubled = next(name for name in names if names.count(name) > 1)
+        raise _DoubledKeyError(f"an object has the key '{doubled[:60]}' twice; rename or drop one")
+    return made
+
+
+def _no_json(origin: str, error: ValueError | RecursionError, expected: str) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        return _not_utf8(origin, error)
+    if isinstance(error, _DoubledKeyError):
+        return DataError(f"{origin}: {error}")
+    if isinstance(error, json.JSONDecodeError):
+        fault = f"is not valid JSON: {error.msg} at column {error.colno}"
+    elif isinstance(error, RecursionError):
+        fault = "cannot be read: its brackets are nested too deep"
+    else:
+        fault = f"cannot be read: an integer has more than {sys.get_int_max_str_digits()} digits"
+    return DataError(f"{origin} {fault}; {expected}")
 
 
 def _table_rows(lines: Iterator[bytes], path: Path, delimiter: str) -> Iterator[Record]:
@@ -195,120 +223,3 @@ def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[str]:
 
 def _not_utf8(origin: str, error: UnicodeDecodeError) -> DataError:
     return DataError(f"{origin} is not UTF-8 text: {error}; save it as UTF-8")
-
-
-_SPACE = re.compile(r"[ \t\n\r]*")
-_CHARS_AT_ONCE = 1 << 18
-_LONGEST_WORD = 16
-"What text that was cut off may end within, such as `-Infinity` or an escape, has fewer characters."
-
-
-class BrokenList(ValueError):
-    """Text that is no JSON list; `line` says where."""
-
-    def __init__(self, message: str, line: int) -> None:
-        super().__init__(message)
-        self.line = line
-
-
-class DoubledKey(Exception):
-    """An object that has a key twice, of which a reader would drop one."""
-
-
-def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, for `json`. Raises DoubledKey."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        doubled = next(name for name in names if names.count(name) > 1)
-        raise DoubledKey(f"an object has the key '{doubled[:60]}' twice; rename or drop one")
-    return made
-
-
-def list_items(read: Callable[[int], str]) -> Iterator[tuple[int, Any]]:
-    """Yield each value with the line that it begins in, counted from 1.
-
-    `read` gives at most so many more characters, none at the end. Raises BrokenList: no list, a broken one, or more
-    text behind it.
-    """
-    reader = _Reader(read)
-    reader.take("[")
-    if reader.peek() != "]":
-        yield reader.value()
-        while reader.peek() == ",":
-            reader.take(",")
-            yield reader.value()
-    reader.take("]")
-    if reader.peek():
-        raise BrokenList("more follows after the list", reader.line)
-
-
-class _Reader:
-    def __init__(self, read: Callable[[int], str]) -> None:
-        self.line = 1
-        self._read = read
-        self._held = ""
-        self._at = 0
-        self._ended = False
-        self._decoder = json.JSONDecoder(object_pairs_hook=object_of)
-
-    def peek(self) -> str:
-        """The next character that is no white space, empty at the end."""
-        while True:
-            match = _SPACE.match(self._held, self._at)
-            self._move(match.end() if match else self._at)
-            if self._at < len(self._held) or not self._more():
-                return self._held[self._at : self._at + 1]
-
-    def take(self, expected: str) -> None:
-        """Pass over a character."""
-        if self.peek() != expected:
-            raise BrokenList(f"expected '{expected}', got {self.peek() or 'the end'!r}", self.line)
-        self._move(self._at + 1)
-
-    def value(self) -> tuple[int, Any]:
-        """The value that begins here, and its line."""
-        self.peek()
-        line = self.line
-        while True:
-            try:
-                value, end = self._decoder.raw_decode(self._held, self._at)
-            except json.JSONDecodeError as error:
-                if self._may_be_cut(error) and self._more():
-                    continue
-                into = self._held.count("\n", self._at, error.pos)
-                raise BrokenList(error.msg, line + into) from error
-            except DoubledKey as error:
-                raise BrokenList(str(error), line) from error
-            except RecursionError as error:
-                raise BrokenList("brackets are nested too deep", line) from error
-            except ValueError as error:
-                raise BrokenList(
-                    f"an integer has more than {sys.get_int_max_str_digits()} digits", line
-                ) from error
-            if (
-                not isinstance(value, dict | list | str)
-                and end > len(self._held) - _LONGEST_WORD
-                and self._more()
-            ):
-                continue  # a number may go on, as 1 does before .5
-            self._move(end)
-            return line, value
-
-    def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
-        return error.pos > len(self._held) - _LONGEST_WORD or error.msg.startswith("Unterminated string")
-
-    def _move(self, end: int) -> None:
-        self.line += self._held.count("\n", self._at, end)
-        self._at = end
-
-    def _more(self) -> bool:
-        """Hold more text, twice as much each time that one value needs more. False at the end."""
-        if self._ended:
-            return False
-        rest = self._held[self._at :]
-        read = self._read(max(_CHARS_AT_ONCE, len(rest)))
-        self._ended = not read
-        if read:
-            self._held, self._at = rest + read, 0
-        return bool(read)

@@ -50,54 +50,32 @@ class CannotBeCalled(Exception):
         self.advice = advice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Foreign:
     """A signature of another trainer's."""
 
     owner: str
-    marks: tuple[str, ...]
-    "parameters of which one tells that it is this"
+    mark: str
+    "the parameter that tells that it is this"
     values: Mapping[str, str]
     "its parameters by the names that we have for what they are given"
-    in_lists: bool
+    in_lists: bool = True
     empty: tuple[str, ...] = ()
     "columns that are an empty dict where the data has none"
-    gives_columns: bool = False
-    "to `**kwargs` too"
 
 
+_VERL = {
+    "solution_str": "response",
+    "ground_truth": "reference",
+    "data_source": "data_source",
+    "extra_info": "extra_info",
+}
 FOREIGN = (
+    Foreign("TRL", "completions", {"prompts": "prompt", "completions": "response"}),
+    Foreign("OpenRLHF", "queries", {"queries": "query", "prompts": "prompt", "labels": "reference"}),
+    Foreign("verl", "solution_str", _VERL, in_lists=False, empty=("extra_info",)),
     Foreign(
-        owner="TRL",
-        marks=("completions",),
-        values={"prompts": "prompt", "completions": "response"},
-        in_lists=True,
-        gives_columns=True,
-    ),
-    Foreign(
-        owner="OpenRLHF",
-        marks=("queries",),
-        values={"queries": "query", "prompts": "prompt", "labels": "reference"},
-        in_lists=True,
-    ),
-    Foreign(
-        owner="verl",
-        marks=("solution_str",),
-        values={"solution_str": "response", "ground_truth": "reference"},
-        in_lists=False,
-        empty=("extra_info",),
-    ),
-    Foreign(
-        owner="verl",
-        marks=("solution_strs",),
-        values={
-            "solution_strs": "response",
-            "ground_truths": "reference",
-            "data_sources": "data_source",
-            "extra_infos": "extra_info",
-        },
-        in_lists=True,
-        empty=("extra_info",),
+        "verl", "solution_strs", {f"{name}s": value for name, value in _VERL.items()}, empty=("extra_info",)
     ),
 )
 
@@ -116,9 +94,8 @@ class Call:
     def __call__(self, columns: Mapping[str, Any]) -> Any:
         """Call it. Raises CannotBeCalled, and what the function raises."""
         names = frozenset(columns)
-        if names not in self.plans:
-            self.plans[names] = self.plan(names)
-        plan, args, kwargs, by_place = self.plans[names], [], {}, True
+        plan = self.plans[names] = self.plans.get(names) or self.plan(names)
+        args, kwargs, by_place = [], {}, True
         for parameter in self.parameters:
             if parameter.kind is parameter.VAR_POSITIONAL:
                 args += [columns[name] for name in PLACES[len(args) :]] if by_place else []
@@ -146,7 +123,7 @@ class Call:
             parameter if parameter == value else f"{parameter}={value}" for parameter, value in plan.items()
         ]
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters):
-            said.append("all other columns" if self.foreign is None or self.foreign.gives_columns else "")
+            said.append("all other columns" if self.foreign is None or self.foreign.owner == "TRL" else "")
         whose, alone = "", ""
         if self.foreign is not None:
             whose = f"as {self.foreign.owner} calls it, "
@@ -188,34 +165,30 @@ class Call:
     def _value(self, columns: Mapping[str, Any], name: str) -> Any:
         if self.foreign is None:
             return columns.get(name)
+        value = columns.get(name)
         if name == "query":
             value = columns["prompt"] + columns["response"]
         elif name in self.foreign.empty:
-            value = columns.get(name) or {}
+            value = value or {}
         elif self.reads_messages and name == "prompt":
-            value = columns["messages"] or [{"role": "user", "content": columns["prompt"]}]
+            value = columns["messages"] or [{"role": "user", "content": value}]
         elif self.reads_messages and name == "response":
-            value = [{"role": "assistant", "content": columns["response"]}]
-        else:
-            value = columns.get(name)
+            value = [{"role": "assistant", "content": value}]
         return [value] if self.foreign.in_lists else value
 
     def _rest(self, columns: Mapping[str, Any], plan: Mapping[str, str]) -> dict[str, Any]:
         """What `**kwargs` takes."""
         if self.foreign is None:
-            named = {parameter.name for parameter in self.parameters}
-            taken = {*plan.values(), *named} | _given_as_rest(self.parameters)
+            taken = {*plan.values(), *(parameter.name for parameter in self.parameters)}
+            if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in self.parameters):
+                taken.update(PLACES)
             return {name: value for name, value in columns.items() if name not in taken}
-        if not self.foreign.gives_columns:
+        if self.foreign.owner != "TRL":  # which alone gives all columns
             return {}
-        rest = {name for name in columns if name not in {*PLACES, *EXTRAS, *plan}}
-        given = {name: self._value(columns, name) for name in rest}
+        rest = {name: name for name in columns if name not in {*PLACES, *EXTRAS, *plan}}
         asked = {parameter.name for parameter in self.parameters}
-        return given | {
-            name: self._value(columns, value)
-            for name, value in self.foreign.values.items()
-            if name not in asked
-        }
+        rest |= {name: value for name, value in self.foreign.values.items() if name not in asked}
+        return {name: self._value(columns, value) for name, value in rest.items()}
 
 
 def call_of(function: Callable[..., Any]) -> Call:
@@ -228,7 +201,7 @@ def call_of(function: Callable[..., Any]) -> Call:
     fixed = function.keywords if isinstance(function, functools.partial) else {}
     parameters = tuple(parameter for parameter in parameters if parameter.name not in fixed)
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    foreign = next((form for form in FOREIGN if names & set(form.marks)), None)
+    foreign = next((form for form in FOREIGN if form.mark in names), None)
     reads = foreign is not None and foreign.owner == "TRL" and _reads_messages(function, parameters)
     if foreign is not None and foreign.owner == "OpenRLHF":
         marks = [mark for mark in _MARKS if any(mark in text for text in _texts(function))]
@@ -240,16 +213,10 @@ def call_of(function: Callable[..., Any]) -> Call:
     return Call(function, foreign, parameters, reads)
 
 
-def _given_as_rest(parameters: Collection[inspect.Parameter]) -> set[str]:
-    """What `*args` takes."""
-    has_rest = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
-    return set(PLACES) if has_rest else set()
-
-
 def _own_plan(parameters: Collection[inspect.Parameter], names: Collection[str] | None) -> dict[str, str]:
     known = {*PLACES, *EXTRAS, *(names or ())}
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_rest = bool(_given_as_rest(parameters))
+    takes_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     named = {p.name for p in parameters} & set(PLACES)
     plan: dict[str, str] = {}
     for parameter in parameters:

@@ -38,11 +38,10 @@ def main(descriptor: int, parent: int) -> None:
             invoke = call_of(format_function(argument))
         else:
             invoke, described = import_function(argument, fields)
-    except ValueError as error:
+    except ConfigError as error:
         parent_end.send((CANNOT_IMPORT, str(error)))
         return
     parent_end.send((READY, (is_async(invoke.function), described)))
-    call = caller(invoke)
     own = os.getpid()
 
     def answer(what: Any) -> None:
@@ -52,13 +51,12 @@ def main(descriptor: int, parent: int) -> None:
 
     try:
         while True:
-            order = parent_end.recv()
-            if isinstance(order, tuple):
-                timeout_s, batch = order
+            timeout_s, batch = parent_end.recv()
+            if timeout_s is not None:
                 asyncio.run(_together(invoke, batch, timeout_s, answer))
                 continue
-            for columns in order:
-                answer(call(columns))
+            for place, columns in enumerate(batch):
+                answer((place, _called(invoke, columns)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
 
@@ -95,24 +93,15 @@ def _raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {describe(error)} ({place_of(error)})"
 
 
-def caller(invoke: Call) -> Callable[[dict[str, Any]], Answer]:
-    """One call after the other, whatever it does."""
-
-    def call(columns: dict[str, Any]) -> Answer:
-        try:
-            result = invoke(columns)
-            if inspect.isawaitable(result):
-                result = asyncio.run(_waited(result))
-            return invoke.answer(result)
-        # the user's code may raise anything, and sys.exit is no end of ours
-        except (Exception, SystemExit) as error:
-            return BAD, _raised(error)
-
-    return call
-
-
-async def _waited(result: Any) -> Any:
-    return await result
+def _called(call: Call, columns: dict[str, Any]) -> Answer:
+    try:
+        result = call(columns)
+        if inspect.isawaitable(result):
+            result = asyncio.run(asyncio.wait_for(result, None))
+        return call.answer(result)
+    # the user's code may raise anything, and sys.exit is no end of ours
+    except (Exception, SystemExit) as error:
+        return BAD, _raised(error)
 
 
 def format_function(pattern: str) -> Callable[..., float]:
@@ -132,28 +121,24 @@ def format_function(pattern: str) -> Callable[..., float]:
 def import_function(path: str, fields: Sequence[str] | None = ()) -> tuple[Call, str]:
     """The function `package.module:function`, which may ask for `fields` too; None: for any, as nobody knows them yet.
 
-    Returns how it is called, and a line that says so and names its file. Raises ValueError saying what is wrong with
-    it.
+    Returns how it is called, and a line that says so and names its file. Raises ConfigError.
     """
-    try:
-        function = named_code(
-            path,
-            key="reward.kind",
-            kind="function",
-            example="my_rewards:score for the function score in my_rewards.py",
-        )
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    function = named_code(
+        path,
+        key="reward.kind",
+        kind="function",
+        example="my_rewards:score for the function score in my_rewards.py",
+    )
     name = path.partition(":")[2]
     if not callable(function):
-        raise ValueError(f"reward.kind {path}: '{name}' is {type(function).__name__}, not a function")
+        raise ConfigError(f"reward.kind {path}: '{name}' is {type(function).__name__}, not a function")
     if inspect.isclass(function):
         function = _made(path, name, function)
     try:
         call = call_of(function)
         given = call.describe(fields)
     except CannotBeCalled as error:
-        raise ValueError(
+        raise ConfigError(
             f"reward.kind {path}: '{name}' cannot be called as {name}({', '.join(PLACES)}): it {error}; "
             f"{error.advice}; or write around it def score({', '.join(PLACES)}): return {name}(...)"
         ) from error
@@ -164,11 +149,11 @@ def _made(path: str, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
     """An object of a class whose objects are called, as a reward that keeps what it loads once."""
     advice = f"write an object behind the class, such as scorer = {name}(...), and name that"
     if not inspect.isfunction(inspect.getattr_static(made, "__call__", None)):
-        raise ValueError(f"reward.kind {path}: '{name}' is a class whose objects cannot be called; {advice}")
+        raise ConfigError(f"reward.kind {path}: '{name}' is a class whose objects cannot be called; {advice}")
     try:
         return made()
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise ValueError(f"reward.kind {path}: {name}() {_raised(error)}; {advice}") from error
+        raise ConfigError(f"reward.kind {path}: {name}() {_raised(error)}; {advice}") from error
 
 
 def _file(function: Callable[..., Any]) -> str:

@@ -80,12 +80,14 @@ class ModelReward:
         self.batch_size = 1 if device == "cpu" else config.batch_size
         try:
             tokenizer = load_tokenizer(model)
-            dtype = DTYPES[resolve_dtype(config, on_gpu=device != "cpu")]
+            by_device = "float32" if device == "cpu" else "bfloat16"
+            dtype = DTYPES[by_device if config.dtype == "auto" else config.dtype]
             self._model = load_model(AutoModelForSequenceClassification, model, dtype=dtype).to(device)  # type: ignore[arg-type]
         except ModelError as error:
             raise ModelError(f"cannot load reward.model: {error}") from error
         require_one_output(model, self._model.config)
-        longest = _longest(config, self._model.config)
+        limits = [limit for limit in (config.max_tokens, max_context_tokens(self._model.config)) if limit]
+        longest = min(limits, default=None)
         num_embeddings = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         self._text = ModelText(tokenizer, longest, num_embeddings=num_embeddings)
         self._engine = engine_scores(self._model, max_tokens=longest)
@@ -103,7 +105,12 @@ class ModelReward:
             except ValueError as error:
                 found[index] = Unscored(reason=f"reward model {self.name}, {request.where}: {error}")
         for index, score in self._all_scores(texts):
-            found[index] = self._outcome(requests[index], score)
+            found[index] = Reward(value=score)
+            if not math.isfinite(score):
+                found[index] = Unscored(
+                    reason=f"reward model {self.name} gave {score} for {requests[index].where}; expected a finite "
+                    "number; check the model"
+                )
         yield from (found[index] for index in range(len(requests)))
 
     def _all_scores(self, texts: list[tuple[int, list[int]]]) -> Iterator[tuple[int, float]]:
@@ -126,21 +133,6 @@ class ModelReward:
         mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in batch], device=device)
         return self._model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()
 
-    def _outcome(self, request: ScoreRequest, score: float) -> Reward | Unscored:
-        if math.isfinite(score):
-            return Reward(value=score)
-        return Unscored(
-            reason=f"reward model {self.name} gave {score} for {request.where}; expected a finite number; "
-            "check the model"
-        )
-
-
-def resolve_dtype(config: RewardConfig, *, on_gpu: bool) -> str:
-    """The dtype that `reward.dtype` comes to on a device."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "bfloat16" if on_gpu else "float32"
-
 
 def require_one_output(name: str, config: PretrainedConfig) -> None:
     """Raise ModelError when a reward model gives more than one number."""
@@ -149,11 +141,6 @@ def require_one_output(name: str, config: PretrainedConfig) -> None:
             f"reward.model '{name}' must have one output, it has {config.num_labels}; "
             "use a model trained with num_labels=1"
         )
-
-
-def _longest(config: RewardConfig, model: PretrainedConfig) -> int | None:
-    limits = [limit for limit in (config.max_tokens, max_context_tokens(model)) if limit]
-    return min(limits) if limits else None
 
 
 def _batches(texts: list[tuple[int, list[int]]], batch_size: int) -> Iterator[list[tuple[int, list[int]]]]:

@@ -143,16 +143,6 @@ def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, buffer_tokens:
     return -min(max(over / buffer_tokens, 0.0), 1.0)
 
 
-def length_penalty(num_tokens: int, *, per_token: float) -> float:
-    """Minus `per_token` for each response token."""
-    return -per_token * num_tokens
-
-
-def missing_eos(finish_reason: FinishReason, *, penalty: float) -> float:
-    """Minus `penalty` for a response that was cut. As `missing_eos_penalty` of TRL's PPO and RLOO."""
-    return -penalty if finish_reason is FinishReason.LENGTH else 0.0
-
-
 def standardise(value: float, scorer: Scorer) -> float:
     """(value - mean) / std with the constants of the config, then kept inside `clip`."""
     value = (value - scorer.mean) / scorer.std
@@ -177,9 +167,11 @@ def shape(reward: Reward, facts: ResponseFacts, config: ShapingConfig) -> Reward
         )
         terms["overlong"] = config.overlong.factor * punishment
     if config.length_penalty:
-        terms["length"] = length_penalty(facts.num_tokens, per_token=config.length_penalty)
+        terms["length"] = -config.length_penalty * facts.num_tokens
     if config.missing_eos_penalty:
-        terms["missing_eos"] = missing_eos(facts.finish_reason, penalty=config.missing_eos_penalty)
+        # as `missing_eos_penalty` of TRL's PPO and RLOO
+        was_cut = facts.finish_reason is FinishReason.LENGTH
+        terms["missing_eos"] = -config.missing_eos_penalty if was_cut else 0.0
     if not terms:
         return reward
     value = math.fsum([reward.value, *terms.values()])

@@ -22,7 +22,7 @@ from typing import Any
 from ...core.errors import ConfigError
 from ...core.named_code import user_folders
 from ...core.records import Reward, Unscored
-from .call_forms import NONE, PARTS
+from .call_forms import BAD, NONE, PARTS, Answer
 from .function_child import READY
 from .score_request import ScoreRequest
 
@@ -62,52 +62,55 @@ class UserReward:
         Calls of an async function wait beside one another; where one of them takes the process with it, those that
         have no answer are made again one by one, so that the fault is told of the sample it is of.
         """
-        together = self._together(requests)
-        rest = self._one_by_one([request for place, request in enumerate(requests) if place not in together])
+        found: dict[int, Answer] = {}
+        answers = self._answers(requests)
         try:
             for place, request in enumerate(requests):
-                yield _outcome(self.path, request, together[place] if place in together else next(rest))
+                while place not in found:
+                    answered, answer = next(answers)
+                    found[answered] = answer
+                kind, said = found.pop(place)
+                if kind == PARTS:
+                    yield Reward(value=said.pop("value"), parts=said)
+                    continue
+                yield Unscored(
+                    reason=f"reward function {self.path}, {request.where} {said}; expected a finite number; "
+                    f"{request.shown}; fix the function",
+                    is_none=kind == NONE,
+                )
         finally:
-            rest.close()
+            answers.close()
 
-    def _together(self, requests: Sequence[ScoreRequest]) -> dict[int, tuple[str, Any]]:
-        self._renew()
-        found: dict[int, tuple[str, Any]] = {}
-        if not self._child.is_async or len(requests) < 2:
-            return found
-        self._child.parent_end.send((self._timeout_s, [_columns(request) for request in requests]))
-        for _ in requests:
-            place, answer = self._child.answer(self._timeout_s + _GRACE_S)
-            if not isinstance(place, int):
-                break
-            found[place] = answer
-        return found
-
-    def _one_by_one(self, requests: Sequence[ScoreRequest]) -> Generator[tuple[str, Any], None, None]:
-        asked = 0
+    def _answers(self, requests: Sequence[ScoreRequest]) -> Generator[tuple[int, Answer], None, None]:
+        left = dict.fromkeys(range(len(requests)))
+        together = len(left) > 1
         try:
-            while asked < len(requests):
+            while left:
                 # after a hang or a crash, a new child goes on behind the sample
-                self._renew()
-                self._child.parent_end.send([_columns(request) for request in requests[asked:]])
-                for _ in requests[asked:]:
-                    answer = self._child.answer(self._timeout_s)
-                    asked += 1
-                    yield answer
-                    if not self._child.is_alive:
+                if not self._child.is_alive:
+                    self._child = _Child(self._order, self.path)
+                together = together and self._child.is_async
+                asked = [*left]
+                columns = [_columns(requests[place]) for place in asked]
+                self._child.parent_end.send((self._timeout_s if together else None, columns))
+                for place in asked:
+                    number, answer = self._child.answer(self._timeout_s + (_GRACE_S if together else 0.0))
+                    if number is None and together:
                         break
+                    answered = place if number is None else asked[number]
+                    del left[answered]
+                    yield answered, answer
+                    if number is None:
+                        break
+                together = False
         finally:
-            if asked < len(requests):
+            if left:
                 # whoever reads has read enough: answers to come belong to nobody
                 self._child.kill()
 
     def close(self) -> None:
         """End the child process."""
         self._child.kill()
-
-    def _renew(self) -> None:
-        if not self._child.is_alive:
-            self._child = _Child(self._order, self.path)
 
 
 class _Child:
@@ -147,8 +150,8 @@ class _Child:
         """Whether it can be asked."""
         return not self._is_killed and self._process.poll() is None
 
-    def answer(self, timeout_s: float) -> tuple[Any, Any]:
-        """The next answer; when none comes, why, and the child is gone."""
+    def answer(self, timeout_s: float) -> tuple[int | None, Answer]:
+        """The next answer and the place of what it answers; when none comes no place, and the child is gone."""
         try:
             if self.parent_end.poll(timeout_s):
                 return self.parent_end.recv()
@@ -157,7 +160,7 @@ class _Child:
         else:
             fault = f"did not return within reward.timeout_s ({timeout_s:g} s)"
         self.kill()
-        return "bad", fault
+        return None, (BAD, fault)
 
     def kill(self) -> None:
         """End the process, whatever it is doing."""
@@ -196,14 +199,3 @@ def _columns(request: ScoreRequest) -> dict[str, Any]:
         "num_tokens": facts.num_tokens if facts else None,
         "finish_reason": str(facts.finish_reason) if facts else None,
     }
-
-
-def _outcome(path: str, request: ScoreRequest, answer: tuple[str, Any]) -> Reward | Unscored:
-    kind, content = answer
-    if kind == PARTS:
-        return Reward(value=content.pop("value"), parts=content)
-    return Unscored(
-        reason=f"reward function {path}, {request.where} {content}; expected a finite number; {request.shown}; "
-        "fix the function",
-        is_none=kind == NONE,
-    )

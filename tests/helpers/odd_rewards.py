@@ -3,6 +3,7 @@
 import asyncio
 import os
 import subprocess
+import sys
 import time
 
 
@@ -29,6 +30,13 @@ def raises(prompt, response, reference):
     """An exception of the user's."""
     if response == "bad":
         raise ValueError("no such thing")
+    return float(len(response))
+
+
+def leaves(prompt, response, reference):
+    """The end, as of a script."""
+    if response == "bad":
+        sys.exit(3)
     return float(len(response))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -159,7 +160,7 @@ def _require_content(
 
 
 def require_written(
-    render: Callable[[Sequence[Turn], Tools], str],
+    render: Callable[..., str],
     turns: Sequence[Turn],
     tools: Tools,
     *,
@@ -173,7 +174,7 @@ def require_written(
     """Raise DataError where a template leaves out what is said, tools, a call or, of what is learned, all reasoning.
 
     Args:
-        render: writes turns and tools by the template.
+        render: writes turns, and `tools`, by the template.
         turns: whole.
         tools: that may be called.
         text: what the template makes of them.
@@ -190,7 +191,7 @@ def require_written(
         surface("message").require(
             unread, "a message", error=lambda text: DataError(f"{origin}: {text}"), note=note
         )
-    _require_content(lambda turns: render(turns, tools), turns, text, origin=origin, key=key)
+    _require_content(partial(render, tools=tools), turns, text, origin=origin, key=key)
     asked: list[tuple[str, Sequence[Turn], Tools]] = []
     for index, turn in enumerate(turns):
         if turn.get("tool_calls"):
@@ -202,7 +203,7 @@ def require_written(
         asked.append(("the assistant's reasoning", [_without(turn, *REASONING) for turn in turns], tools))
     for what, fewer, named in asked:
         try:
-            shorter = render(fewer, named)
+            shorter = render(fewer, tools=named)
         except Exception:  # what is missed is read
             continue
         if len(shorter) >= len(text):

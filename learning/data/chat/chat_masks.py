@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,11 +169,9 @@ def require_all_written(
     known = tokenizer.special_tokens_map
     require_variables(template or "", {}, known=known, note=note, advice=f"{key} names another template")
 
-    def render(turns: Sequence[Turn], named: Tools) -> str:
-        return render_chat(tokenizer, turns, ask=False, tools=named, template=template)
-
+    render = partial(render_chat, tokenizer, ask=False, template=template)
     try:
-        text = render(turns, tools)
+        text = render(turns, tools=tools)
         require_written(
             render,
             turns,

@@ -43,41 +43,25 @@ def find_end_tokens(
     A template may close turns with a token that neither tokenizer nor model names: it is found by rendering a turn.
     Raises DataError for a template that cannot be read, ModelError for a generation_config.json that cannot.
     """
-    known = model_end_tokens(tokenizer, model)
-    found = _found(data, tokenizer, known, is_chat=is_chat, stop_token_ids=stop_token_ids)
-    num_ids = num_token_ids(tokenizer)
-    unknown = [token for token in generation_end_tokens(model) if token >= num_ids]
-    if not unknown:
-        return found
-    line = f"the model ends responses at id {unknown[0]}, and the tokenizer has {num_ids} ids: is it this model's?"
-    return EndTokens(found.token_ids, line if found.line is None else f"{line} {found.line}")
-
-
-def _found(
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    known: tuple[int, ...],
-    *,
-    is_chat: bool,
-    stop_token_ids: Sequence[int],
-) -> EndTokens:
-    """The end tokens `known` and what closes a turn of the template."""
-    if not is_chat:
-        return EndTokens(known)
-    closing = turn_end(tokenizer, data)
-    if closing is None:
+    known, num_ids = model_end_tokens(tokenizer, model), num_token_ids(tokenizer)
+    lines = [
+        f"the model ends responses at id {token}, and the tokenizer has {num_ids} ids: is it this model's?"
+        for token in generation_end_tokens(model)
+        if token >= num_ids
+    ][:1]
+    closing = turn_end(tokenizer, data) if is_chat else None
+    if is_chat and closing is None:
         named = ", ".join(str(tokenizer.convert_ids_to_tokens(one)) for one in (*known, *stop_token_ids))
-        return EndTokens(
-            known,
-            f"the chat template closes an answer with no token of its own: {named or 'nothing'} ends a response",
+        lines.append(
+            f"the chat template closes an answer with no token of its own: {named or 'nothing'} ends a response"
         )
-    if closing in known or closing in stop_token_ids:
-        return EndTokens(known)
-    return EndTokens(
-        (*known, closing),
-        f"responses also end at {tokenizer.convert_ids_to_tokens(closing)} (id {closing}), with which the chat "
-        "template closes a turn; neither tokenizer nor model names it (sampling.end_token_ids says otherwise)",
-    )
+    elif closing is not None and closing not in (*known, *stop_token_ids):
+        known = (*known, closing)
+        lines.append(
+            f"responses also end at {tokenizer.convert_ids_to_tokens(closing)} (id {closing}), with which the chat "
+            "template closes a turn; neither tokenizer nor model names it (sampling.end_token_ids says otherwise)"
+        )
+    return EndTokens(known, " ".join(lines) or None)
 
 
 def model_end_tokens(tokenizer: PreTrainedTokenizerBase, model: str | None) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Container, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ....core.errors import DataError
@@ -70,26 +71,18 @@ def asked_and_answered(turns: Sequence[Turn], what: str) -> tuple[tuple[Turn, ..
     return tuple(asked), answer
 
 
-def parse_turns(
-    value: Any, what: str, *, padded: bool = False, roles: Sequence[str] | None = ROLES
-) -> list[Turn]:
+def parse_turns(value: Any, what: str, *, roles: Sequence[str] | None = ROLES) -> list[Turn]:
     """A conversation's messages, in whatever form `turn_list` reads.
 
-    Args:
-        value: what stands in the row.
-        what: names row and field in messages of errors.
-        padded: it comes of columns, where every object has all keys that any has.
-        roles: that are known; None: any, in a list that is not empty, with further keys of any type.
-
-    Raises:
-        DataError: no list of {role, content}, a role that is not known, a content that is no text.
+    `what` names row and field in errors; `roles` are those that are known, None: any, in a list that is not empty, with
+    further keys of any type. Raises DataError: no list of {role, content}, an unknown role, a content that is no text.
     """
     value = turn_list(value)
     if not isinstance(value, list | tuple):
         raise DataError(f"{what} must be a list of {{role, content}}, got {type(value).__name__}")
     if roles is None and not value:
         raise DataError(f"{what} must be a list of {{role, content}}, got an empty one; fix the row")
-    return [_turn(item, f"{what}, message {number}", padded, roles) for number, item in enumerate(value)]
+    return [_turn(item, f"{what}, message {number}", roles) for number, item in enumerate(value)]
 
 
 def pairs_of(turns: Sequence[Turn]) -> Messages:
@@ -103,6 +96,11 @@ def readable(messages: Messages) -> str:
     if len(spoken) == 1:
         return spoken[0][1]
     return "\n\n".join(f"{role}: {content}" for role, content in messages)
+
+
+def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items, or characters, both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def as_dicts(messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
@@ -144,7 +142,7 @@ def require_role(role: Any, what: str, also: Container[str] = ()) -> None:
         raise DataError(f"{what} has an unknown role: expected one of {known}, got {got}; {table.advice}")
 
 
-def tools_of(value: Any, what: str, *, padded: bool) -> tuple[dict[str, Any], ...]:
+def tools_of(value: Any, what: str) -> tuple[dict[str, Any], ...]:
     """The tools that a row names: a list of objects, or JSON text of one. Raises DataError for anything else."""
     if isinstance(value, str):
         parsed = _json_of(value)
@@ -159,10 +157,9 @@ def tools_of(value: Any, what: str, *, padded: bool) -> tuple[dict[str, Any], ..
             f"{what} must be a list of tools, each an object (a JSON schema), got {cut(repr(value))}; fix the row, "
             f"{_TOOLS_ADVICE}"
         )
-    found = tuple(_without_padding(one) if padded else one for one in tools)
-    for one in found:
+    for one in tools:
         _require_known(one, what, "tool")
-    return found
+    return tuple(tools)
 
 
 def whole_text(turns: Sequence[Turn], tools: Tools = ()) -> str:
@@ -173,7 +170,7 @@ def whole_text(turns: Sequence[Turn], tools: Tools = ()) -> str:
     return json.dumps(said, sort_keys=True) if any(said.values()) else ""
 
 
-def _turn(item: Any, what: str, padded: bool, roles: Sequence[str] | None) -> Turn:
+def _turn(item: Any, what: str, roles: Sequence[str] | None) -> Turn:
     """A message with role and content, and everything else that it holds; a call without content has ""."""
     if not isinstance(item, dict):
         raise DataError(f"{what} must be an object with role and content, got {type(item).__name__}")
@@ -194,7 +191,7 @@ def _turn(item: Any, what: str, padded: bool, roles: Sequence[str] | None) -> Tu
             one if "function" in (one or ()) else {"type": "function", "function": one} for one in listed
         ]
     if calls:
-        others["tool_calls"] = _calls_of(calls, what, padded)
+        others["tool_calls"] = _calls_of(calls, what)
         content = "" if content is None else content
     if roles is not None or not isinstance(role, str):
         require_role(role, what, roles or ())
@@ -229,16 +226,15 @@ def _require_plain(others: Mapping[str, Any], what: str, *, any_type: bool) -> N
     require_whole_text(said, f"{what}: {', '.join(others)}")
 
 
-def _calls_of(value: Any, what: str, padded: bool) -> list[dict[str, Any]]:
+def _calls_of(value: Any, what: str) -> list[dict[str, Any]]:
     listed = _json_of(value) if isinstance(value, str) else value
     if not _is_list(listed) or not all(isinstance(one, dict) for one in listed):
         raise DataError(
             f"{what}: its tool_calls must be a list of objects, got {cut(repr(value))}; fix the row"
         )
-    calls = [_without_padding(one) if padded else one for one in listed]
-    for one in calls:
+    for one in listed:
         _require_known(one, what, "message.call")
-    return [_call(one, f"{what}, tool_calls[{number}]") for number, one in enumerate(calls)]
+    return [_call(one, f"{what}, tool_calls[{number}]") for number, one in enumerate(listed)]
 
 
 def _require_known(one: Mapping[str, Any], what: str, kind: str) -> None:
@@ -264,13 +260,6 @@ def _call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
             f"{what}.arguments: expected an object, or JSON text of one, got {quote(given)}; fix the row"
         )
     return {**call, "arguments": parsed} if parsed is not None else dict(call)
-
-
-def _without_padding(value: Any) -> Any:
-    """Objects of columns have all keys that any of the column has, null where they are another's."""
-    if isinstance(value, dict):
-        return {key: _without_padding(held) for key, held in value.items() if held is not None}
-    return [_without_padding(one) for one in value] if isinstance(value, list) else value
 
 
 def _json_of(text: str) -> Any:

@@ -12,7 +12,7 @@ import regex
 from transformers import PreTrainedTokenizerBase
 
 from .chat_format import own_template, render_chat
-from .messages import Tools, Turn, as_dicts
+from .messages import Tools, Turn, as_dicts, num_shared
 
 
 def render(
@@ -61,17 +61,9 @@ def render(
     if max_tokens is None or len(whole) <= max_tokens:
         return whole
     begin = (tokenizer.bos_token_id, tokenizer.cls_token_id)
-    # every text of the model begins with it: it is kept
+    # every text of the model begins with it, and it is kept; the prompt ends where both go apart
     first = whole[:1] if whole[0] in begin else []
-    return first + whole[min(len(whole) - max_tokens + len(first), _num_shared(before, whole)) :]
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids both begin with: where the prompt ends, whatever a template puts behind it."""
-    for place, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return place
-    return min(len(one), len(other))
+    return first + whole[min(len(whole) - max_tokens + len(first), num_shared(before, whole)) :]
 
 
 def format_notes(pattern: str, prefills: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:

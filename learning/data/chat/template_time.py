@@ -24,26 +24,12 @@ from .template_variables import parsed
 _KEPT = "rlhfspec_template_time"
 "Attribute of a tokenizer whose templates are told a time."
 _TIME: ContextVar[datetime | None] = ContextVar("template_time", default=None)
-_CLOCK = "strftime_now"
-_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-_MONTHS = (
-    "January", "February", "March", "April", "May", "June",
-    "July", "August", "September", "October", "November", "December",
-)  # fmt: skip
-_COMPOSED = {"c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p", "+": "%c"}
-"What the C locale makes of directives that other locales write otherwise."
-_DIRECTIVE = re.compile(r"%([-_0^#]?)([A-Za-z%+])")
 
 
 def keep_time(tokenizer: PreTrainedTokenizerBase, at: str | datetime | None) -> PreTrainedTokenizerBase:
     """Tell this time, ISO 8601, to the tokenizer's chat templates; None: the clock's. Returns the tokenizer."""
     setattr(tokenizer, _KEPT, datetime.fromisoformat(at) if isinstance(at, str) else at)
     return tokenizer
-
-
-def asks_the_time(template: str | None) -> bool:
-    """Whether a template reads the clock."""
-    return template is not None and _CLOCK in template
 
 
 @contextmanager
@@ -64,7 +50,7 @@ def template_time_of(
     if at is None:
         yield
         return
-    if asks_the_time(text):
+    if "strftime_now" in text:
         _require_clock()
     before = _TIME.set(at)
     try:
@@ -113,33 +99,13 @@ class _Clock:
 
 
 class _Moment(datetime):
-    """Written as in the C locale, whatever the process has, and without a zone, as by transformers."""
+    """Written without its zone, as by transformers, and `%s` not by the process's."""
 
     def strftime(self, format: str, /) -> str:
         """As `datetime.strftime`."""
         aware = self if self.tzinfo is not None else self.replace(tzinfo=UTC)
-        return self.replace(tzinfo=None)._written(format, str(int(aware.timestamp())))
-
-    def _written(self, format: str, epoch: str) -> str:
-        return datetime.strftime(self, _DIRECTIVE.sub(lambda found: self._named(found, epoch), format))
-
-    def _named(self, found: re.Match[str], epoch: str) -> str:
-        flag, letter = found.groups()
-        if letter in _COMPOSED:
-            return _DIRECTIVE.sub(lambda inner: self._named(inner, epoch), _COMPOSED[letter])
-        words = {
-            "a": _DAYS[self.weekday()][:3],
-            "A": _DAYS[self.weekday()],
-            "b": _MONTHS[self.month - 1][:3],
-            "h": _MONTHS[self.month - 1][:3],
-            "B": _MONTHS[self.month - 1],
-            "p": "AM" if self.hour < 12 else "PM",
-            "s": epoch,
-        }
-        word = words.get(letter)
-        if word is None:
-            return found[0]
-        return word.upper() if flag == "^" else word
+        seconds = re.sub(r"(?<!%)%s", str(int(aware.timestamp())), format)
+        return datetime.strftime(self.replace(tzinfo=None), seconds)
 
 
 setattr(chat_template_utils, "datetime", _Clock)  # noqa: B010

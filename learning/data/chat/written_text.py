@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -11,13 +11,14 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from ....core.records import Completion, FinishReason
+from .messages import num_shared
 
 _SAID = "what-the-assistant-said"
 _OPENED = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")
 "A tag that is open at the end of a text."
 
-Render = Callable[[Sequence[Mapping[str, str]], bool], str]
-"Renders a conversation, with True up to where the assistant begins."
+Render = Callable[..., str]
+"Renders a conversation, with `ask=True` up to where the assistant begins."
 
 
 def written_text(tokenizer: PreTrainedTokenizerBase, ids: Int[np.ndarray, " T"], *, stopped: bool) -> str:
@@ -33,7 +34,8 @@ def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) ->
     ids = completion.token_ids
     if completion.sampled is None:
         return written_text(tokenizer, ids, stopped=completion.finish_reason is FinishReason.STOP)
-    is_special = _is_special(tokenizer, ids)
+    special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+    is_special = np.isin(ids, np.asarray([*special, *tokenizer.all_special_ids], dtype=np.int64))
     kept: list[int] = []
     for first, end, sampled in _runs(completion.is_sampled):
         part = ids[first:end]
@@ -47,64 +49,40 @@ def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) ->
 
 def text_without_special_tokens(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
     """What earlier versions took for the text of a response."""
-    return _joined(
-        tokenizer.decode(
-            completion.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-    )
+    return _decoded(tokenizer, completion.token_ids.tolist(), skip_special_tokens=True)
 
 
-def chat_prefill(render: Render, template: str) -> str:
-    """What a chat template begins the assistant's turn with behind its head, such as `<think>`; empty where nothing.
+def turn_beginning(render: Render, template: str) -> tuple[str, str]:
+    """What a chat template begins the assistant's turn with behind its head, such as `<think>`, empty for nothing.
 
-    `template` is its text. A template that refuses a plain conversation has none that could be told.
+    Then the head of the turn where it is written of turns alone, and not where one is asked for. `template` is its
+    text. A template that refuses a plain conversation has neither that could be told.
     """
     user, said = {"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}
     try:
-        unopened, opened = render([user], False), render([user], True)
+        unopened, opened = render([user], ask=False), render([user], ask=True)
         # of an earlier turn: templates leave the reasoning out there, or write an empty one in the last
-        later = render([user, said, user], False)
+        answered = render([user, said] if opened == unopened else [user, said, user], ask=False)
     except Exception:  # templates are programs: they raise what they like
-        return ""
+        return "", ""
+    is_shown = answered.startswith(unopened) and _SAID in answered
+    head = answered[len(unopened) : answered.index(_SAID)] if is_shown else ""
+    if opened == unopened:
+        return "", head if any(char.isalnum() for char in head) else ""
     if not opened.startswith(unopened):
-        return ""
+        return "", ""
     opening = opened[len(unopened) :]
-    if later.startswith(unopened) and _SAID in later:
-        head = later[len(unopened) : later.index(_SAID)]
-        behind = opening[_num_shared(opening, head) :]
-        if behind.strip():
-            return behind
-    opened = _OPENED.search(opening)
-    return opened[0] if opened is not None and f"</{opened[1]}>" in template else ""
-
-
-def unbegun_turn(render: Render) -> str:
-    """The head of an assistant's turn that a chat template writes of turns and not where it is asked to begin one."""
-    user, said = {"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}
-    try:
-        unopened, opened, answered = render([user], False), render([user], True), render([user, said], False)
-    except Exception:  # templates are programs: they raise what they like
-        return ""
-    if opened != unopened or not answered.startswith(unopened) or _SAID not in answered:
-        return ""
-    head = answered[len(unopened) : answered.index(_SAID)]
-    return head if any(char.isalnum() for char in head) else ""
+    behind = opening[num_shared(opening, head) :]
+    if is_shown and behind.strip():
+        return behind, ""
+    tag = _OPENED.search(opening)
+    return tag[0] if tag is not None and f"</{tag[1]}>" in template else "", ""
 
 
 def text_prefill(prompt_template: str) -> str:
     """The same of data.prompt_template for plain text: a tag that stands open at its end."""
     opened = _OPENED.search(prompt_template.rpartition("{prompt}")[2])
     return opened[0] if opened is not None else ""
-
-
-def _num_shared(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    shared = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        shared += 1
-    return shared
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, stopped: bool) -> list[int]:
@@ -127,11 +105,6 @@ def _ends_turns(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     return is_added and not is_closing_tag
 
 
-def _is_special(tokenizer: PreTrainedTokenizerBase, ids: Int[np.ndarray, " T"]) -> Bool[np.ndarray, " T"]:
-    added = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
-    return np.isin(ids, np.asarray([*added, *tokenizer.all_special_ids], dtype=np.int64))
-
-
 def _runs(sampled: Bool[np.ndarray, " T"]) -> Iterator[tuple[int, int, bool]]:
     """(first, end, sampled) of each stretch of equal values."""
     places = [0, *(np.flatnonzero(np.diff(sampled)) + 1).tolist(), len(sampled)]
@@ -140,9 +113,7 @@ def _runs(sampled: Bool[np.ndarray, " T"]) -> Iterator[tuple[int, int, bool]]:
             yield first, end, bool(sampled[first])
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return _joined(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _joined(decoded: str | list[str]) -> str:
-    return decoded if isinstance(decoded, str) else "".join(decoded)
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+    return "".join(
+        tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    )

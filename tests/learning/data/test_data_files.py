@@ -1,9 +1,8 @@
 """Which files a path names; shards are read in order, one after the other."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
+from data_rows import write_rows as write
 from pytest import fixture, mark, raises
 
 from rlhfspec.core.config import DataConfig
@@ -19,14 +18,6 @@ def tokenizer():
 
 def rows(first, count=3):
     return [{"question": f"{n}?", "answer": str(n), "more": {"a": n}} for n in range(first, first + count)]
-
-
-def write(path, records):
-    path.parent.mkdir(exist_ok=True, parents=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=2)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def texts(path, tokenizer, **settings):
@@ -103,12 +94,6 @@ def test_parquet_of_no_rows_and_of_two_columns_of_one_name(tmp_path, tokenizer):
         texts(tmp_path / "twice.parquet", tokenizer)
 
 
-def test_a_line_that_is_no_utf8_is_named(tmp_path, tokenizer):
-    (tmp_path / "d.jsonl").write_bytes(b'{"question": "a", "answer": ""}\n{"question": "\xff"}\n')
-    with raises(DataError, match=r"d\.jsonl:2 is not UTF-8 text"):
-        texts(tmp_path / "d.jsonl", tokenizer)
-
-
 FILTER = """
 def keep(row):
     return row["more"]["a"] % 2 == 0
@@ -166,7 +151,7 @@ def test_a_million_characters_are_measured_but_not_tokenised(tmp_path, tokenizer
     dataset = load_prompts(
         DataConfig(path=str(tmp_path / "d.jsonl"), on_long_prompt="skip"), tokenizer, seed=0
     )
-    assert (len(dataset), dataset.num_skipped) == (1, 2)
+    assert (len(dataset), dataset.left_out.too_long) == (1, 2)
 
 
 @mark.parametrize("name", ["d.parquet", "d.jsonl", "d.csv", "d.json"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from data_rows import write_rows as write
 from pytest import mark, raises
 
 from rlhfspec.core.errors import DataError
@@ -12,14 +13,6 @@ from rlhfspec.learning.data.data_files import find_files
 from rlhfspec.learning.data.raw_records import iter_records
 
 TRAIN, TEST = [{"question": "t", "answer": "1"}], [{"question": "held out", "answer": "2"}]
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read(path: Path | str, split: str = "train") -> list[dict]:

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 
 import numpy as np
+from data_rows import write_rows
 from pytest import fixture, mark, raises
 
 from rlhfspec.core.config import DataConfig
@@ -20,8 +21,7 @@ def tokenizer():
 
 
 def write(path, prompts):
-    path.write_text("".join(json.dumps({"question": text, "answer": ""}) + "\n" for text in prompts))
-    return str(path)
+    return write_rows(path, [{"question": text, "answer": ""} for text in prompts])
 
 
 def drawn(cursor, count):

@@ -4,8 +4,7 @@ import json
 import logging
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from data_rows import write_rows
 from pytest import mark, param, raises
 from word_chat import MARKED, PLAIN, word_chat
 
@@ -200,11 +199,7 @@ def test_a_system_turn_that_the_template_leaves_out_is_refused_by_sft_and_train(
 
 
 def write(folder, rows, name="d.jsonl"):
-    if name.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), folder / name)
-    else:
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / name)
+    return write_rows(folder / name, rows)
 
 
 @mark.parametrize("name", ["d.jsonl", "d.parquet"])

@@ -1,9 +1,6 @@
 """What is taken as it is and may not be meant so is told: unread columns, control tokens in texts, a missing head."""
 
-import json
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from data_rows import write_rows as write
 from pytest import fixture, mark, raises
 
 from rlhfspec.core.config import DataConfig
@@ -30,16 +27,6 @@ def tokenizer():
     bpe.add_special_tokens({"additional_special_tokens": ["<|mark|>"]})
     bpe.chat_template = TEMPLATE
     return bpe
-
-
-def write(path, rows):
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 @mark.parametrize("name", ["d.jsonl", "d.json", "d.parquet"])
@@ -113,12 +100,3 @@ def test_a_template_that_leaves_the_assistants_head_to_the_response_is_told(
     notes = load_prompts(DataConfig(path=path, chat=True, chat_template=template), tokenizer, seed=0).notes()
     told = [f"the chat template does not begin the assistant's turn: {head}, "] if head else []
     assert [note[: len(start)] for note, start in zip(notes, told, strict=True)] == told
-
-
-@mark.parametrize("name", ["d.jsonl", "d.json"])
-def test_a_key_that_stands_twice_is_refused(tmp_path, tokenizer, name):
-    path = tmp_path / name
-    row = '{"question": "one", "question": "two", "answer": "x"}'
-    path.write_text(row if name == "d.jsonl" else f"[{row}]")
-    with raises(DataError, match=r":1.* an object has the key 'question' twice"):
-        load_prompts(DataConfig(path=str(path)), tokenizer, seed=0)

@@ -5,7 +5,6 @@ import json
 from pytest import fixture, mark
 
 from rlhfspec.core.config import DataConfig
-from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.statistics import DataReport
 from rlhfspec.learning.models.tokenization import train_bpe
 
@@ -81,19 +80,6 @@ def test_conversations_are_shown_by_the_template_or_as_turns(tmp_path, tokenizer
         else "system: s\nuser: u\nassistant: a\nuser: u"
     )
     assert report.samples[0][1] == shown
-
-
-@mark.parametrize(
-    "settings", [{}, {"deduplicate": "exact"}, {"min_prompt_tokens": 2}, {"skip_rows": 1, "limit": 1}]
-)
-def test_it_counts_the_prompts_that_a_run_gets(tmp_path, tokenizer, settings):
-    path = tmp_path / "d.jsonl"
-    good = [line for line in LINES if "question" in line and '""' not in line and line.endswith("}")]
-    path.write_text("\n".join(good))
-    data = DataConfig(sources=({"path": str(path)}, {"task": "chain", "limit": 3}), **settings)
-    report = DataReport(data, tokenizer, seed=0)
-    assert report.num_faults == 0
-    assert report.num_prompts == len(load_prompts(data, tokenizer, seed=0))
 
 
 def test_a_source_that_cannot_be_read_is_a_fault_and_the_others_are_counted(tmp_path, file, tokenizer):

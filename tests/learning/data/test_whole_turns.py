@@ -4,6 +4,8 @@ import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from data_rows import as_seen as seen
+from data_rows import load_rows
 from pytest import fixture, mark, raises
 from word_chat import word_chat
 
@@ -48,13 +50,7 @@ def tokenizer():
 
 
 def load(tmp_path, tokenizer, *rows, **settings):
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_prompts(DataConfig(path=str(path), **settings), tokenizer, seed=0)
-
-
-def seen(dataset, tokenizer):
-    return [tokenizer.decode(prompt.token_ids.tolist()) for prompt in dataset.prompts]
+    return load_rows(tmp_path, tokenizer, [*rows], **settings)
 
 
 def columns(turns):

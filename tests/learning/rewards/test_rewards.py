@@ -1,6 +1,5 @@
 """GSM8K and user rewards: what counts as a number, and which sample a fault is laid at."""
 
-import math
 import sys
 from decimal import Decimal
 
@@ -116,24 +115,11 @@ def dict_reward(prompt: str, response: str, reference: str) -> dict[str, float]:
     return {"value": 0.5, "correct": 1.0}
 
 
-def failing_reward(prompt: str, response: str, reference: str) -> float:
-    if response == "bad":
-        raise KeyError("nothing here")
-    return math.nan if response == "nan" else 0.0
-
-
 def test_a_user_function_gives_a_number_or_a_dict():
     number = build_reward(RewardConfig(kind=f"{__name__}:length_reward"))
     assert number.score([prompt()], ["abc"])[0].value == 3.0
     parts = build_reward(RewardConfig(kind=f"{__name__}:dict_reward")).score([prompt()], [""])[0]
     assert (parts.value, parts.parts) == (0.5, {"correct": 1.0})
-
-
-@mark.parametrize(("response", "words"), [("bad", "raised KeyError"), ("nan", "returned nan")])
-def test_a_failing_user_function_names_the_sample(response, words):
-    reward = build_reward(RewardConfig(kind=f"{__name__}:failing_reward"))
-    with raises(RewardError, match=rf"sample 1 of the batch \(prompt 77\).*{words}"):
-        reward.score([prompt(), prompt(prompt_id=77)], ["fine", response])
 
 
 @mark.parametrize("kind", ["nonsense", "no_such_module:f", f"{__name__}:no_such_name"])
@@ -174,13 +160,3 @@ def test_a_module_of_the_caller_s_folder_is_found_and_its_faults_are_config_erro
         build_reward(RewardConfig(kind=f"{name}:score"))
     (tmp_path / f"{name}_good.py").write_text("def score(prompt, response, reference): return 0.5\n")
     assert build_reward(RewardConfig(kind=f"{name}_good:score")).score([prompt()], ["a"])[0].value == 0.5
-
-
-def test_a_function_that_leaves_the_process_is_named():
-    reward = build_reward(RewardConfig(kind=f"{__name__}:leaving_reward"))
-    with raises(RewardError, match="raised SystemExit: 3"):
-        reward.score([prompt()], ["a"])
-
-
-def leaving_reward(prompt: str, response: str, reference: str) -> float:
-    sys.exit(3)

@@ -21,6 +21,7 @@ ODD = [
     ("hangs", r"did not return within reward.timeout_s \(0.5 s\)"),
     ("sleeps_in_c", r"did not return within reward.timeout_s \(0.5 s\)"),
     ("raises", r"raised ValueError: no such thing \(odd_rewards.py, line \d+\)"),
+    ("leaves", "raised SystemExit: 3"),
     ("crashes", r"ended its process \(exit code 7\)"),
     ("hangs_in_await", r"did not return within reward.timeout_s \(0.5 s\)"),
     ("raises_in_await", r"raised ValueError: no such thing"),

@@ -4,6 +4,8 @@ import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from data_rows import as_seen as seen
+from data_rows import load_rows as load
 from pytest import fixture, mark, raises
 
 from rlhfspec.core.config import DataConfig
@@ -34,16 +36,6 @@ def tokenizer():
     bpe = train_bpe(["Tom has 12 apples.", "system user assistant"], vocab_size=300)
     bpe.chat_template = TEMPLATE
     return bpe
-
-
-def load(tmp_path, tokenizer, rows, **settings):
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_prompts(DataConfig(path=str(path), **settings), tokenizer, seed=0)
-
-
-def seen(dataset, tokenizer):
-    return [tokenizer.decode(prompt.token_ids.tolist()) for prompt in dataset.prompts]
 
 
 @mark.parametrize(
@@ -203,15 +195,6 @@ def test_text_of_a_conversation_is_the_users_words_where_he_speaks_alone():
     assert readable((("user", "a"), ("tool", "b"))) == "user: a\n\ntool: b"
     asked, answer = asked_and_answered(turns(("user", "u"), ("assistant", "a"), ("assistant", "b")), "x")
     assert (asked, answer) == (tuple(turns(("user", "u"))), "a")
-
-
-def test_a_variable_that_the_template_never_reads_is_refused(tmp_path, tokenizer):
-    (tmp_path / "d.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n')
-    data = DataConfig(
-        path=str(tmp_path / "d.jsonl"), chat=True, chat_template_kwargs={"enable_thinkin": False}
-    )
-    with raises(DataError, match=r"has .enable_thinkin., which nothing here reads"):
-        load_prompts(data, tokenizer, seed=0)
 
 
 def test_a_template_in_json_is_the_template_within(tmp_path, tokenizer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import locale
 import re
 import time
 from datetime import datetime
@@ -16,7 +15,7 @@ from rlhfspec.core.errors import DataError
 from rlhfspec.core.records import Prompt
 from rlhfspec.learning.data.chat.chat_format import render_chat
 from rlhfspec.learning.data.chat.chat_masks import conversation_tokens
-from rlhfspec.learning.data.chat.template_time import asks_the_time, keep_time
+from rlhfspec.learning.data.chat.template_time import keep_time
 from rlhfspec.learning.data.encoding import PromptEncoder
 from rlhfspec.learning.data.prompt_rows import Row
 from rlhfspec.learning.environments.observations import ObservationRenderer
@@ -52,18 +51,6 @@ def test_a_kept_time_is_told_on_every_day(monkeypatch: pytest.MonkeyPatch) -> No
     assert not render_chat(word_chat(DATED), TURNS, ask=False).startswith("Saturday 31 January 2026")
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["%a %b %e %H:%M:%S %Y", "%c", "%x %X", "%-d.%-m.%y", "%I:%M %p", "%j %U %w", "%H%%", "%d/%h", "%Z%z|"],
-)
-def test_a_kept_time_is_written_as_transformers_writes_it(form: str) -> None:
-    template = "{{ strftime_now('" + form + "') }}"
-    tokenizer = keep_time(word_chat(template), BEGAN)
-    moment = datetime.fromisoformat(BEGAN).replace(tzinfo=None)
-    assert locale.setlocale(locale.LC_TIME) == "C"
-    assert render_chat(tokenizer, TURNS, ask=False) == moment.strftime(form)
-
-
 def test_the_zone_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = keep_time(word_chat("{{ strftime_now('%A %B %p %c %s') }}"), BEGAN)
     first = render_chat(tokenizer, TURNS, ask=False)
@@ -86,10 +73,6 @@ def test_a_template_that_draws_at_random_is_refused(template: str) -> None:
 def test_a_template_that_speaks_of_random_is_not_refused() -> None:
     tokenizer = word_chat("a random | random word, lipsum() too: {{ messages[0].content }}")
     assert render_chat(tokenizer, TURNS, ask=True).endswith("too: hi")
-
-
-def test_whether_a_template_asks_the_time_is_known() -> None:
-    assert asks_the_time(DATED) and not asks_the_time(MARKED) and not asks_the_time(None)
 
 
 def test_prompts_rows_observations_and_rewards_are_told_the_same_time(
