@@ -12,7 +12,7 @@ from .declare import Arg
 
 if TYPE_CHECKING:
     from ..observe.console import Reporter
-    from ..observe.run_tables import RunRecord
+    from ..observe.run_record import RunRecord
 
 
 def show(
@@ -38,7 +38,8 @@ def show(
       rlhfspec show runs/a --samples --iteration 12
     """
     from ..observe.console import Reporter
-    from ..observe.run_tables import RunRecord, run_tree, shown_names
+    from ..observe.run_record import RunRecord
+    from ..observe.run_tables import run_tree, shown_names
 
     report = Reporter()
     notes: list[str] = []
@@ -68,7 +69,6 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     from ..folder.iteration_logs import read_histograms
     from ..folder.run_status import describe_status
     from ..observe.run_tables import curves_table, histogram_table
-    from ..observe.summary import summarise, summarise_supervised
 
     for line in describe_status(one.run_dir.status()):
         report.note(line)
@@ -77,7 +77,7 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     histograms = read_histograms(one.run_dir.histograms_file)
     if histograms and histograms[-1][1]:
         report.console.print(histogram_table(*histograms[-1]))
-    report.finish(summarise(one.metrics) or summarise_supervised(one.metrics), one.run_dir)
+    report.finish(one.summary, one.run_dir)
 
 
 def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:

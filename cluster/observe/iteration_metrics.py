@@ -15,7 +15,7 @@ from ...policies.migration.move_messages import MoveOutcome
 from ...policies.reallocation.pool_records import MoveMode
 from ...policies.scheduling.events import MoveRecord
 from .summary import amdahl_bound
-from .timeline import Timeline, overlap_s
+from .timeline import Trace, overlap_s, stretches
 
 _CORRECT = "correct"
 
@@ -206,7 +206,7 @@ OUTCOMES = tuple(MoveOutcome)
 
 
 def move_metrics(
-    moves: Sequence[MoveRecord], *, stats: GenerationStats, planning_s: float, timeline: Timeline
+    moves: Sequence[MoveRecord], *, stats: GenerationStats, planning_s: float, trace: Trace
 ) -> dict[str, float]:
     """Name every metric; what needs a move that there was not is left out.
 
@@ -214,7 +214,7 @@ def move_metrics(
         moves: those that ended in the iteration.
         stats: sums over the instances in it.
         planning_s: seconds the scheduler spent on deciding moves.
-        timeline: of the generation, for what transfers were hidden behind.
+        trace: of the generation, for what transfers were hidden behind.
     """
     done = [record for record in moves if record.outcome == MoveOutcome.MOVED]
     metrics = {
@@ -227,7 +227,7 @@ def move_metrics(
         metrics
         | _bytes(done)
         | _times(done)
-        | _hidden(timeline)
+        | _hidden(trace)
         | {
             "moves/decode_thread_s": stats.move_s,
             "moves/planning_s": planning_s,
@@ -263,18 +263,17 @@ def _times(done: Sequence[MoveRecord]) -> dict[str, float]:
     return metrics
 
 
-def _hidden(timeline: Timeline) -> dict[str, float]:
+def _hidden(trace: Trace) -> dict[str, float]:
     """Share of the transfer seconds in which the pool, or the same instance, was in a decode step."""
-    total_s = sum(one.seconds for lane in timeline.lanes for one in lane.transfers)
+    lanes = [(stretches(lane, "send", "receive"), stretches(lane, "step")) for lane in trace.lanes().values()]
+    total_s = sum(end - begin for transfers, _ in lanes for begin, end in transfers)
     if total_s <= 0.0:
         return {}
-    steps = [step for lane in timeline.lanes for step in lane.steps]
-    pool_s = sum(overlap_s(lane.transfers, steps) for lane in timeline.lanes)
-    own_s = sum(overlap_s(lane.transfers, lane.steps) for lane in timeline.lanes)
+    pool = [step for _, steps in lanes for step in steps]
     return {
         "moves/transfer_s": total_s,
-        "moves/transfer_hidden_share": pool_s / total_s,
-        "moves/transfer_hidden_own_share": own_s / total_s,
+        "moves/transfer_hidden_share": sum(overlap_s(transfers, pool) for transfers, _ in lanes) / total_s,
+        "moves/transfer_hidden_own_share": sum(overlap_s(*lane) for lane in lanes) / total_s,
     }
 
 

@@ -200,11 +200,11 @@ class Summary:
         )
         return rows
 
-    def text(self) -> str:
-        """The table as plain text, one row a line."""
-        rows = self.rows()
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows) + "\n"
+
+def as_text(rows: Sequence[tuple[str, str]]) -> str:
+    """A table as plain text, one row a line."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows) + "\n"
 
 
 UPDATE_PARTS = (
