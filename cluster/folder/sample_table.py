@@ -63,6 +63,21 @@ class SampleRow:
         )
 
     @property
+    def columns(self) -> dict[str, Any]:
+        """For a table of another tool."""
+        return {
+            "sample_index": self.sample_index,
+            "prompt": self.prompt,
+            "response": self.response,
+            "reference": self.reference,
+            "reward": self.reward,
+            "parts": ", ".join(f"{name} {value:.4g}" for name, value in self.parts.items()),
+            "advantage": self.advantage,
+            "finish_reason": self.finish_reason,
+            "tokens": self.num_tokens,
+        }
+
+    @property
     def facts(self) -> str:
         """Everything but the texts, in one line."""
         parts = "".join(f", {name} {value:.4g}" for name, value in self.parts.items())
