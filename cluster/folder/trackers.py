@@ -18,7 +18,8 @@ from ...core.settings.tracking import TrackingConfig, WandbConfig
 from .layout import RunDir
 from .sample_table import SampleRow, as_markdown
 
-Metrics, Histograms = Mapping[str, float], Mapping[str, Sequence[float]]
+Metrics = Mapping[str, float]
+Histograms = Mapping[str, Sequence[float]]
 Chosen = Sequence[tuple[str, SampleRow]]
 Log = Callable[[int, Metrics, Histograms, Chosen], None]
 "Takes scalars, raw values by name, and samples that people read, of a step: the number of finished iterations."
