@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 
 from ...core.decode_records import GenerationStats
-from ...core.metrics import METRICS, find_metric
 from ...core.records import FinishReason, Reward, Rollout, UpdateReport
 from ...policies.migration.move_messages import MoveOutcome
 from ...policies.reallocation.pool_records import MoveMode
@@ -17,7 +17,14 @@ from ...policies.scheduling.events import MoveRecord
 from .summary import amdahl_bound
 from .timeline import Trace, overlap_s, stretches
 
-_CORRECT = "correct"
+T = TypeVar("T")
+CORRECT = "correct"
+"The part of a reward that says whether a response is right; from 0.5 on it counts as passed."
+
+
+def correctness(parts: Mapping[str, T]) -> T | None:
+    """The first part called `correct`, or NAME/correct in a mixture; None where a reward has none."""
+    return next((value for name, value in parts.items() if name.split("/")[-1] == CORRECT), None)
 
 
 def reward_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
@@ -32,7 +39,7 @@ def reward_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
         for name, value in reward.parts.items():
             by_part.setdefault(name, []).append(value)
     metrics = {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
-    correct = next((part for name, part in by_part.items() if name.split("/")[-1] == _CORRECT), None)
+    correct = correctness(by_part)
     if correct is not None:
         metrics["reward/accuracy"] = float(np.mean(correct))
     return {f"reward/{name}": float(np.mean(part)) for name, part in by_part.items()} | metrics
@@ -49,9 +56,6 @@ def distribution_metrics(rollouts: Sequence[Rollout], advantages: Sequence[float
     for percent in (10, 50, 90):
         metrics[f"reward/p{percent}"] = float(np.percentile(rewards, percent))
     metrics |= {"reward/min": float(rewards.min()), "reward/max": float(rewards.max())}
-    # a part that is called like a metric of all rewards does not take its place
-    parts = {f"reward/{name}": value for name, value in _part_means(rollouts).items()}
-    metrics |= {name: value for name, value in parts.items() if name not in METRICS and find_metric(name)}
     if advantages is not None:
         of_samples = np.array(advantages)
         metrics |= {
@@ -61,14 +65,6 @@ def distribution_metrics(rollouts: Sequence[Rollout], advantages: Sequence[float
             "learner/advantage_max": float(of_samples.max()),
         }
     return metrics
-
-
-def _part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    values: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        for name, value in rollout.reward.parts.items():
-            values[name].append(value)
-    return {name: float(np.mean(those)) for name, those in sorted(values.items())}
 
 
 def iteration_metrics(
@@ -117,15 +113,6 @@ def with_evaluation(metrics: Mapping[str, float], evaluated: Mapping[str, float]
     hidden_s = metrics.get("time/update_hidden_s", 0.0)
     bound = amdahl_bound(total_s, metrics["time/generate_s"] - hidden_s)
     return {**metrics, **evaluated, "time/iteration_s": total_s, "time/amdahl_bound": bound}
-
-
-CORRECT = "correct"
-"The part of a reward that says whether a response is right; from 0.5 on it counts as passed."
-
-
-def correctness(parts: Mapping[str, float]) -> float | None:
-    """The first part called `correct`, or NAME/correct in a mixture; None where a reward has none."""
-    return next((value for name, value in parts.items() if name.split("/")[-1] == CORRECT), None)
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], skipped: Sequence[int] = ()) -> dict[str, float]:

@@ -65,10 +65,3 @@ def test_metrics_of_a_distribution():
     assert metrics["rollout/response_tokens_p50"] == 5.5 and metrics["reward/p90"] == pytest.approx(8.1)
     assert (metrics["learner/advantage_min"], metrics["learner/advantage_max"]) == (-2.0, 7.0)
     assert "learner/advantage_mean" not in distribution_metrics(rollouts, None)
-
-
-def test_parts_are_means_over_the_samples_that_have_them():
-    rollouts = [rollout(0, parts={"a": 1.0}), rollout(1, parts={"a": 0.0, "b": 4.0, "mean": 9.0})]
-    metrics = distribution_metrics(rollouts, None)
-    assert metrics["reward/a"] == 0.5 and metrics["reward/b"] == 4.0
-    assert "reward/mean" not in metrics, "that is the mean of the rewards"
