@@ -91,21 +91,20 @@ def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
 
 def _samples(one: RunRecord, iteration: int | None) -> str:
     """The sample table of one iteration, counted from 1, or of the last whose rollouts can be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    from ...core.errors import DataError
+    from ..folder.rollouts import locations_in, read_recorded, rollout_files
     from ..folder.sample_table import SampleRow, as_markdown, choose_samples
 
     if iteration is not None:
         files = [one.run_dir.rollouts_file(iteration - 1)] if iteration > 0 else []
     else:
-        files = sorted((one.run_dir.path / "rollouts").glob("iteration_*.parquet"), reverse=True)
+        files = rollout_files(one.run_dir.path)[::-1]
     faults = []
     for file in files:
         try:
-            rows = [SampleRow.of_row(row) for row in pq.read_table(file).to_pylist()]
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            faults.append(f"{file.name}: {error}")
+            rows = [SampleRow.of(each.rollout, each.advantage) for each in read_recorded(locations_in(file))]
+        except DataError as error:
+            faults.append(str(error))
             continue
         number = int(file.stem.rpartition("_")[2])
         title = f"{one.name}, iteration {number + 1}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,36 +110,29 @@ def _sweep(
     }
 
 
+_FIGURES = (
+    "rollout_speedup",
+    "step_speedup",
+    "step_bound",
+    "rollout_share",
+    "publication_s",
+    "other_s",
+    "slots",
+    "mean_tokens",
+    "tokens",
+)
+
+
 def result_tree(made: ClusterResult) -> dict[str, Any]:
     """The figures of one simulation, for JSON."""
-    memory = made.memory
+    fits = {name: getattr(made.memory, name) for name in ("instance_fits", "trainer_fits")}
     return {
         "speculative": made.speculative.tree(),
         "plain": made.plain.tree(),
-        "rollout_speedup": made.rollout_speedup,
-        "step_speedup": made.step_speedup,
-        "step_bound": made.step_bound,
-        "rollout_share": made.rollout_share,
-        "training": {
-            "log_probability_s": made.training.log_probability_s,
-            "update_s": made.training.update_s,
-            "compute_s": made.training.compute_s,
-            "traffic_s": made.training.traffic_s,
-        },
-        "publication_s": made.publication_s,
-        "other_s": made.other_s,
-        "slots": made.slots,
-        "mean_tokens": made.mean_tokens,
-        "tokens": made.tokens,
+        "training": asdict(made.training),
         "levels": [list(pair) for pair in made.levels],
-        "memory": {
-            "capacity": memory.capacity,
-            "weights": memory.weights,
-            "caches": memory.caches,
-            "training": memory.training,
-            "instance_fits": memory.instance_fits,
-            "trainer_fits": memory.trainer_fits,
-        },
+        "memory": asdict(made.memory) | fits,
+        **{name: getattr(made, name) for name in _FIGURES},
     }
 
 

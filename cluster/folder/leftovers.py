@@ -165,22 +165,6 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def main() -> None:
-    """Read the folder's name, and remove it when nobody holds the other end of the pipe any more."""
-    folder, separator, spared = sys.stdin.buffer.read().partition(b"\0")
-    if separator and Path(os.fsdecode(folder)).exists():
-        remove_with_processes(Path(os.fsdecode(folder)), spared=set(map(int, spared.split())))
-
-
-def _ancestors(pid: int) -> Iterator[int]:
-    while len(fields := stat_fields(pid)) > PARENT and (pid := int(fields[PARENT])) > 1:
-        yield pid
-
-
-if __name__ == "__main__":
-    main()
-
-
 KEPT_LOGS = 128
 "Files; a process has up to two of 8 MB."
 WRITTEN_S = 3600.0
@@ -201,3 +185,19 @@ def drop_old_logs(folder: Path, *, now: float, most: int = KEPT_LOGS) -> None:
         if now - changed > WRITTEN_S:
             with suppress(OSError):
                 path.unlink()
+
+
+def main() -> None:
+    """Read the folder's name, and remove it when nobody holds the other end of the pipe any more."""
+    folder, separator, spared = sys.stdin.buffer.read().partition(b"\0")
+    if separator and Path(os.fsdecode(folder)).exists():
+        remove_with_processes(Path(os.fsdecode(folder)), spared=set(map(int, spared.split())))
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while len(fields := stat_fields(pid)) > PARENT and (pid := int(fields[PARENT])) > 1:
+        yield pid
+
+
+if __name__ == "__main__":
+    main()

@@ -166,6 +166,8 @@ def locations_in(file: Path) -> list[SampleLocation]:
 
 def read_recorded(locations: Sequence[SampleLocation]) -> list[Recorded]:
     """Read samples of one file whole. Raises DataError: it cannot be read."""
+    if not locations:
+        return []
     file = locations[0].file
     try:
         table = _table(file)

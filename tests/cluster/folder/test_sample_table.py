@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pyarrow.parquet as pq
 import pytest
 from made_rollouts import rollout
 
-from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
 from rlhfspec.cluster.observe.iteration_metrics import distribution_metrics
 
@@ -50,12 +48,6 @@ def test_a_long_text_is_cut_and_says_by_how_much():
     row = SampleRow.of(rollout(response="x" * 5000), advantage=0.25)
     text = as_markdown("t", [("best", row)])
     assert "(1,000 more characters)" in text and "advantage +0.250" in text
-
-
-def test_a_row_of_the_rollouts_file_gives_the_same_table(tmp_path):
-    write_rollouts(tmp_path / "r.parquet", ROLLOUTS, [0.5] * len(ROLLOUTS))
-    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
-    assert [SampleRow.of_row(row) for row in rows] == ROWS
 
 
 def test_metrics_of_a_distribution():
