@@ -77,7 +77,7 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     histograms = read_histograms(one.run_dir.histograms_file)
     if histograms and histograms[-1][1]:
         report.console.print(histogram_table(*histograms[-1]))
-    report.finish(one.summary, one.run_dir)
+    report.finish(one.rows, one.run_dir)
 
 
 def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:

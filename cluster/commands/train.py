@@ -219,15 +219,15 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True) -> Non
     from ..observe.run_record import RunRecord
     from ..observe.summary import as_text
 
-    record = summary = None
+    record, rows = None, []
     try:
         record = RunRecord.read(run_dir.path, report.note)
-        summary = record.summary
-        if summary is not None and with_files:
-            write_whole(run_dir.summary_file, as_text(summary.rows()))
+        rows = record.rows
+        if rows and with_files:
+            write_whole(run_dir.summary_file, as_text(rows))
     except Exception as error:
         report.note(f"the summary is missing: {describe_error(error)}")
-    report.finish(summary, run_dir)
+    report.finish(rows, run_dir)
     if record is not None:
         with suppress(Exception):
             # on the way out of a run that failed nothing may hide why

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, Protocol, Self
 
@@ -23,7 +23,6 @@ from rich.text import Text
 
 from ...core.outside import visible
 from ..folder.layout import RunDir
-from .summary import Summary, SupervisedSummary
 
 _PLAIN_LINE_EVERY_S = 10.0
 "Without a terminal, a long job says something this often, and at every new stage."
@@ -182,7 +181,7 @@ class Reporter:
             self._bars.stop()
             self._bars = None
 
-    def finish(self, summary: Summary | SupervisedSummary | None, run_dir: RunDir) -> None:
+    def finish(self, rows: Sequence[tuple[str, str]], run_dir: RunDir) -> None:
         """Take the bars down and print the closing table."""
         self.stop()
         if not run_dir.path.is_dir():
@@ -191,13 +190,13 @@ class Reporter:
                 "a copy elsewhere"
             )
             return
-        if summary is None:
-            self.console.print("no iteration finished")
-        else:
+        if rows:
             table = Table(show_header=False, title="summary", title_justify="left")
-            for label, value in summary.rows():
-                table.add_row(label, value)
+            for row in rows:
+                table.add_row(*row)
             self.console.print(table)
+        else:
+            self.console.print("no iteration finished")
         self.console.print(f"run folder {run_dir.path}", markup=False)
 
     def _send(self, phase: str) -> None:

@@ -179,12 +179,13 @@ class Explained:
 
 def explain_run(run: RunRecord) -> Explained | None:
     """None where no iteration of RLHF finished. Raises ConfigError: the config cannot be read, or is supervised."""
-    if not isinstance(run.summary, Summary):
+    summary = run.summary
+    if summary is None:
         return None
     return Explained(
         config=load_config(run.run_dir.config_file),
         metrics=run.metrics,
-        summary=run.summary,
+        summary=summary,
         num_cores=num_cores(),
         comparison=Comparison.read(run.run_dir.comparison_file),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...core.metrics import read_metrics
 from ..folder.layout import RunDir
-from .summary import Summary, SupervisedSummary, summarise, summarise_supervised
+from .summary import Summary, summarise, supervised_rows
 
 Rows = Sequence[dict[str, float]]
 
@@ -33,9 +33,15 @@ class RunRecord:
         )
 
     @property
-    def summary(self) -> Summary | SupervisedSummary | None:
-        """What it achieved; None where no iteration has finished."""
-        return summarise(self.metrics) or summarise_supervised(self.metrics)
+    def summary(self) -> Summary | None:
+        """What it achieved; None where no iteration of RLHF has finished."""
+        return summarise(self.metrics)
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The closing table, of supervised training too; none where nothing has finished."""
+        summary = self.summary
+        return supervised_rows(self.metrics) if summary is None else summary.rows()
 
     @property
     def name(self) -> str:

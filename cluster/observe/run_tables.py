@@ -84,7 +84,7 @@ def comparison_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
     for name in names:
         means = [run.last_fifth(name) for run in runs]
         table.add_row(name, *(_beside(mean, means[0], is_first=not at) for at, mean in enumerate(means)))
-    summaries = [one if isinstance(one := run.summary, Summary) else None for run in runs]
+    summaries = [run.summary for run in runs]
     table.add_section()
     table.add_row("iterations", *(str(len(run.metrics)) for run in runs))
     for part in (*STEP_PARTS, "other"):
@@ -111,8 +111,7 @@ def histogram_table(iteration: int, histograms: dict[str, Histogram]) -> Table:
 
 def run_tree(run: RunRecord, names: Sequence[str]) -> dict[str, Any]:
     """One run for JSON."""
-    status, made = run.run_dir.status(), run.summary
-    summary = made if isinstance(made, Summary) else None
+    status, summary = run.run_dir.status(), run.summary
     metrics = {}
     for name in names:
         iterations, values = run.series(name)

@@ -327,54 +327,24 @@ def is_silent(row: Mapping[str, float]) -> bool:
     return row.get("train/grad_norm") == 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedSummary:
-    """Steps, losses on rows held out and learned from, speed."""
-
-    num_steps: int
-    held_out: Mapping[str, tuple[float, float]]
-    "figure: at the first and at the last evaluation"
-    train_loss: tuple[float, float]
-    "means of the first and of the last fifth of the steps"
-    tokens_per_s: float
-    "mean over the steps"
-    total_s: float
-    num_silent: int = 0
-    "steps with a gradient of 0"
-
-    def rows(self) -> list[tuple[str, str]]:
-        """The closing table: label and value."""
-        rows = [("steps", f"{self.num_steps:,}")]
-        for name, (first, last) in self.held_out.items():
-            rows.append((f"held-out {name}, first to last", f"{first:.4f} to {last:.4f}"))
-        rows.append(
-            ("training loss, first to last fifth", f"{self.train_loss[0]:.4f} to {self.train_loss[1]:.4f}")
-        )
-        if self.num_silent:
-            rows.append(("steps that learned nothing", f"{self.num_silent:,}, with a gradient of 0"))
-        rows.append(("speed", f"{self.tokens_per_s:,.0f} tokens/s"))
-        rows.append(("time of the steps", f"{self.total_s:.1f} s"))
-        return rows
-
-
-def summarise_supervised(metrics: Sequence[Mapping[str, float]]) -> SupervisedSummary | None:
-    """Sum up the lines of `metrics.jsonl`; None where no supervised step stands in them."""
+def supervised_rows(metrics: Sequence[Metrics]) -> list[tuple[str, str]]:
+    """The closing table of supervised training; none where no step of it stands in the metrics."""
     steps = [row for row in metrics if "train/loss" in row]
     if not steps:
-        return None
+        return []
     evaluations = [row for row in metrics if "eval/loss" in row]
-    names = [
-        name for name in ("loss", "accuracy", "margin") if evaluations and f"eval/{name}" in evaluations[0]
-    ]
+    rows = [("steps", f"{steps[-1]['iteration']:,.0f}")]
+    for name in ("loss", "accuracy", "margin"):
+        values = [row[f"eval/{name}"] for row in evaluations if f"eval/{name}" in row]
+        if values:
+            rows.append((f"held-out {name}, first to last", f"{values[0]:.4f} to {values[-1]:.4f}"))
     fifth = max(1, len(steps) // 5)
-    return SupervisedSummary(
-        num_steps=int(steps[-1]["iteration"]),
-        held_out={name: (evaluations[0][f"eval/{name}"], evaluations[-1][f"eval/{name}"]) for name in names},
-        train_loss=(
-            _total(steps[:fifth], "train/loss") / fifth,
-            _total(steps[-fifth:], "train/loss") / fifth,
-        ),
-        tokens_per_s=_total(steps, "train/tokens_per_s") / len(steps),
-        total_s=_total(steps, "time/step_s"),
-        num_silent=sum(is_silent(row) for row in steps),
-    )
+    first, last = (_total(some, "train/loss") / fifth for some in (steps[:fifth], steps[-fifth:]))
+    rows.append(("training loss, first to last fifth", f"{first:.4f} to {last:.4f}"))
+    if num_silent := sum(is_silent(row) for row in steps):
+        rows.append(("steps that learned nothing", f"{num_silent:,}, with a gradient of 0"))
+    return [
+        *rows,
+        ("speed", f"{_total(steps, 'train/tokens_per_s') / len(steps):,.0f} tokens/s"),
+        ("time of the steps", f"{_total(steps, 'time/step_s'):.1f} s"),
+    ]

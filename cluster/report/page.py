@@ -123,9 +123,8 @@ def read_page(run_dir: RunDir, iteration: int | None = None) -> dict[str, Any]:
     """
     notes: list[str] = []
     run = RunRecord.read(run_dir.path, notes.append)
-    made = run.summary
-    summary = made if isinstance(made, Summary) else None
-    is_supervised = made is not None and summary is None
+    summary, rows = run.summary, run.rows
+    is_supervised = summary is None and bool(rows)
     timeline, moves = _timeline(run_dir, iteration, notes.append, is_supervised=is_supervised)
     samples = read_iterations(run_dir.path, read_decoder(_tokenizer_folders(run_dir)), notes.append)
     if not (run.metrics or samples or kept_iterations(run_dir)):
@@ -139,7 +138,7 @@ def read_page(run_dir: RunDir, iteration: int | None = None) -> dict[str, Any]:
         "name": run.name,
         "state": [*describe_status(run_dir.status()), *_resumed(run_dir)],
         "explained": _explained(run, notes.append),
-        "achieved": _achieved(made.rows()) if made else [],
+        "achieved": _achieved(rows),
         "charts": charts,
         "iterations": _iterations(run),
         "timeline": timeline,
@@ -155,7 +154,7 @@ def read_page(run_dir: RunDir, iteration: int | None = None) -> dict[str, Any]:
         else "A supervised run times its steps whole."
         if is_supervised
         else "No iteration has finished.",
-        "amdahl": dict(summary.rows()).get("faster generation (Amdahl)", "") if summary else "",
+        "amdahl": dict(rows).get("faster generation (Amdahl)", ""),
         "notes": notes,
     }
 
