@@ -12,10 +12,9 @@ from ...core.config import Config
 from ...core.config_io import load_config
 from ...core.errors import DataError
 from ..folder.layout import RunDir
-from ..folder.plain_comparison import Comparison
 from ..folder.run_status import describe_status
 from ..placement.machine import num_cores
-from .run_record import RunRecord
+from .run_record import Comparison, RunRecord
 from .summary import Summary, as_text
 
 _MANY_TAUGHT_NOTHING = 0.3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
+from ...core.files import write_whole
 from ...core.metrics import read_metrics
 from ..folder.layout import RunDir
 from .summary import Summary, summarise, supervised_rows
@@ -76,3 +79,58 @@ def _lines(path: Path, key: str, note: Callable[[str], None]) -> Rows:
     if len(whole) < len(rows):
         note(f"{path}: {len(rows) - len(whole)} lines without '{key}' are left out")
     return whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The last batch beside the same one, decoded plainly and bound statically; all tokens were equal.
+
+    Of one iteration, counted from 0.
+    """
+
+    iteration: int
+    num_samples: int
+    num_tokens: int
+    rollout_s: float
+    "of the run"
+    step_s: float
+    "of the run: its whole iteration, evaluation left out"
+    plain_rollout_s: float
+    plain_step_s: float
+    "the run's iteration with the plain rollout in the place of its own, and no refit of a draft"
+
+    @property
+    def rollout_gain(self) -> float:
+        """How many times as fast the rollout was."""
+        return self.plain_rollout_s / max(self.rollout_s, 1e-9)
+
+    @property
+    def step_gain(self) -> float:
+        """How many times as fast the step was."""
+        return self.plain_step_s / max(self.step_s, 1e-9)
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        return (
+            f"iteration {self.iteration + 1} plain and static: rollout {self.plain_rollout_s:.1f} s, here "
+            f"{self.rollout_s:.1f} ({self.rollout_gain:.2f} times as fast); step {self.plain_step_s:.1f} s, here "
+            f"{self.step_s:.1f} ({self.step_gain:.2f}); all {self.num_tokens:,} tokens equal"
+        )
+
+    def write(self, file: Path) -> None:
+        """Write it as JSON. Raises StorageError."""
+        write_whole(file, json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def read(cls, file: Path) -> Comparison | None:
+        """What `write` wrote; None where there is none, or another thing."""
+        try:
+            tree = json.loads(file.read_bytes())
+            numbers: dict[str, Any] = {
+                name: (int if kind == "int" else float)(tree[name])
+                for name, kind in cls.__annotations__.items()
+            }
+            return cls(**numbers)
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return None
