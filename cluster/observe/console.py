@@ -213,7 +213,7 @@ class Reporter:
         """Bar of a job before the run: yields `tick(stage, fraction)`, fraction from 0 to 1."""
         self._end_stage()
         if not self.console.is_terminal:
-            yield _PlainTicker(self, title)
+            yield self._plain_ticker(title)
             return
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -226,22 +226,18 @@ class Reporter:
                 task, description=f"{title}: {stage}", completed=fraction
             )
 
+    def _plain_ticker(self, title: str) -> Callable[[str, float], None]:
+        """Turns frequent ticks into a handful of lines."""
+        last: tuple[str, float] = ("", 0.0)
 
-class _PlainTicker:
-    """Turns frequent ticks into a handful of lines."""
+        def tick(stage: str, fraction: float) -> None:
+            nonlocal last
+            now_s = self.clock()
+            if stage != last[0] or now_s - last[1] >= _PLAIN_LINE_EVERY_S:
+                last = stage, now_s
+                self.note(f"{title}: {stage} ({fraction:.0%})")
 
-    def __init__(self, report: Reporter, title: str) -> None:
-        self._report = report
-        self._title = title
-        self._stage = ""
-        self._shown_s = 0.0
-
-    def __call__(self, stage: str, fraction: float) -> None:
-        now_s = self._report.clock()
-        if stage == self._stage and now_s - self._shown_s < _PLAIN_LINE_EVERY_S:
-            return
-        self._stage, self._shown_s = stage, now_s
-        self._report.note(f"{self._title}: {stage} ({fraction:.0%})")
+        return tick
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:

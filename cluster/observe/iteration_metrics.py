@@ -189,9 +189,6 @@ def _by_group(
     return [np.array(group) for group in groups.values()]
 
 
-OUTCOMES = tuple(MoveOutcome)
-
-
 def move_metrics(
     moves: Sequence[MoveRecord], *, stats: GenerationStats, planning_s: float, trace: Trace
 ) -> dict[str, float]:
@@ -206,48 +203,32 @@ def move_metrics(
     done = [record for record in moves if record.outcome == MoveOutcome.MOVED]
     metrics = {
         f"moves/num_{outcome.replace(' ', '_')}": float(sum(record.outcome == outcome for record in moves))
-        for outcome in OUTCOMES
+        for outcome in MoveOutcome
     }
     for mode in MoveMode:
         metrics[f"moves/num_{mode}"] = float(sum(record.order.mode is mode for record in done))
-    return (
-        metrics
-        | _bytes(done)
-        | _times(done)
-        | _hidden(trace)
-        | {
-            "moves/decode_thread_s": stats.move_s,
-            "moves/planning_s": planning_s,
-            "moves/expected_gain_s": sum(record.gain_s for record in done),
-            "moves/overhead_share": overhead_share(stats, planning_s=planning_s),
-        }
-    )
+    # by stage: before the hand-over, while the source decodes, and with it
+    first, second = (sum(_values(done, f"stage{number}_bytes")) for number in (1, 2))
+    metrics |= {"moves/stage1_bytes": float(first), "moves/stage2_bytes": float(second)}
+    if first + second:
+        metrics["moves/stage1_bytes_share"] = first / (first + second)
+    for name in ("stage1_s", "attach_s", "downtime_s"):
+        if values := _values(done, name):
+            metrics[f"moves/{name}_median"] = median(values)
+            if name == "downtime_s":
+                metrics["moves/downtime_s_max"] = max(values)
+    return metrics | {
+        "moves/decode_thread_s": stats.move_s,
+        "moves/planning_s": planning_s,
+        "moves/expected_gain_s": sum(record.gain_s for record in done),
+        "moves/overhead_share": overhead_share(stats, planning_s=planning_s),
+        **_hidden(trace),
+    }
 
 
 def overhead_share(stats: GenerationStats, *, planning_s: float) -> float:
     """Seconds spent on deciding and making moves over those of generation, summed over the decode threads."""
     return (planning_s + stats.move_s) / max(stats.busy_s + stats.move_s, 1e-9)
-
-
-def _bytes(done: Sequence[MoveRecord]) -> dict[str, float]:
-    """Bytes by stage: before the hand-over, while the source decodes, and with it."""
-    first, second = (sum(_values(done, f"stage{number}_bytes")) for number in (1, 2))
-    metrics = {"moves/stage1_bytes": float(first), "moves/stage2_bytes": float(second)}
-    if first + second:
-        metrics["moves/stage1_bytes_share"] = first / (first + second)
-    return metrics
-
-
-def _times(done: Sequence[MoveRecord]) -> dict[str, float]:
-    metrics = {}
-    for name in ("stage1_s", "attach_s", "downtime_s"):
-        values = _values(done, name)
-        if values:
-            metrics[f"moves/{name}_median"] = median(values)
-    downtimes = _values(done, "downtime_s")
-    if downtimes:
-        metrics["moves/downtime_s_max"] = max(downtimes)
-    return metrics
 
 
 def _hidden(trace: Trace) -> dict[str, float]:

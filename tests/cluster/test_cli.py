@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+from refused_command import refused
 
 from rlhfspec.cluster.cli import commands, main
 from rlhfspec.cluster.commands.arguments import SECONDS, set_flag
@@ -48,15 +49,6 @@ trainer: {{max_tokens_per_forward: 256}}
 """
     )
     return file
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """Run a command that must fail on bad input; return its one error message."""
-    assert main([str(arg) for arg in argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("error: ") == 1 and captured.err.startswith("error: ")
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
