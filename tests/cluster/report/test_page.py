@@ -81,7 +81,7 @@ def test_a_run_fills_every_section(run: RunDir) -> None:
     assert 'class="missing"' not in html
     assert html.count("<mark>") > 1 and "Before: iteration 1" in html and "After: iteration 2" in html
     assert html.count('marker-end="url(#tip)"') == 2 and html.count('class="move again"') == 1
-    assert "what to change next" in html and "change next</th>" in html
+    assert "What to change next</caption>" in html and "change next</th>" in html
     assert "gen-0 would finish last" in html and "1.60 x if 2 x as fast" in html
 
 
