@@ -289,7 +289,7 @@ def _table(made: Comparison) -> Any:
     return plain_table(titles, [*rows, *ends], left=["policy"])
 
 
-_FIGURES = (
+_VALUES = (
     "finish_s",
     "num_moves",
     "num_migrated",
@@ -303,7 +303,7 @@ _FIGURES = (
 def _tree(samples: Samples, setup: PoolSetup, made: Comparison) -> dict[str, Any]:
     results = {
         name: {
-            **{key: getattr(result, key) for key in _FIGURES},
+            **{key: getattr(result, key) for key in _VALUES},
             "over_static": made.over(name, "static"),
             "over_pull": made.over(name, "pull"),
             "gap_closed": made.gap_closed(name),

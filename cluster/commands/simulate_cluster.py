@@ -110,7 +110,7 @@ def _sweep(
     }
 
 
-_FIGURES = (
+_VALUES = (
     "rollout_speedup",
     "step_speedup",
     "step_bound",
@@ -132,7 +132,7 @@ def result_tree(made: ClusterResult) -> dict[str, Any]:
         "training": asdict(made.training),
         "levels": [list(pair) for pair in made.levels],
         "memory": asdict(made.memory) | fits,
-        **{name: getattr(made, name) for name in _FIGURES},
+        **{name: getattr(made, name) for name in _VALUES},
     }
 
 
