@@ -221,8 +221,9 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True) -> Non
 
     record, rows = None, []
     try:
-        record = RunRecord.read(run_dir.path, report.note)
-        rows = record.rows
+        if run_dir.path.is_dir():
+            record = RunRecord.read(run_dir.path, report.note)
+            rows = record.rows
         if rows and with_files:
             write_whole(run_dir.summary_file, as_text(rows))
     except Exception as error:
