@@ -105,7 +105,11 @@ def _sweep(
     else:
         console.print(f"best: {chosen.label}", soft_wrap=True)
     return {
-        "sweep": [_tried_tree(row) for row in tried],
+        "sweep": [
+            {"values": row.values, "gpus": row.gpus, "refused": row.refused}
+            | ({} if row.result is None else result_tree(row.result))
+            for row in tried
+        ],
         "best": None if chosen is None else chosen.values,
     }
 
@@ -204,8 +208,3 @@ def _sweep_table(tried: list[Tried], chosen: Tried | None) -> Any:
         rows.append(cells)
     titles = [*keys, "GPUs", "rollout s", "step s", "trainer idle", "instances idle", "fits"]
     return plain_table(titles, rows, left=[*keys, "fits"])
-
-
-def _tried_tree(row: Tried) -> dict[str, Any]:
-    tree: dict[str, Any] = {"values": row.values, "gpus": row.gpus, "refused": row.refused}
-    return tree | ({} if row.result is None else result_tree(row.result))

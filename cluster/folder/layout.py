@@ -90,7 +90,10 @@ def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime, out: Pat
         )
     if out is not None:
         return _free_folder(base)
-    _require_writable(base)
+    try:
+        try_folder(base)
+    except OSError as error:
+        raise _no_run_folder(base, error) from None
     path = base / f"{run.name}-{now:%Y%m%d-%H%M%S}"
     return next(path for path in _with_numbers(path) if not path.exists())
 
@@ -122,14 +125,6 @@ def _with_numbers(path: Path) -> Iterator[Path]:
     yield path
     for number in count(2):
         yield path.with_name(f"{path.name}-{number}")
-
-
-def _require_writable(base: Path) -> None:
-    """Raise ConfigError for a place where no run folder can be made."""
-    try:
-        try_folder(base)
-    except OSError as error:
-        raise _no_run_folder(base, error) from None
 
 
 def _make_own_folder(path: Path) -> Path:

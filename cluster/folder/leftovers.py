@@ -68,7 +68,11 @@ def sweep_run_folders(output_dir: Path) -> list[str]:
                 with suppress(OSError):
                     recover_folder(folder / replaced.name.removeprefix(REPLACED))
             for partial in folder.glob(PARTIAL + "*"):
-                _remove(partial)
+                if partial.is_dir() and not partial.is_symlink():
+                    shutil.rmtree(partial, ignore_errors=True)
+                else:
+                    with suppress(OSError):
+                        partial.unlink()
                 lines.append(f"removed {partial}, which a dead run had not finished")
     return lines
 
@@ -111,14 +115,6 @@ def _owner(folder: Path) -> ProcessIdentity | None:
     except (OSError, ValueError):
         return None
     return ProcessIdentity.from_tree(tree) if isinstance(tree, dict) else None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
 
 
 @contextmanager

@@ -81,7 +81,10 @@ def draw(
         x_label=x_label,
         described=f"{title}, by {x_label}. "
         + " ".join(_described(name, points, x_label) for name, points in lines.items() if points),
-        x_ticks=[(_share(x, left, right), number(x)) for x in _whole_ticks(left, right)],
+        x_ticks=[
+            (_share(left + x, left, right), number(left + x))
+            for x in range(0, int(right - left) + 1, max(1, math.ceil((right - left) / 5)))
+        ],
         y_ticks=[(_FULL - _share(y, bottom, top), number(y)) for y in y_values],
         lines=drawn,
     )
@@ -104,11 +107,6 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     step = next(base * times for times in (1, 2, 5, 10) if base * times >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(at * step, 12) for at in range(first, max(last, first + 1) + 1)]
-
-
-def _whole_ticks(left: float, right: float) -> list[float]:
-    step = max(1, math.ceil((right - left) / 5))
-    return [left + step * at for at in range(int((right - left) / step) + 1)]
 
 
 def _share(value: float, low: float, high: float) -> float:

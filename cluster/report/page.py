@@ -129,6 +129,8 @@ def read_page(run_dir: RunDir, iteration: int | None = None) -> dict[str, Any]:
     samples = read_iterations(run_dir.path, read_decoder(_tokenizer_folders(run_dir)), notes.append)
     if not (run.metrics or samples or kept_iterations(run_dir)):
         raise no_iteration(run_dir)
+    num_starts = len([*run_dir.path.glob("owners/*.json")])
+    resumed = [f"resumed {num_starts - 1} times"] if num_starts > 1 else []
     charts, depths = _charts(run), _depths(samples)
     if not isinstance(depths, str):
         lines = {f"iteration {one.iteration}": list(enumerate(one.depths or (), start=1)) for one in samples}
@@ -136,7 +138,7 @@ def read_page(run_dir: RunDir, iteration: int | None = None) -> dict[str, Any]:
         charts["acceptance"] = [*([by_depth] if by_depth else ()), *charts.get("acceptance", ())]
     return {
         "name": run.name,
-        "state": [*describe_status(run_dir.status()), *_resumed(run_dir)],
+        "state": [*describe_status(run_dir.status()), *resumed],
         "explained": _explained(run, notes.append),
         "achieved": _achieved(rows),
         "charts": charts,
@@ -177,12 +179,6 @@ def _achieved(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         kept.append((f"{above}, {label.strip()}" if label.startswith(" ") else label, value))
         above = label
     return kept
-
-
-def _resumed(run_dir: RunDir) -> list[str]:
-    owners = run_dir.path / "owners"
-    num_starts = len(list(owners.glob("*.json"))) if owners.is_dir() else 1
-    return [f"resumed {num_starts - 1} times"] if num_starts > 1 else []
 
 
 def _charts(run: RunRecord) -> dict[str, list[Chart]]:
