@@ -46,11 +46,9 @@ class Trackers:
         self._note = note
         self._open: dict[str, tuple[AbstractContextManager[Log], Log]] = {}
         for name, tracker in trackers.items():
-            try:
+            with self._leaving_out(name, "start"):
                 entered = tracker()
                 self._open[name] = (entered, entered.__enter__())
-            except Exception as error:
-                self._leave_out(name, "start", error)
 
     @classmethod
     def of(
@@ -76,26 +74,26 @@ class Trackers:
     ) -> None:
         """Hand on what there is of a step, 0 for what the first weights gave."""
         for name, (_, log) in [*self._open.items()]:
-            try:
+            with self._leaving_out(name, f"take step {step}"):
                 log(step, metrics or {}, histograms or {}, samples)
-            except Exception as error:
-                self._leave_out(name, f"take step {step}", error)
 
     def close(self) -> None:
         """End all of them."""
         for name, (entered, _) in [*self._open.items()]:
-            try:
+            with self._leaving_out(name, "close"):
                 entered.__exit__(None, None, None)
-            except Exception as error:
-                self._leave_out(name, "close", error)
         self._open.clear()
 
-    def _leave_out(self, name: str, what: str, error: Exception) -> None:
-        self._open.pop(name, None)
-        self._note(
-            f"{name} could not {what} and is left out from here on; the run and metrics.jsonl go on: "
-            f"{describe_error(error)}"
-        )
+    @contextmanager
+    def _leaving_out(self, name: str, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            self._note(
+                f"{name} could not {what} and is left out from here on; the run and metrics.jsonl go on: "
+                f"{describe_error(error)}"
+            )
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..observe.timeline import Event, Stretches, Trace, end_s, merge, stretches
@@ -22,29 +21,6 @@ Points = Sequence[tuple[float, float]]
 "x and y of the data, in order of x."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line of a chart, placed."""
-
-    name: str
-    polyline: str
-    marks: Sequence[tuple[float, float, str]]
-    "x, y and what to say of the point"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """Lines over a common scale. y counts from the top, as in SVG."""
-
-    title: str
-    x_label: str
-    described: str
-    "for who cannot see it"
-    x_ticks: Sequence[tuple[float, str]]
-    y_ticks: Sequence[tuple[float, str]]
-    lines: Sequence[Line]
-
-
 def number(value: float) -> str:
     """A value as people read it."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.3g}"
@@ -52,8 +28,11 @@ def number(value: float) -> str:
 
 def draw(
     title: str, lines: Mapping[str, Points], *, x_label: str = "iteration", from_zero: bool = False
-) -> Chart | None:
-    """Place lines on a common scale; None where none has a point. `from_zero`: 0 is in the scale."""
+) -> dict[str, Any] | None:
+    """Lines on a common scale, as the template draws them; None where none has a point.
+
+    y counts from the top, as in SVG; a mark is x, y and what to say of the point. `from_zero`: 0 is in the scale.
+    """
     shown = {name: _thinned(points) for name, points in lines.items() if points}
     if not shown:
         return None
@@ -66,28 +45,28 @@ def draw(
     def place(x: float, y: float) -> tuple[float, float]:
         return _share(x, left, right), _FULL - _share(y, bottom, top)
 
-    drawn = [
-        Line(
-            name=name,
-            polyline=" ".join("{},{}".format(*place(x, y)) for x, y in points),
-            marks=[(*place(x, y), f"{x_label} {number(x)}: {name} {number(y)}") for x, y in points]
-            if len(points) <= MOST_MARKED
-            else (),
-        )
-        for name, points in shown.items()
-    ]
-    return Chart(
-        title=title,
-        x_label=x_label,
-        described=f"{title}, by {x_label}. "
+    return {
+        "title": title,
+        "x_label": x_label,
+        # for who cannot see it
+        "described": f"{title}, by {x_label}. "
         + " ".join(_described(name, points, x_label) for name, points in lines.items() if points),
-        x_ticks=[
+        "x_ticks": [
             (_share(left + x, left, right), number(left + x))
             for x in range(0, int(right - left) + 1, max(1, math.ceil((right - left) / 5)))
         ],
-        y_ticks=[(_FULL - _share(y, bottom, top), number(y)) for y in y_values],
-        lines=drawn,
-    )
+        "y_ticks": [(_FULL - _share(y, bottom, top), number(y)) for y in y_values],
+        "lines": [
+            {
+                "name": name,
+                "polyline": " ".join("{},{}".format(*place(x, y)) for x, y in points),
+                "marks": [(*place(x, y), f"{x_label} {number(x)}: {name} {number(y)}") for x, y in points]
+                if len(points) <= MOST_MARKED
+                else [],
+            }
+            for name, points in shown.items()
+        ],
+    }
 
 
 def _described(name: str, points: Points, x_label: str) -> str:

@@ -23,7 +23,7 @@ from ..observe.explanation import explain_run, no_iteration
 from ..observe.run_record import RunRecord
 from ..observe.summary import STEP_PARTS, Summary
 from ..observe.timeline import kept_iterations, kept_trace, read_trace
-from .charts import Chart, draw, draw_timeline, number
+from .charts import draw, draw_timeline, number
 from .samples import GIVEN, IterationSamples, read_decoder, read_iterations
 
 MOST_ROWS = 20
@@ -181,8 +181,8 @@ def _achieved(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return kept
 
 
-def _charts(run: RunRecord) -> dict[str, list[Chart]]:
-    charts: dict[str, list[Chart]] = {}
+def _charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
+    charts: dict[str, list[dict[str, Any]]] = {}
     for section, title, metrics, from_zero in _CHARTS:
         lines = {name: list(zip(*run.series(metric), strict=True)) for name, metric in metrics.items()}
         chart = draw(title, lines, x_label="iteration", from_zero=from_zero)

@@ -238,9 +238,12 @@ def test_a_scale_encloses_its_values_by_round_numbers() -> None:
 
 def test_a_long_run_is_thinned_to_means_and_a_short_one_is_marked() -> None:
     chart = draw("r", {"a": [(x, x % 2) for x in range(10_000)]}, x_label="x")
-    assert chart is not None and len(chart.lines[0].polyline.split()) == 200 and not chart.lines[0].marks
+    assert chart is not None
+    (line,) = chart["lines"]
+    assert len(line["polyline"].split()) == 200 and not line["marks"]
     one = draw("r", {"a": [(1, 5)], "b": []}, x_label="x")
-    assert one is not None and [line.name for line in one.lines] == ["a"] and len(one.lines[0].marks) == 1
+    assert one is not None
+    assert [(line["name"], len(line["marks"])) for line in one["lines"]] == [("a", 1)]
     assert draw("r", {"a": []}, x_label="x") is None
 
 
