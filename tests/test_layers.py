@@ -279,7 +279,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/commands": 2451,
     "cluster/folder": 2194,
     "cluster/jobs": 1443,
-    "cluster/observe": 2413,
+    "cluster/observe": 2409,
     "cluster/placement": 816,
     "cluster/plan": 2628,
     "cluster/report": 639,

@@ -255,15 +255,11 @@ def read_trace(text: bytes) -> Trace:
             events=tree["traceEvents"],
             began_s=datetime.fromisoformat(tree["otherData"]["began"]).timestamp(),
         )
-        names = trace.instances
-        for event in trace.events:
-            if event["ph"] == "X":
-                if not 0.0 <= event["ts"] <= event["ts"] + event["dur"] < math.inf:
-                    raise ValueError(f"an event from {event['ts']} us, {event['dur']} long")
-                if event["cat"] == "step":
-                    _ = event["args"]["samples"] + event["args"]["tokens"] + 0
-            if not isinstance(names[event["pid"]], str):
-                raise ValueError(f"an instance called {names[event['pid']]}")
+        for event in (one for lane in trace.lanes().values() for one in lane):
+            args, begin, duration = event["args"], event["ts"], event["dur"]
+            counts = (args["samples"], args["tokens"]) if event["cat"] == "step" else ()
+            if not 0.0 <= begin <= begin + duration < math.inf or any(count < 0 for count in counts):
+                raise ValueError(f"an event of {begin} and {duration} us, {args}")
         _ = trace.moves
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
