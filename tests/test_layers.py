@@ -277,7 +277,7 @@ MAX_LINES_OF_A_ROOM = {
     "actors/workers": 824,
     "cluster": 155,
     "cluster/commands": 2451,
-    "cluster/folder": 2194,
+    "cluster/folder": 2187,
     "cluster/jobs": 1443,
     "cluster/observe": 2409,
     "cluster/placement": 816,
