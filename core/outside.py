@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import reprlib
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from .errors import ConfigError
 
 MAX_QUOTED_CHARS = 80
 _LONGEST_POINTER = 1024
+is_file, is_dir = os.path.isfile, os.path.isdir
+"A name that the system refuses (too long, a NUL) is none; pathlib raises."
 
 
 _UNSEEN = (
@@ -64,11 +65,6 @@ def cut(text: str) -> str:
     return f"{text[:half]}...{text[-half:]}"
 
 
-def is_file(path: Path) -> bool:
-    """True for an existing file; a name that the system refuses (too long, a NUL) is none."""
-    return _stands(path, Path.is_file)
-
-
 def is_lfs_pointer(path: Path) -> bool:
     """True for what Git LFS leaves in a large file's place where it was not fetched."""
     try:
@@ -77,11 +73,6 @@ def is_lfs_pointer(path: Path) -> bool:
         return path.read_bytes().startswith(b"version https://git-lfs.github.com/spec/")
     except (OSError, ValueError):
         return False
-
-
-def is_dir(path: Path) -> bool:
-    """True for an existing folder; a name that the system refuses is none."""
-    return _stands(path, Path.is_dir)
 
 
 def try_folder(folder: Path) -> None:
@@ -98,10 +89,3 @@ def user_path(text: str) -> Path:
         raise ConfigError(
             f"the home folder that '{text}' begins with is not known; give the whole path"
         ) from None
-
-
-def _stands(path: Path, is_kind: Callable[[Path], bool]) -> bool:
-    try:
-        return is_kind(path)
-    except (OSError, ValueError):
-        return False

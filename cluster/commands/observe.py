@@ -73,19 +73,20 @@ def status(
 def explain(run: Annotated[str, Arg("RUN", "folder of the run")] | None = None) -> int:
     """Where a run's time went, and what to change next.
 
-    Say in ten lines, from the records of a run that is finished or not: where its time went, what speculation, drafting
+    Print the closing table of a run that is finished or not, and below it: how long instances decoded, what drafting
     and moves gave and cost, what a comparison measured (`rlhfspec compare`), and the config key to change next.
 
       rlhfspec explain                         the newest run under ./runs
       rlhfspec explain runs/demo-20260101-120000
     """
-    from ..observe.explanation import explain_run, explanation_text, no_iteration
+    from ..observe.explanation import explain_run, no_iteration
+    from ..observe.run_record import RunRecord
 
     run_dir = _open(run)
-    explained = explain_run(run_dir)
+    explained = explain_run(RunRecord.read(run_dir.path, lambda line: None))
     if explained is None:
         raise no_iteration(run_dir)
-    print(explanation_text(explained))
+    print(explained.text(), end="")
     return 0
 
 

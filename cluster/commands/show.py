@@ -12,7 +12,7 @@ from .declare import Arg
 
 if TYPE_CHECKING:
     from ..observe.console import Reporter
-    from ..observe.run_tables import RunRecord
+    from ..observe.run_record import RunRecord
 
 
 def show(
@@ -38,7 +38,8 @@ def show(
       rlhfspec show runs/a --samples --iteration 12
     """
     from ..observe.console import Reporter
-    from ..observe.run_tables import RunRecord, run_tree, shown_names
+    from ..observe.run_record import RunRecord
+    from ..observe.run_tables import run_tree, shown_names
 
     report = Reporter()
     notes: list[str] = []
@@ -68,7 +69,6 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     from ..folder.iteration_logs import read_histograms
     from ..folder.run_status import describe_status
     from ..observe.run_tables import curves_table, histogram_table
-    from ..observe.summary import summarise, summarise_supervised
 
     for line in describe_status(one.run_dir.status()):
         report.note(line)
@@ -77,7 +77,7 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     histograms = read_histograms(one.run_dir.histograms_file)
     if histograms and histograms[-1][1]:
         report.console.print(histogram_table(*histograms[-1]))
-    report.finish(summarise(one.metrics) or summarise_supervised(one.metrics), one.run_dir)
+    report.finish(one.rows, one.run_dir)
 
 
 def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
@@ -91,21 +91,20 @@ def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
 
 def _samples(one: RunRecord, iteration: int | None) -> str:
     """The sample table of one iteration, counted from 1, or of the last whose rollouts can be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    from ...core.errors import DataError
+    from ..folder.rollouts import locations_in, read_recorded, rollout_files
     from ..folder.sample_table import SampleRow, as_markdown, choose_samples
 
     if iteration is not None:
         files = [one.run_dir.rollouts_file(iteration - 1)] if iteration > 0 else []
     else:
-        files = sorted((one.run_dir.path / "rollouts").glob("iteration_*.parquet"), reverse=True)
+        files = rollout_files(one.run_dir.path)[::-1]
     faults = []
     for file in files:
         try:
-            rows = [SampleRow.of_row(row) for row in pq.read_table(file).to_pylist()]
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            faults.append(f"{file.name}: {error}")
+            rows = [SampleRow.of(each.rollout, each.advantage) for each in read_recorded(locations_in(file))]
+        except DataError as error:
+            faults.append(str(error))
             continue
         number = int(file.stem.rpartition("_")[2])
         title = f"{one.name}, iteration {number + 1}"

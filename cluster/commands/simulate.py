@@ -265,52 +265,49 @@ def _rates(
 
 
 def _table(made: Comparison) -> Any:
-    from rich.table import Table
+    from ..observe.console import plain_table
 
-    table = Table(box=None, pad_edge=False)
-    for title in (
-        "policy",
-        "seconds",
-        "over static",
-        "over pull",
-        "gap closed",
-        "moves",
-        "recomputed",
-        "busy",
-    ):
-        table.add_column(title, justify="left" if title == "policy" else "right", no_wrap=title == "policy")
-    for name, result in made.results.items():
-        closed = made.gap_closed(name)
-        table.add_row(
+    titles = "policy", "seconds", "over static", "over pull", "gap closed", "moves", "recomputed", "busy"
+    rows = [
+        (
             name,
             f"{result.finish_s:.2f}",
             f"{made.over(name, 'static'):.3f}",
             f"{made.over(name, 'pull'):.3f}",
-            "-" if closed is None else f"{closed:.0%}",
+            "-" if (closed := made.gap_closed(name)) is None else f"{closed:.0%}",
             str(result.num_moves),
             str(result.num_recomputed),
             f"{result.busy_share:.0%}",
         )
+        for name, result in made.results.items()
+    ]
     static_s, pull_s = (made.results[name].finish_s for name in ("static", "pull"))
-    for name, seconds in (("perfect", made.perfect_s), ("bound", made.least_s)):
-        table.add_row(name, f"{seconds:.2f}", f"{static_s / seconds:.3f}", f"{pull_s / seconds:.3f}")
-    return table
+    ends = [
+        (name, f"{seconds:.2f}", f"{static_s / seconds:.3f}", f"{pull_s / seconds:.3f}")
+        for name, seconds in (("perfect", made.perfect_s), ("bound", made.least_s))
+    ]
+    return plain_table(titles, [*rows, *ends], left=["policy"])
+
+
+_VALUES = (
+    "finish_s",
+    "num_moves",
+    "num_migrated",
+    "num_recomputed",
+    "num_void",
+    "busy_share",
+    "instance_s",
+)
 
 
 def _tree(samples: Samples, setup: PoolSetup, made: Comparison) -> dict[str, Any]:
     results = {
         name: {
-            "finish_s": result.finish_s,
+            **{key: getattr(result, key) for key in _VALUES},
             "over_static": made.over(name, "static"),
             "over_pull": made.over(name, "pull"),
             "gap_closed": made.gap_closed(name),
-            "num_moves": result.num_moves,
-            "num_migrated": result.num_migrated,
-            "num_recomputed": result.num_recomputed,
-            "num_void": result.num_void,
-            "busy_share": result.busy_share,
             "busy_s": result.busy_s.tolist(),
-            "instance_s": result.instance_s,
             "resizes": [
                 {"at_s": at_s, "target": change.target, "leave": list(change.leave), "reason": change.reason}
                 for at_s, change in result.resizes

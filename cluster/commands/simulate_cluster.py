@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from ...core.settings.simulated_cluster import SimulatedClusterConfig
     from ...policies.simulate.cluster_simulation import ClusterResult
-    from ...policies.simulate.described_cluster import Assumption
     from ...policies.simulate.sweep import Tried
     from ...profiles.profile import Profile
 
@@ -52,7 +52,7 @@ def cluster(
     from ...policies.simulate.described_cluster import assumptions, describe
     from ...profiles.profile import load_profile
     from ..folder.rollouts import read_lengths
-    from ..observe.console import PipeConsole
+    from ..observe.console import PipeConsole, plain_table
 
     require_file("--out", out)
     setup = load_config_of(SimulatedClusterConfig, config, overrides)
@@ -72,7 +72,8 @@ def cluster(
             console.print(line, soft_wrap=True)
         tree |= result_tree(made)
     console.print()
-    console.print(_assumption_table(rows))
+    titles = "assumption", "value", "source"
+    console.print(plain_table(titles, [(row.name, row.value, row.source) for row in rows], left=titles))
     tree["assumptions"] = [{"name": row.name, "value": row.value, "source": row.source} for row in rows]
     if out is not None:
         from ...core.files import storage_errors
@@ -104,52 +105,47 @@ def _sweep(
     else:
         console.print(f"best: {chosen.label}", soft_wrap=True)
     return {
-        "sweep": [_tried_tree(row) for row in tried],
+        "sweep": [
+            {"values": row.values, "gpus": row.gpus, "refused": row.refused}
+            | ({} if row.result is None else result_tree(row.result))
+            for row in tried
+        ],
         "best": None if chosen is None else chosen.values,
     }
 
 
+_VALUES = (
+    "rollout_speedup",
+    "step_speedup",
+    "step_bound",
+    "rollout_share",
+    "publication_s",
+    "other_s",
+    "slots",
+    "mean_tokens",
+    "tokens",
+)
+
+
 def result_tree(made: ClusterResult) -> dict[str, Any]:
     """The figures of one simulation, for JSON."""
-    memory = made.memory
+    fits = {name: getattr(made.memory, name) for name in ("instance_fits", "trainer_fits")}
     return {
         "speculative": made.speculative.tree(),
         "plain": made.plain.tree(),
-        "rollout_speedup": made.rollout_speedup,
-        "step_speedup": made.step_speedup,
-        "step_bound": made.step_bound,
-        "rollout_share": made.rollout_share,
-        "training": {
-            "log_probability_s": made.training.log_probability_s,
-            "update_s": made.training.update_s,
-            "compute_s": made.training.compute_s,
-            "traffic_s": made.training.traffic_s,
-        },
-        "publication_s": made.publication_s,
-        "other_s": made.other_s,
-        "slots": made.slots,
-        "mean_tokens": made.mean_tokens,
-        "tokens": made.tokens,
+        "training": asdict(made.training),
         "levels": [list(pair) for pair in made.levels],
-        "memory": {
-            "capacity": memory.capacity,
-            "weights": memory.weights,
-            "caches": memory.caches,
-            "training": memory.training,
-            "instance_fits": memory.instance_fits,
-            "trainer_fits": memory.trainer_fits,
-        },
+        "memory": asdict(made.memory) | fits,
+        **{name: getattr(made, name) for name in _VALUES},
     }
 
 
 def _table(made: ClusterResult) -> Any:
-    from rich.table import Table
+    from ..observe.console import plain_table
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("decoding", "rollout s", "step s", "trainer idle", "instances idle", "moves"):
-        table.add_column(title, justify="left" if title == "decoding" else "right")
-    for name, phase in (("plain", made.plain), ("speculative", made.speculative)):
-        table.add_row(
+    titles = "decoding", "rollout s", "step s", "trainer idle", "instances idle", "moves"
+    rows = [
+        (
             name,
             f"{phase.rollout_s:.2f}",
             f"{phase.step_s:.2f}",
@@ -157,7 +153,9 @@ def _table(made: ClusterResult) -> Any:
             f"{phase.instances_idle:.0%}",
             f"{phase.moves:.0f}",
         )
-    return table
+        for name, phase in (("plain", made.plain), ("speculative", made.speculative))
+    ]
+    return plain_table(titles, rows, left=["decoding"])
 
 
 def _lines(made: ClusterResult, *, has_draft: bool) -> list[str]:
@@ -189,43 +187,24 @@ def _fits(holds: bool) -> str:
     return "fits" if holds else "DOES NOT FIT"
 
 
-def _sweep_table(rows: list[Tried], chosen: Tried | None) -> Any:
-    from rich.table import Table
+def _sweep_table(tried: list[Tried], chosen: Tried | None) -> Any:
+    from ..observe.console import plain_table
 
-    table = Table(box=None, pad_edge=False)
-    for key in ("", *rows[0].values):
-        table.add_column(key.rsplit(".", 1)[-1].replace("_", " "), overflow="fold")
-    for title in ("GPUs", "rollout s", "step s", "trainer idle", "instances idle"):
-        table.add_column(title, justify="right", overflow="fold", min_width=6)
-    table.add_column("fits", overflow="fold", min_width=4)
-    for row in rows:
-        cells = ["*" if row is chosen else "", *(str(value) for value in row.values.values()), str(row.gpus)]
+    keys = ["", *(key.rsplit(".", 1)[-1].replace("_", " ") for key in tried[0].values)]
+    rows = []
+    for row in tried:
+        cells = ["*" if row is chosen else "", *map(str, row.values.values()), str(row.gpus)]
         if row.result is None:
-            table.add_row(*cells, "-", "-", "-", "-", row.refused)
-            continue
-        phase, memory = row.result.speculative, row.result.memory
-        table.add_row(
-            *cells,
-            f"{phase.rollout_s:.1f}",
-            f"{phase.step_s:.1f}",
-            f"{phase.trainer_idle:.0%}",
-            f"{phase.instances_idle:.0%}",
-            "yes" if memory.instance_fits and memory.trainer_fits else "no",
-        )
-    return table
-
-
-def _tried_tree(row: Tried) -> dict[str, Any]:
-    tree: dict[str, Any] = {"values": row.values, "gpus": row.gpus, "refused": row.refused}
-    return tree | ({} if row.result is None else result_tree(row.result))
-
-
-def _assumption_table(rows: list[Assumption]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("assumption", "value", "source"):
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(row.name, row.value, row.source)
-    return table
+            cells += ["-", "-", "-", "-", row.refused]
+        else:
+            phase, memory = row.result.speculative, row.result.memory
+            cells += [
+                f"{phase.rollout_s:.1f}",
+                f"{phase.step_s:.1f}",
+                f"{phase.trainer_idle:.0%}",
+                f"{phase.instances_idle:.0%}",
+                "yes" if memory.instance_fits and memory.trainer_fits else "no",
+            ]
+        rows.append(cells)
+    titles = [*keys, "GPUs", "rollout s", "step s", "trainer idle", "instances idle", "fits"]
+    return plain_table(titles, rows, left=[*keys, "fits"])

@@ -83,7 +83,9 @@ def demo(
             return 0
         run_dir = _run(prepared, report)
         from ...core.errors import DataError
-        from ..observe.explanation import explain_run, explanation_text
+        from ..observe.explanation import explain_run
+        from ..observe.run_record import RunRecord
+        from ..observe.summary import as_text
 
         try:
             compare_and_tell(run_dir.path, report)
@@ -91,9 +93,9 @@ def demo(
             # of a config of one's own, whose runs cannot be compared
             report.stop()
             report.note(str(error))
-        explained = explain_run(run_dir)
+        explained = explain_run(RunRecord.read(run_dir.path, report.note))
         if explained is not None:
-            report.note(explanation_text(explained))
+            report.note(as_text(explained.rows()).rstrip())
     return 0
 
 
@@ -213,26 +215,23 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True) -> Non
     """Print the closing table and write it; what goes wrong is a note."""
     from ...core.errors import describe_error
     from ...core.files import write_whole
-    from ...core.metrics import read_metrics
-    from ..observe.summary import summarise
+    from ..observe.explanation import explain_run
+    from ..observe.run_record import RunRecord
+    from ..observe.summary import as_text
 
-    summary = None
+    record, rows = None, []
     try:
-        metrics = (
-            read_metrics(run_dir.metrics_file, note=report.note) if run_dir.metrics_file.is_file() else []
-        )
-        summary = summarise(metrics)
-        if summary is not None and with_files:
-            write_whole(run_dir.summary_file, summary.text())
+        if run_dir.path.is_dir():
+            record = RunRecord.read(run_dir.path, report.note)
+            rows = record.rows
+        if rows and with_files:
+            write_whole(run_dir.summary_file, as_text(rows))
     except Exception as error:
         report.note(f"the summary is missing: {describe_error(error)}")
-    report.finish(summary, run_dir)
-    if summary is not None:
+    report.finish(rows, run_dir)
+    if record is not None:
         with suppress(Exception):
             # on the way out of a run that failed nothing may hide why
-            from ..observe.explanation import explain_run
-
-            explained = explain_run(run_dir)
-            report.note(
-                "" if explained is None else f"change next: {explained.change()} (more: rlhfspec explain)"
-            )
+            explained = explain_run(record)
+            if explained is not None:
+                report.note(f"change next: {explained.change()} (more: rlhfspec explain)")

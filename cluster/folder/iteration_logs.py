@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,18 +35,21 @@ def read_weights_log(path: Path) -> dict[int, str]:
 
     A line that is cut or damaged is left out.
     """
-    checksums: dict[int, str] = {}
-    if not path.is_file():
-        return checksums
-    for line in path.read_bytes().splitlines():
-        try:
+    rows = ((tree.get("weight_version"), tree.get("parameter_checksum")) for tree in _objects(path))
+    return {
+        version: checksum
+        for version, checksum in rows
+        if isinstance(version, int) and isinstance(checksum, str)
+    }
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """What the lines hold, where the file is there."""
+    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
+        with suppress(ValueError, RecursionError):
             tree = json.loads(line)
-            version, checksum = tree["weight_version"], tree["parameter_checksum"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-        if isinstance(version, int) and isinstance(checksum, str):
-            checksums[version] = checksum
-    return checksums
+            if isinstance(tree, dict):
+                yield tree
 
 
 _ODD = (MoveOutcome.TAKEN_BACK, MoveOutcome.LOST)
@@ -60,15 +64,7 @@ def append_moves(path: Path, iteration: int, moves: Sequence[MoveRecord]) -> Non
 
 def read_moves(path: Path, iteration: int) -> list[dict[str, Any]]:
     """The lines of one iteration's moves; what is cut or damaged is left out."""
-    rows = []
-    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
-        try:
-            tree = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(tree, dict) and tree.get("iteration") == iteration:
-            rows.append(tree)
-    return rows
+    return [tree for tree in _objects(path) if tree.get("iteration") == iteration]
 
 
 def odd_moves(moves: Sequence[MoveRecord]) -> list[str]:
@@ -166,14 +162,9 @@ def write_histograms(
 def read_histograms(path: Path) -> list[tuple[int, dict[str, Histogram]]]:
     """(iteration, histogram by name) of every whole line; what is cut or damaged is left out."""
     rows = []
-    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
-        try:
-            tree = json.loads(line)
+    for tree in _objects(path):
+        with suppress(ValueError, TypeError, KeyError, OverflowError):
             iteration = int(tree.pop("iteration"))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-            continue
-        found = {
-            str(name): histogram for name, one in tree.items() if (histogram := Histogram.from_tree(one))
-        }
-        rows.append((iteration, found))
+            found = {name: made for name, one in tree.items() if (made := Histogram.from_tree(one))}
+            rows.append((iteration, found))
     return rows

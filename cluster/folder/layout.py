@@ -90,7 +90,10 @@ def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime, out: Pat
         )
     if out is not None:
         return _free_folder(base)
-    _require_writable(base)
+    try:
+        try_folder(base)
+    except OSError as error:
+        raise _no_run_folder(base, error) from None
     path = base / f"{run.name}-{now:%Y%m%d-%H%M%S}"
     return next(path for path in _with_numbers(path) if not path.exists())
 
@@ -124,14 +127,6 @@ def _with_numbers(path: Path) -> Iterator[Path]:
         yield path.with_name(f"{path.name}-{number}")
 
 
-def _require_writable(base: Path) -> None:
-    """Raise ConfigError for a place where no run folder can be made."""
-    try:
-        try_folder(base)
-    except OSError as error:
-        raise _no_run_folder(base, error) from None
-
-
 def _make_own_folder(path: Path) -> Path:
     """Make `path`, or the first of its numbered names that is free; mkdir decides between two runs."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,6 +146,16 @@ def _no_run_folder(base: Path, error: OSError) -> ConfigError:
     else:
         advice = "set run.output_dir to a folder you may write to"
     return ConfigError(f"cannot make a run folder in {base}: {error.strerror}; {advice}")
+
+
+class _Below:
+    """A file or folder of a run, by the name that the module's docstring explains."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run_dir: RunDir, _: type) -> Path:
+        return run_dir.path / self._name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,77 +241,31 @@ class RunDir:
                     f"{file} is a folder: expected a file of the run, or nothing; move it out of the run folder"
                 )
 
-    @property
-    def config_file(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.yaml"
-
-    @property
-    def live_file(self) -> Path:
-        """What the run is doing, as one JSON object (`cluster.observe.live_page`)."""
-        return self.path / "live.json"
-
-    @property
-    def logs_folder(self) -> Path:
-        """Structured logs, a file a process; made by the first that writes."""
-        return self.path / "logs"
-
-    @property
-    def metrics_file(self) -> Path:
-        """One JSON object an iteration."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def weights_file(self) -> Path:
-        """One JSON object for each version of the target that was published."""
-        return self.path / "weights.jsonl"
-
-    @property
-    def moves_file(self) -> Path:
-        """One JSON object for each move that ended."""
-        return self.path / "moves.jsonl"
-
-    @property
-    def timeline_file(self) -> Path:
-        """Trace of the last iteration's generation, for ui.perfetto.dev."""
-        return self.path / "timeline.json"
-
-    def trace_file(self, iteration: int) -> Path:
-        """The trace of one of the last iterations, by gzip (`rlhfspec trace`)."""
-        return self.path / "traces" / f"iteration_{iteration:04d}.json.gz"
-
-    @property
-    def status_file(self) -> Path:
-        """State of the run as one JSON object."""
-        return self.path / "status.json"
-
-    @property
-    def summary_file(self) -> Path:
-        """The closing table as text."""
-        return self.path / "summary.txt"
-
-    @property
-    def comparison_file(self) -> Path:
-        """The last batch beside the same one, decoded plainly (`rlhfspec compare`)."""
-        return self.path / "comparison.json"
+    config_file = _Below("config.yaml")
+    status_file = _Below("status.json")
+    live_file = _Below("live.json")
+    logs_folder = _Below("logs")
+    metrics_file = _Below("metrics.jsonl")
+    histograms_file = _Below("histograms.jsonl")
+    evaluations_file = _Below("evaluations.jsonl")
+    weights_file = _Below("weights.jsonl")
+    moves_file = _Below("moves.jsonl")
+    timeline_file = _Below("timeline.json")
+    summary_file = _Below("summary.txt")
+    comparison_file = _Below("comparison.json")
+    checkpoints_folder = _Below("checkpoints")
 
     def rollouts_file(self, iteration: int) -> Path:
         """Parquet file of one iteration's rollouts; iterations count from 0."""
         return self.path / "rollouts" / f"iteration_{iteration:04d}.parquet"
 
-    @property
-    def histograms_file(self) -> Path:
-        """One JSON object an iteration."""
-        return self.path / "histograms.jsonl"
+    def trace_file(self, iteration: int) -> Path:
+        """The trace of one of the last iterations, by gzip."""
+        return self.path / "traces" / f"iteration_{iteration:04d}.json.gz"
 
     def samples_file(self, iteration: int) -> Path:
-        """Markdown of a few samples of one iteration, counted from 0 as in the other files."""
+        """Markdown of a few samples of one iteration."""
         return self.path / "samples" / f"iteration-{iteration:05d}.md"
-
-    @property
-    def evaluations_file(self) -> Path:
-        """One JSON object an evaluation."""
-        return self.path / "evaluations.jsonl"
 
     def evaluated_file(self, num_iterations: int) -> Path:
         """Parquet file of the samples that were evaluated after so many iterations."""
@@ -315,11 +274,6 @@ class RunDir:
     def steps_file(self, instance: str, iteration: int) -> Path:
         """Parquet file of what one instance's decode steps did in one iteration."""
         return self.path / "steps" / instance / f"iteration_{iteration:04d}.parquet"
-
-    @property
-    def checkpoints_folder(self) -> Path:
-        """Checkpoints of models, and states of the whole run."""
-        return self.path / "checkpoints"
 
     def checkpoint_dir(self, model: str, iteration: int | None = None) -> Path:
         """Folder of a checkpoint of `target`, `draft`, `adapter`, `best`; the last one has no number."""

@@ -68,7 +68,11 @@ def sweep_run_folders(output_dir: Path) -> list[str]:
                 with suppress(OSError):
                     recover_folder(folder / replaced.name.removeprefix(REPLACED))
             for partial in folder.glob(PARTIAL + "*"):
-                _remove(partial)
+                if partial.is_dir() and not partial.is_symlink():
+                    shutil.rmtree(partial, ignore_errors=True)
+                else:
+                    with suppress(OSError):
+                        partial.unlink()
                 lines.append(f"removed {partial}, which a dead run had not finished")
     return lines
 
@@ -111,14 +115,6 @@ def _owner(folder: Path) -> ProcessIdentity | None:
     except (OSError, ValueError):
         return None
     return ProcessIdentity.from_tree(tree) if isinstance(tree, dict) else None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
 
 
 @contextmanager
@@ -165,22 +161,6 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def main() -> None:
-    """Read the folder's name, and remove it when nobody holds the other end of the pipe any more."""
-    folder, separator, spared = sys.stdin.buffer.read().partition(b"\0")
-    if separator and Path(os.fsdecode(folder)).exists():
-        remove_with_processes(Path(os.fsdecode(folder)), spared=set(map(int, spared.split())))
-
-
-def _ancestors(pid: int) -> Iterator[int]:
-    while len(fields := stat_fields(pid)) > PARENT and (pid := int(fields[PARENT])) > 1:
-        yield pid
-
-
-if __name__ == "__main__":
-    main()
-
-
 KEPT_LOGS = 128
 "Files; a process has up to two of 8 MB."
 WRITTEN_S = 3600.0
@@ -201,3 +181,19 @@ def drop_old_logs(folder: Path, *, now: float, most: int = KEPT_LOGS) -> None:
         if now - changed > WRITTEN_S:
             with suppress(OSError):
                 path.unlink()
+
+
+def main() -> None:
+    """Read the folder's name, and remove it when nobody holds the other end of the pipe any more."""
+    folder, separator, spared = sys.stdin.buffer.read().partition(b"\0")
+    if separator and Path(os.fsdecode(folder)).exists():
+        remove_with_processes(Path(os.fsdecode(folder)), spared=set(map(int, spared.split())))
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while len(fields := stat_fields(pid)) > PARENT and (pid := int(fields[PARENT])) > 1:
+        yield pid
+
+
+if __name__ == "__main__":
+    main()

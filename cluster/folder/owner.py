@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -42,13 +42,7 @@ class ProcessIdentity:
     @classmethod
     def of_this(cls) -> Self:
         """Describe this process."""
-        return cls(
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            pid_started=_started(os.getpid()),
-            pid_namespace=_pid_namespace(),
-            boot=_boot(),
-        )
+        return cls(pid=os.getpid(), pid_started=_started(os.getpid()), **_here())
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Self | None:
@@ -56,14 +50,8 @@ class ProcessIdentity:
         pid, host = tree.get("pid"), tree.get("host")
         if not isinstance(pid, int) or not isinstance(host, str) or pid < 1:
             return None
-        started, namespace, boot = tree.get("pid_started"), tree.get("pid_namespace"), tree.get("boot")
-        return cls(
-            pid=pid,
-            host=host,
-            pid_started=started if isinstance(started, int) else None,
-            pid_namespace=namespace if isinstance(namespace, str) else None,
-            boot=boot if isinstance(boot, str) else None,
-        )
+        others = {name: tree.get(name) for name in ("pid_started", "pid_namespace", "boot")}
+        return cls(pid=pid, host=host, **others)
 
     def as_tree(self) -> dict[str, Any]:
         """Fields by name, for JSON."""
@@ -72,8 +60,8 @@ class ProcessIdentity:
     @property
     def is_here(self) -> bool:
         """True where this process could see it: the same machine since its start, the same container."""
-        here = (socket.gethostname(), _pid_namespace(), _boot())
-        return None not in here and (self.host, self.pid_namespace, self.boot) == here
+        here = _here()
+        return None not in here.values() and here.items() <= self.as_tree().items()
 
     @property
     def is_gone(self) -> bool:
@@ -92,31 +80,6 @@ class ProcessIdentity:
         return None not in (now, self.pid_started) and now != self.pid_started
 
 
-def processes_using(folder: Path) -> list[int]:
-    """Processes that name the folder in their command, work in it, or have a file of it open."""
-    return sorted(
-        int(entry.name)
-        for entry in PROC.glob("[0-9]*")
-        if any(_is_in(folder, text) for text in _traces(entry))
-    )
-
-
-def _traces(process: Path) -> Iterator[str]:
-    """What tells the places a process uses; nothing of one that has ended or is another user's."""
-    with suppress(OSError):
-        yield from (process / "cmdline").read_bytes().decode(errors="replace").replace("=", "\0").split("\0")
-    with suppress(OSError):
-        yield os.readlink(process / "cwd")
-    with suppress(OSError):
-        for link in (process / "fd").iterdir():
-            with suppress(OSError):
-                yield os.readlink(link)
-
-
-def _is_in(folder: Path, text: str) -> bool:
-    return text == str(folder) or text.startswith(f"{folder}/")
-
-
 def _started(pid: int) -> int | None:
     try:
         return int(stat_fields(pid)[STARTED])
@@ -124,18 +87,30 @@ def _started(pid: int) -> int | None:
         return None
 
 
-def _boot() -> str | None:
-    try:
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
+def _here() -> dict[str, Any]:
+    here: dict[str, Any] = {"host": socket.gethostname(), "pid_namespace": None, "boot": None}
+    with suppress(OSError):
+        here["pid_namespace"] = os.readlink(PROC / "self" / "ns" / "pid")
+        here["boot"] = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return here
 
 
-def _pid_namespace() -> str | None:
-    try:
-        return os.readlink(PROC / "self" / "ns" / "pid")
-    except OSError:
-        return None
+def processes_using(folder: Path) -> list[int]:
+    """Processes that name the folder in their command, work in it, or have a file of it open."""
+    found = (int(entry.name) for entry in PROC.glob("[0-9]*") if _uses(entry, str(folder)))
+    return sorted(found)
+
+
+def _uses(process: Path, folder: str) -> bool:
+    """False of one that has ended or is another user's."""
+    traces = []
+    with suppress(OSError):
+        traces += (process / "cmdline").read_bytes().decode(errors="replace").replace("=", "\0").split("\0")
+        traces += [os.readlink(process / "cwd")]
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):
+                traces.append(os.readlink(link))
+    return any(text == folder or text.startswith(f"{folder}/") for text in traces)
 
 
 FOLDER = "owners"

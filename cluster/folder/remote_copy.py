@@ -7,6 +7,7 @@ What was sent is noted in the folder, so that a resumed run sends the rest only,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -33,8 +34,6 @@ _LAST_PASS_OF_A_STOPPED_RUN_S = 15.0
 "Kubernetes ends a pod 30 s after SIGTERM."
 _Stamp = tuple[int, int]
 "Size and time of change of a file."
-_VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
-"What file systems tell of a file that was written again, the surest first."
 
 
 def is_url(place: str) -> bool:
@@ -71,13 +70,13 @@ class RemoteCopy:
                     f"expected a run in {self._run_dir.path}, and config.yaml is gone from it; the copy stays as it is"
                 )
             gone = (self._sent.keys() | self._leftovers) - here.keys()
-            for name in sorted(gone, key=lambda name: (not name.endswith(MANIFEST), name)):
+            for name in sorted(gone, key=_manifests_last, reverse=True):
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(f"{self._root}/{name}")
                 self._sent.pop(name, None)
             self._leftovers = set()
             asked_s = time.monotonic()
-            for name in sorted(here, key=lambda name: (name.endswith(MANIFEST), name)):
+            for name in sorted(here, key=_manifests_last):
                 if self._sent.get(name) == here[name]:
                     continue
                 if time.monotonic() - asked_s > _OWNER_LOOK_S:
@@ -124,33 +123,19 @@ class RemoteCopy:
             _note_sent(self._run_dir.path, self.url, {}, {})
         else:
             there = _there(self._fs, self._root)
-            self._sent = {
-                name: stamp for name, (stamp, version) in sent.items() if there.get(name) == version
-            }
-            self._leftovers = {
-                name for name in there.keys() - self._sent.keys() if not name.startswith(f"{FOLDER}/")
-            }
+            self._sent = {name: stamp for name, (stamp, key) in sent.items() if there.get(name) == key}
+            self._leftovers = {name for name in there if not name.startswith(f"{FOLDER}/")}
         self._has_begun = True
 
-    def states(self) -> frozenset[str]:
-        """Names of the whole states in the folder."""
-        return frozenset(
-            path.parent.name for path in self._run_dir.path.glob(f"checkpoints/state_*/{MANIFEST}")
-        )
-
     def _files(self) -> dict[str, _Stamp]:
-        found = {}
-        for path in self._run_dir.path.rglob("*"):
-            name = path.relative_to(self._run_dir.path).as_posix()
-            parts = PurePosixPath(name).parts
-            if (
-                parts[0] in _NOT_COPIED
-                or any(part.startswith(PARTIAL) for part in parts)
-                or not path.is_file()
-            ):
-                continue
-            found[name] = _stamp(path)
-        return found
+        files = ((path.relative_to(self._run_dir.path), path) for path in self._run_dir.path.rglob("*"))
+        return {
+            name.as_posix(): _stamp(path)
+            for name, path in files
+            if name.parts[0] not in _NOT_COPIED
+            and not any(part.startswith(PARTIAL) for part in name.parts)
+            and path.is_file()
+        }
 
     def _send(self, name: str, stamp: _Stamp) -> None:
         try:
@@ -174,13 +159,13 @@ def copying(run_dir: RunDir, place: str | None, note: Callable[[str], None]) -> 
     ended = threading.Event()
 
     def go() -> None:
-        seen: frozenset[str] = frozenset()
+        seen: set[Path] = set()
         asked_s = time.monotonic()
         with suppress(Exception):
             # the first pass does it again, and tells what is wrong
             copy.claim()
         while not ended.wait(_LOOK_S):
-            states = copy.states()
+            states = {path.parent for path in run_dir.path.glob(f"checkpoints/state_*/{MANIFEST}")}
             if states != seen and copy.bring_up_to_date():
                 seen = states
             elif time.monotonic() - asked_s > _OWNER_LOOK_S:
@@ -234,10 +219,7 @@ def fetch_run(url: str, base: Path, note: Callable[[str], None]) -> Path:
         )
     note(f"fetching {len(there)} files from {url}")
     with whole_folder(folder) as partial:
-        for name in there:
-            to = partial / name
-            to.parent.mkdir(parents=True, exist_ok=True)
-            fs.get_file(f"{root}/{name}", str(to))
+        fs.get([f"{root}/{name}" for name in there], [str(partial / name) for name in there])
         sent = {name: _stamp(partial / name) for name in there}
         _note_sent(partial, url.rstrip("/"), sent, there)
     return folder
@@ -301,23 +283,24 @@ def require_place(place: str, run: Path) -> None:
         ) from None
 
 
+def _manifests_last(name: str) -> tuple[bool, str]:
+    return name.endswith(MANIFEST), name
+
+
 def _stamp(path: Path) -> _Stamp:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def _there(fs: Any, root: str) -> dict[str, str]:
-    """Size and version of every file below a folder of the file system, by its name there."""
+    """Every file below a folder of the file system, with what tells it from another of its name (fsspec's `ukey`)."""
     fs.invalidate_cache()
     return {
-        PurePosixPath(name).relative_to(PurePosixPath(root)).as_posix(): _version(info)
+        PurePosixPath(name).relative_to(PurePosixPath(root)).as_posix(): hashlib.sha256(
+            str(info).encode()
+        ).hexdigest()
         for name, info in fs.find(root, detail=True).items()
     }
-
-
-def _version(info: Mapping[str, Any]) -> str:
-    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-    return f"{info.get('size')} {version}"
 
 
 def _note_sent(folder: Path, url: str, sent: Mapping[str, _Stamp], there: Mapping[str, str]) -> None:
@@ -333,8 +316,7 @@ def _read_sent(folder: Path, url: str) -> dict[str, tuple[_Stamp, str]] | None:
         if tree["url"] != url:
             return None
         return {
-            name: ((int(size), int(changed)), str(version))
-            for name, (size, changed, version) in tree["sent"].items()
+            name: ((int(size), int(changed)), str(key)) for name, (size, changed, key) in tree["sent"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -166,6 +166,8 @@ def locations_in(file: Path) -> list[SampleLocation]:
 
 def read_recorded(locations: Sequence[SampleLocation]) -> list[Recorded]:
     """Read samples of one file whole. Raises DataError: it cannot be read."""
+    if not locations:
+        return []
     file = locations[0].file
     try:
         table = _table(file)
@@ -345,29 +347,22 @@ def _parquet_lengths(path: Path) -> np.ndarray:
 
 
 def _jsonl_lengths(path: Path) -> np.ndarray:
-    lengths = []
+    lengths, number = [], 0
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as lengths: {error}; expected JSON lines") from error
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            lengths.append(_length(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{path}, line {number} is no length: {error}; expected a whole number, or an object with "
-                f"{LENGTH_COLUMN} or {TOKEN_COLUMN}"
-            ) from error
+        for line in path.read_text().splitlines():
+            number += 1
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            if isinstance(row, dict):
+                tokens = row.get(TOKEN_COLUMN)
+                row = len(tokens) if isinstance(tokens, list) else row[LENGTH_COLUMN]
+            if isinstance(row, bool) or not isinstance(row, int) or row >= 2**31:
+                raise ValueError(f"got {row!r}")
+            lengths.append(row)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{path}, line {number} cannot be read as a length: {error}; expected JSON lines: whole numbers, or "
+            f"objects with {LENGTH_COLUMN} or {TOKEN_COLUMN}"
+        ) from error
     return np.array(lengths, dtype=np.int64)
-
-
-def _length(row: Any) -> int:
-    if isinstance(row, dict):
-        if TOKEN_COLUMN in row and not isinstance(row[TOKEN_COLUMN], list):
-            raise ValueError(f"{TOKEN_COLUMN} is no list")
-        row = len(row[TOKEN_COLUMN]) if TOKEN_COLUMN in row else row[LENGTH_COLUMN]
-    if isinstance(row, bool) or not isinstance(row, int) or row >= 2**31:
-        raise ValueError(f"got {row!r}")
-    return row

@@ -159,7 +159,7 @@ def describe_status(status: Status, *, now: datetime | None = None) -> list[str]
     if state not in LIVING or who is None or age_s is None:
         return [f"state {state}" + (f": {reason}" if reason else "")]
     where = f"process {who.pid} on {who.host}"
-    beat = f"last heartbeat {_duration(age_s)} ago, {_progress(status)}"
+    beat = f"last heartbeat {span(age_s)} ago, {_progress(status)}"
     if who.is_gone and state == STOPPING:
         return [
             f"state interrupted: {reason}; {where} was killed before it was through ({beat})",
@@ -212,7 +212,8 @@ def _progress(status: Status) -> str:
     return f"in iteration {iteration + 1}" + (f", {phase}" if phase else "")
 
 
-def _duration(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """A length of time in two figures or so."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

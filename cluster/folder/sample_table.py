@@ -46,21 +46,20 @@ class SampleRow:
             num_tokens=rollout.completion.num_sampled_tokens,
         )
 
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> SampleRow:
-        """Of a row of a rollouts file, of any version of its columns. Raises KeyError, TypeError for other rows."""
-        advantage = row.get("advantage")
-        return cls(
-            sample_index=int(row["sample_index"]),
-            prompt=str(row["prompt"]),
-            response=str(row["response"]),
-            reference=str(row.get("reference") or ""),
-            reward=float(row["reward"]),
-            parts=dict(row.get("reward_parts") or ()),
-            advantage=None if advantage is None else float(advantage),
-            finish_reason=str(row["finish_reason"]),
-            num_tokens=sum(row.get("response_sampled") or [1] * len(row["response_token_ids"])),
-        )
+    @property
+    def columns(self) -> dict[str, Any]:
+        """For a table of another tool."""
+        return {
+            "sample_index": self.sample_index,
+            "prompt": self.prompt,
+            "response": self.response,
+            "reference": self.reference,
+            "reward": self.reward,
+            "parts": ", ".join(f"{name} {value:.4g}" for name, value in self.parts.items()),
+            "advantage": self.advantage,
+            "finish_reason": self.finish_reason,
+            "tokens": self.num_tokens,
+        }
 
     @property
     def facts(self) -> str:

@@ -1,12 +1,13 @@
-"""Other trackers behind one protocol. One that fails is told once and left out from then on: it is not worth a run."""
+"""Other trackers: a callable each. One that fails is told once and left out from then on: it is not worth a run."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,29 +18,12 @@ from ...core.settings.tracking import TrackingConfig, WandbConfig
 from .layout import RunDir
 from .sample_table import SampleRow, as_markdown
 
+Metrics = Mapping[str, float]
+Histograms = Mapping[str, Sequence[float]]
 Chosen = Sequence[tuple[str, SampleRow]]
-
-
-class Tracker(Protocol):
-    """One tool. `step` is the number of finished iterations: 0 for what the first weights gave."""
-
-    name: str
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take scalars."""
-        ...
-
-    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Take raw values by name."""
-        ...
-
-    def samples(self, step: int, chosen: Chosen) -> None:
-        """Take samples that people read."""
-        ...
-
-    def close(self) -> None:
-        """Write out what is held."""
-        ...
+Log = Callable[[int, Metrics, Histograms, Chosen], None]
+"Takes scalars, raw values by name, and samples that people read, of a step: the number of finished iterations."
+Tracker = Callable[[], AbstractContextManager[Log]]
 
 
 def require_trackers(tracking: TrackingConfig) -> None:
@@ -56,168 +40,110 @@ def require_trackers(tracking: TrackingConfig) -> None:
 
 
 class Trackers:
-    """Those that a run asked for, made when first needed."""
+    """Those that a run asked for, by their names."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Tracker]], note: Callable[[str], None]) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker], note: Callable[[str], None]) -> None:
         self._note = note
-        self._trackers: list[Tracker] = []
-        for name, make in makers.items():
-            self._guarded(name, "start", lambda make=make: self._trackers.append(make()))
+        self._open: dict[str, tuple[AbstractContextManager[Log], Log]] = {}
+        for name, tracker in trackers.items():
+            with self._leaving_out(name, "start"):
+                entered = tracker()
+                self._open[name] = (entered, entered.__enter__())
 
     @classmethod
     def of(
         cls, tracking: TrackingConfig, run_dir: RunDir, note: Callable[[str], None], *, num_done: int = 0
     ) -> Trackers:
         """Start the trackers of a run, or of one that goes on after so many iterations: later steps are told anew."""
-        makers: dict[str, Callable[[], Tracker]] = {}
+        trackers: dict[str, Tracker] = {}
         if tracking.tensorboard:
-            makers["TensorBoard"] = lambda: TensorBoardTracker(
-                run_dir.path / "tensorboard", num_done=num_done
+            trackers["TensorBoard"] = lambda: _tensorboard(run_dir.path / "tensorboard", num_done)
+        if (settings := tracking.wandb) is not None:
+            trackers["Weights & Biases"] = lambda: _wandb(
+                settings, run_dir.path, read_tree(run_dir.config_file)
             )
-        if (wandb := tracking.wandb) is not None:
-            makers["Weights & Biases"] = lambda: WandbTracker(
-                wandb, run_dir.path, read_tree(run_dir.config_file)
-            )
-        return cls(makers, note)
+        return cls(trackers, note)
 
-    def __bool__(self) -> bool:
-        return bool(self._trackers)
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand scalars on."""
-        self._each("take figures", lambda tracker: tracker.log_metrics(step, metrics))
-
-    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Hand raw values on."""
-        self._each("take histograms", lambda tracker: tracker.histograms(step, values))
-
-    def samples(self, step: int, chosen: Chosen) -> None:
-        """Hand samples on."""
-        self._each("take samples", lambda tracker: tracker.samples(step, chosen))
+    def log(
+        self,
+        step: int,
+        *,
+        metrics: Metrics | None = None,
+        histograms: Histograms | None = None,
+        samples: Chosen = (),
+    ) -> None:
+        """Hand on what there is of a step, 0 for what the first weights gave."""
+        for name, (_, log) in [*self._open.items()]:
+            with self._leaving_out(name, f"take step {step}"):
+                log(step, metrics or {}, histograms or {}, samples)
 
     def close(self) -> None:
         """End all of them."""
-        self._each("close", lambda tracker: tracker.close())
-        self._trackers = []
+        for name, (entered, _) in [*self._open.items()]:
+            with self._leaving_out(name, "close"):
+                entered.__exit__(None, None, None)
+        self._open.clear()
 
-    def _each(self, what: str, call: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._trackers):
-            if not self._guarded(tracker.name, what, lambda tracker=tracker: call(tracker)):
-                self._trackers.remove(tracker)
-
-    def _guarded(self, name: str, what: str, call: Callable[[], None]) -> bool:
+    @contextmanager
+    def _leaving_out(self, name: str, what: str) -> Iterator[None]:
         try:
-            call()
+            yield
         except Exception as error:
+            self._open.pop(name, None)
             self._note(
                 f"{name} could not {what} and is left out from here on; the run and metrics.jsonl go on: "
                 f"{describe_error(error)}"
             )
-            return False
-        return True
 
 
-class TensorBoardTracker:
-    """Scalars, histograms, and samples as text."""
+@contextmanager
+def _tensorboard(folder: Path, num_done: int) -> Iterator[Log]:
+    """Steps after `num_done` are taken again. Raises ImportError without the package `tensorboard`."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    name = "TensorBoard"
+    writer = SummaryWriter(str(folder), purge_step=num_done + 1 if num_done else None)
 
-    def __init__(self, folder: Path, *, num_done: int = 0) -> None:
-        """Steps after `num_done` are taken again. Raises ImportError without the package `tensorboard`."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=num_done + 1 if num_done else None)
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take scalars."""
+    def log(step: int, metrics: Metrics, histograms: Histograms, samples: Chosen) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        for name, values in histograms.items():
+            writer.add_histogram(f"histogram/{name}", np.asarray(values), step)
+        if samples:
+            writer.add_text("samples", as_markdown(f"After iteration {step}", samples), step)
+        writer.flush()
 
-    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Take raw values by name."""
-        for name, those in values.items():
-            self._writer.add_histogram(f"histogram/{name}", np.asarray(those), step)
-
-    def samples(self, step: int, chosen: Chosen) -> None:
-        """Take samples that people read."""
-        self._writer.add_text("samples", as_markdown(f"After iteration {step}", chosen), step)
-
-    def close(self) -> None:
-        """Write out what is held."""
-        self._writer.close()
+    yield log
+    writer.close()
 
 
-_ID_FILE = "rlhfspec-run-id.txt"
-_COLUMNS = (
-    "why",
-    "sample_index",
-    "prompt",
-    "response",
-    "reference",
-    "reward",
-    "parts",
-    "advantage",
-    "finish_reason",
-    "tokens",
-)
+@contextmanager
+def _wandb(settings: WandbConfig, folder: Path, config: Mapping[str, Any]) -> Iterator[Log]:
+    """One run, which is called like its folder. Raises ImportError without the package, and what the library raises."""
+    # by name: type checkers need not have it
+    wandb: Any = importlib.import_module("wandb")
+    # a run that goes on is the same run there; steps that it has are not taken twice
+    kept = folder / "wandb" / "rlhfspec-run-id.txt"
+    run = wandb.init(
+        id=kept.read_text() if kept.is_file() else None,
+        resume="allow",
+        project=settings.project,
+        entity=settings.entity,
+        mode=settings.mode,
+        name=folder.name,
+        dir=str(folder),
+        config=dict(config),
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    kept.parent.mkdir(exist_ok=True)
+    write_whole(kept, run.id)
 
+    def log(step: int, metrics: Metrics, histograms: Histograms, samples: Chosen) -> None:
+        made = {f"histogram/{name}": wandb.Histogram(list(values)) for name, values in histograms.items()}
+        if samples:
+            rows = [{"why": why} | row.columns for why, row in samples]
+            made["samples"] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        run.log(dict(metrics) | made, step=step)
 
-class WandbTracker:
-    """Scalars, histograms and sample tables of one run, which is called like its folder."""
-
-    name = "Weights & Biases"
-
-    def __init__(self, settings: WandbConfig, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises ImportError without the package, and what the library raises where it cannot begin."""
-        # by name: type checkers need not have it
-        self._wandb: Any = importlib.import_module("wandb")
-        # a run that goes on is the same run there; steps that it has are not taken twice
-        kept = folder / "wandb" / _ID_FILE
-        self._run = self._wandb.init(
-            id=kept.read_text() if kept.is_file() else None,
-            resume="allow",
-            project=settings.project,
-            entity=settings.entity,
-            mode=settings.mode,
-            name=folder.name,
-            dir=str(folder),
-            config=dict(config),
-            settings=self._wandb.Settings(console="off", silent=True),
-        )
-        kept.parent.mkdir(exist_ok=True)
-        write_whole(kept, self._run.id)
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take scalars."""
-        self._run.log(dict(metrics), step=step)
-
-    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Take raw values by name."""
-        self._run.log(
-            {f"histogram/{name}": self._wandb.Histogram(list(those)) for name, those in values.items()},
-            step=step,
-        )
-
-    def samples(self, step: int, chosen: Chosen) -> None:
-        """Take samples that people read."""
-        table = self._wandb.Table(columns=list(_COLUMNS))
-        for why, row in chosen:
-            parts = ", ".join(f"{name} {value:.4g}" for name, value in row.parts.items())
-            table.add_data(
-                why,
-                row.sample_index,
-                row.prompt,
-                row.response,
-                row.reference,
-                row.reward,
-                parts,
-                row.advantage,
-                row.finish_reason,
-                row.num_tokens,
-            )
-        self._run.log({"samples": table}, step=step)
-
-    def close(self) -> None:
-        """Hand over what is held; `wandb sync` does the rest of an offline run."""
-        self._run.finish()
+    yield log
+    # `wandb sync` does the rest of an offline run
+    run.finish()

@@ -15,9 +15,9 @@ from ...core.metrics import read_metrics
 from ...core.records import EPOCHS_OF_A_ROUND, SampleRequest, SamplingParams
 from ...learning.data.prompts import sampling_params
 from ..folder.layout import RunDir
-from ..folder.plain_comparison import Comparison
 from ..folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
 from ..observe.console import Reporter
+from ..observe.run_record import Comparison
 from ..placement.ray_session import ray_session
 from ..plan.run_check import check_run
 from ..plan.run_plan import RunPlan

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, Protocol, Self
 
@@ -23,7 +23,6 @@ from rich.text import Text
 
 from ...core.outside import visible
 from ..folder.layout import RunDir
-from .summary import Summary, SupervisedSummary
 
 _PLAIN_LINE_EVERY_S = 10.0
 "Without a terminal, a long job says something this often, and at every new stage."
@@ -182,7 +181,7 @@ class Reporter:
             self._bars.stop()
             self._bars = None
 
-    def finish(self, summary: Summary | SupervisedSummary | None, run_dir: RunDir) -> None:
+    def finish(self, rows: Sequence[tuple[str, str]], run_dir: RunDir) -> None:
         """Take the bars down and print the closing table."""
         self.stop()
         if not run_dir.path.is_dir():
@@ -191,13 +190,13 @@ class Reporter:
                 "a copy elsewhere"
             )
             return
-        if summary is None:
-            self.console.print("no iteration finished")
-        else:
+        if rows:
             table = Table(show_header=False, title="summary", title_justify="left")
-            for label, value in summary.rows():
-                table.add_row(label, value)
+            for row in rows:
+                table.add_row(*row)
             self.console.print(table)
+        else:
+            self.console.print("no iteration finished")
         self.console.print(f"run folder {run_dir.path}", markup=False)
 
     def _send(self, phase: str) -> None:
@@ -214,7 +213,7 @@ class Reporter:
         """Bar of a job before the run: yields `tick(stage, fraction)`, fraction from 0 to 1."""
         self._end_stage()
         if not self.console.is_terminal:
-            yield _PlainTicker(self, title)
+            yield self._plain_ticker(title)
             return
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -227,22 +226,31 @@ class Reporter:
                 task, description=f"{title}: {stage}", completed=fraction
             )
 
+    def _plain_ticker(self, title: str) -> Callable[[str, float], None]:
+        """Turns frequent ticks into a handful of lines."""
+        last: tuple[str, float] = ("", 0.0)
 
-class _PlainTicker:
-    """Turns frequent ticks into a handful of lines."""
+        def tick(stage: str, fraction: float) -> None:
+            nonlocal last
+            now_s = self.clock()
+            if stage != last[0] or now_s - last[1] >= _PLAIN_LINE_EVERY_S:
+                last = stage, now_s
+                self.note(f"{title}: {stage} ({fraction:.0%})")
 
-    def __init__(self, report: Reporter, title: str) -> None:
-        self._report = report
-        self._title = title
-        self._stage = ""
-        self._shown_s = 0.0
+        return tick
 
-    def __call__(self, stage: str, fraction: float) -> None:
-        now_s = self._report.clock()
-        if stage == self._stage and now_s - self._shown_s < _PLAIN_LINE_EVERY_S:
-            return
-        self._stage, self._shown_s = stage, now_s
-        self._report.note(f"{self._title}: {stage} ({fraction:.0%})")
+
+def plain_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, left: Sequence[str]) -> Table:
+    """Without lines; the columns called `left` stand to the left, those of numbers to the right."""
+    table = Table(box=None, pad_edge=False)
+    for number, title in enumerate(titles):
+        justify = "left" if title in left else "right"
+        table.add_column(
+            title, justify=justify, overflow="fold", no_wrap=not number, min_width=min(6, len(title))
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:

@@ -28,6 +28,13 @@ class ClusterRun:
     namespace: str
     actors: tuple[str, ...]
 
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        if self.page is not None:
+            return self.page.run
+        return self.namespace.removeprefix(_NAMESPACE_STEM).rpartition("-")[0]
+
 
 def newest_run(folder: Path) -> Path:
     """The run folder that was made last in `folder`. Raises ConfigError without one."""
@@ -50,12 +57,12 @@ def cluster_runs(run: str | None) -> list[ClusterRun]:
     Raises ConfigError when there is none, WaitTimeout when the cluster's head does not answer.
     """
     found = within(_read_runs, "the head's key-value store and list of actors")
-    names = [run_name(one) for one in found]
-    found = [one for one, name in zip(found, names, strict=True) if run is None or name == run]
+    names = {one.name for one in found}
+    found = [one for one in found if run in (None, one.name)]
     if not found:
         asked = f"called {run} " if run else ""
         raise ConfigError(
-            f"the cluster has no run {asked}that tells of itself; it has {', '.join(sorted(set(names))) or 'none'}"
+            f"the cluster has no run {asked}that tells of itself; it has {', '.join(sorted(names)) or 'none'}"
         )
     return found
 
@@ -102,10 +109,3 @@ def _read_runs() -> list[ClusterRun]:
     # such as evaluations, which tell no page
     runs += [ClusterRun(page=None, namespace=name, actors=tuple(actors)) for name, actors in alive.items()]
     return runs
-
-
-def run_name(run: ClusterRun) -> str:
-    """The run's name."""
-    if run.page is not None:
-        return run.page.run
-    return run.namespace.removeprefix(_NAMESPACE_STEM).rpartition("-")[0]

@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 
 from ...core.decode_records import GenerationStats
-from ...core.metrics import METRICS, find_metric
 from ...core.records import FinishReason, Reward, Rollout, UpdateReport
 from ...policies.migration.move_messages import MoveOutcome
 from ...policies.reallocation.pool_records import MoveMode
 from ...policies.scheduling.events import MoveRecord
 from .summary import amdahl_bound
-from .timeline import Timeline, overlap_s
+from .timeline import Trace, overlap_s, stretches
 
-_CORRECT = "correct"
+T = TypeVar("T")
+CORRECT = "correct"
+"The part of a reward that says whether a response is right; from 0.5 on it counts as passed."
+
+
+def correctness(parts: Mapping[str, T]) -> T | None:
+    """The first part called `correct`, or NAME/correct in a mixture; None where a reward has none."""
+    return next((value for name, value in parts.items() if name.split("/")[-1] == CORRECT), None)
 
 
 def reward_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
@@ -32,7 +39,7 @@ def reward_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
         for name, value in reward.parts.items():
             by_part.setdefault(name, []).append(value)
     metrics = {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
-    correct = next((part for name, part in by_part.items() if name.split("/")[-1] == _CORRECT), None)
+    correct = correctness(by_part)
     if correct is not None:
         metrics["reward/accuracy"] = float(np.mean(correct))
     return {f"reward/{name}": float(np.mean(part)) for name, part in by_part.items()} | metrics
@@ -49,9 +56,6 @@ def distribution_metrics(rollouts: Sequence[Rollout], advantages: Sequence[float
     for percent in (10, 50, 90):
         metrics[f"reward/p{percent}"] = float(np.percentile(rewards, percent))
     metrics |= {"reward/min": float(rewards.min()), "reward/max": float(rewards.max())}
-    # a part that is called like a metric of all rewards does not take its place
-    parts = {f"reward/{name}": value for name, value in _part_means(rollouts).items()}
-    metrics |= {name: value for name, value in parts.items() if name not in METRICS and find_metric(name)}
     if advantages is not None:
         of_samples = np.array(advantages)
         metrics |= {
@@ -61,14 +65,6 @@ def distribution_metrics(rollouts: Sequence[Rollout], advantages: Sequence[float
             "learner/advantage_max": float(of_samples.max()),
         }
     return metrics
-
-
-def _part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    values: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        for name, value in rollout.reward.parts.items():
-            values[name].append(value)
-    return {name: float(np.mean(those)) for name, those in sorted(values.items())}
 
 
 def iteration_metrics(
@@ -117,15 +113,6 @@ def with_evaluation(metrics: Mapping[str, float], evaluated: Mapping[str, float]
     hidden_s = metrics.get("time/update_hidden_s", 0.0)
     bound = amdahl_bound(total_s, metrics["time/generate_s"] - hidden_s)
     return {**metrics, **evaluated, "time/iteration_s": total_s, "time/amdahl_bound": bound}
-
-
-CORRECT = "correct"
-"The part of a reward that says whether a response is right; from 0.5 on it counts as passed."
-
-
-def correctness(parts: Mapping[str, float]) -> float | None:
-    """The first part called `correct`, or NAME/correct in a mixture; None where a reward has none."""
-    return next((value for name, value in parts.items() if name.split("/")[-1] == CORRECT), None)
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], skipped: Sequence[int] = ()) -> dict[str, float]:
@@ -202,11 +189,8 @@ def _by_group(
     return [np.array(group) for group in groups.values()]
 
 
-OUTCOMES = tuple(MoveOutcome)
-
-
 def move_metrics(
-    moves: Sequence[MoveRecord], *, stats: GenerationStats, planning_s: float, timeline: Timeline
+    moves: Sequence[MoveRecord], *, stats: GenerationStats, planning_s: float, trace: Trace
 ) -> dict[str, float]:
     """Name every metric; what needs a move that there was not is left out.
 
@@ -214,27 +198,32 @@ def move_metrics(
         moves: those that ended in the iteration.
         stats: sums over the instances in it.
         planning_s: seconds the scheduler spent on deciding moves.
-        timeline: of the generation, for what transfers were hidden behind.
+        trace: of the generation, for what transfers were hidden behind.
     """
     done = [record for record in moves if record.outcome == MoveOutcome.MOVED]
     metrics = {
         f"moves/num_{outcome.replace(' ', '_')}": float(sum(record.outcome == outcome for record in moves))
-        for outcome in OUTCOMES
+        for outcome in MoveOutcome
     }
     for mode in MoveMode:
         metrics[f"moves/num_{mode}"] = float(sum(record.order.mode is mode for record in done))
-    return (
-        metrics
-        | _bytes(done)
-        | _times(done)
-        | _hidden(timeline)
-        | {
-            "moves/decode_thread_s": stats.move_s,
-            "moves/planning_s": planning_s,
-            "moves/expected_gain_s": sum(record.gain_s for record in done),
-            "moves/overhead_share": overhead_share(stats, planning_s=planning_s),
-        }
-    )
+    # by stage: before the hand-over, while the source decodes, and with it
+    first, second = (sum(_values(done, f"stage{number}_bytes")) for number in (1, 2))
+    metrics |= {"moves/stage1_bytes": float(first), "moves/stage2_bytes": float(second)}
+    if first + second:
+        metrics["moves/stage1_bytes_share"] = first / (first + second)
+    for name in ("stage1_s", "attach_s", "downtime_s"):
+        if values := _values(done, name):
+            metrics[f"moves/{name}_median"] = median(values)
+            if name == "downtime_s":
+                metrics["moves/downtime_s_max"] = max(values)
+    return metrics | {
+        "moves/decode_thread_s": stats.move_s,
+        "moves/planning_s": planning_s,
+        "moves/expected_gain_s": sum(record.gain_s for record in done),
+        "moves/overhead_share": overhead_share(stats, planning_s=planning_s),
+        **_hidden(trace),
+    }
 
 
 def overhead_share(stats: GenerationStats, *, planning_s: float) -> float:
@@ -242,39 +231,17 @@ def overhead_share(stats: GenerationStats, *, planning_s: float) -> float:
     return (planning_s + stats.move_s) / max(stats.busy_s + stats.move_s, 1e-9)
 
 
-def _bytes(done: Sequence[MoveRecord]) -> dict[str, float]:
-    """Bytes by stage: before the hand-over, while the source decodes, and with it."""
-    first, second = (sum(_values(done, f"stage{number}_bytes")) for number in (1, 2))
-    metrics = {"moves/stage1_bytes": float(first), "moves/stage2_bytes": float(second)}
-    if first + second:
-        metrics["moves/stage1_bytes_share"] = first / (first + second)
-    return metrics
-
-
-def _times(done: Sequence[MoveRecord]) -> dict[str, float]:
-    metrics = {}
-    for name in ("stage1_s", "attach_s", "downtime_s"):
-        values = _values(done, name)
-        if values:
-            metrics[f"moves/{name}_median"] = median(values)
-    downtimes = _values(done, "downtime_s")
-    if downtimes:
-        metrics["moves/downtime_s_max"] = max(downtimes)
-    return metrics
-
-
-def _hidden(timeline: Timeline) -> dict[str, float]:
+def _hidden(trace: Trace) -> dict[str, float]:
     """Share of the transfer seconds in which the pool, or the same instance, was in a decode step."""
-    total_s = sum(one.seconds for lane in timeline.lanes for one in lane.transfers)
+    lanes = [(stretches(lane, "send", "receive"), stretches(lane, "step")) for lane in trace.lanes().values()]
+    total_s = sum(end - begin for transfers, _ in lanes for begin, end in transfers)
     if total_s <= 0.0:
         return {}
-    steps = [step for lane in timeline.lanes for step in lane.steps]
-    pool_s = sum(overlap_s(lane.transfers, steps) for lane in timeline.lanes)
-    own_s = sum(overlap_s(lane.transfers, lane.steps) for lane in timeline.lanes)
+    pool = [step for _, steps in lanes for step in steps]
     return {
         "moves/transfer_s": total_s,
-        "moves/transfer_hidden_share": pool_s / total_s,
-        "moves/transfer_hidden_own_share": own_s / total_s,
+        "moves/transfer_hidden_share": sum(overlap_s(transfers, pool) for transfers, _ in lanes) / total_s,
+        "moves/transfer_hidden_own_share": sum(overlap_s(*lane) for lane in lanes) / total_s,
     }
 
 

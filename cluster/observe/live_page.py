@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 STORE = b"rlhfspec"
 "Namespace of the key-value store."
@@ -119,15 +119,6 @@ KEPT_PAGES = 20
 SILENT_S = 3600.0
 
 
-class Store(Protocol):
-    """What Ray's `internal_kv` has of it."""
-
-    def _internal_kv_list(self, prefix: bytes, *, namespace: bytes) -> list[bytes] | None: ...
-    def _internal_kv_get(self, key: bytes, *, namespace: bytes) -> bytes | None: ...
-    def _internal_kv_put(self, key: bytes, value: bytes, *, namespace: bytes) -> Any: ...
-    def _internal_kv_del(self, key: bytes, *, namespace: bytes) -> Any: ...
-
-
 def store_page(run: str, text: bytes | None) -> None:
     """Put the page there; None: take it away."""
     store = _ray_store()
@@ -137,12 +128,12 @@ def store_page(run: str, text: bytes | None) -> None:
         store._internal_kv_put(run.encode(), text, namespace=STORE)
 
 
-def stored_pages(store: Store | None = None) -> list[LivePage]:
-    """The pages of all runs that can be read."""
+def stored_pages(store: Any = None) -> list[LivePage]:
+    """The pages of all runs that can be read; `store` as Ray's `internal_kv`."""
     return [page for _, page in _pages(store or _ray_store()) if page is not None]
 
 
-def drop_old_pages(now: float, store: Store | None = None) -> None:
+def drop_old_pages(now: float, store: Any = None) -> None:
     """Of the runs that told nothing for an hour keep the last KEPT_PAGES, and no page that cannot be read.
 
     A run that lives all the same puts its page there again. `now` in seconds since the epoch.
@@ -155,12 +146,12 @@ def drop_old_pages(now: float, store: Store | None = None) -> None:
         store._internal_kv_del(key, namespace=STORE)
 
 
-def _pages(store: Store) -> list[tuple[bytes, LivePage | None]]:
+def _pages(store: Any) -> list[tuple[bytes, LivePage | None]]:
     keys = store._internal_kv_list(b"", namespace=STORE) or []
     return [(key, LivePage.decode(store._internal_kv_get(key, namespace=STORE) or b"")) for key in keys]
 
 
-def _ray_store() -> Store:
+def _ray_store() -> Any:
     from ray.experimental import internal_kv
 
     return internal_kv

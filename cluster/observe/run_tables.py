@@ -1,76 +1,16 @@
-"""Runs as their folders tell them, finished, cut short, damaged or old; the tables of `rlhfspec show`."""
+"""The tables of `rlhfspec show`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
-from ...core.metrics import read_metrics
 from ..folder.iteration_logs import Histogram
-from ..folder.layout import RunDir
-from .summary import STEP_PARTS, Summary, summarise
-
-Rows = Sequence[dict[str, float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
-    """Lines of `metrics.jsonl` and `evaluations.jsonl`."""
-
-    run_dir: RunDir
-    metrics: Rows
-    evaluations: Rows
-
-    @classmethod
-    def read(cls, path: str | Path, note: Callable[[str], None]) -> RunRecord:
-        """Read a folder; `note` is told of lines that are left out. Raises ConfigError when it is no run folder."""
-        run_dir = RunDir.open(path)
-        return cls(
-            run_dir=run_dir,
-            metrics=_lines(run_dir.metrics_file, "iteration", note),
-            evaluations=_lines(run_dir.evaluations_file, "num_iterations", note),
-        )
-
-    @property
-    def name(self) -> str:
-        """The folder's."""
-        return self.run_dir.path.name
-
-    def names(self, patterns: Sequence[str] = ("*",)) -> list[str]:
-        """Metrics of this run that fit one of the patterns, by name."""
-        found = {name for row in (*self.metrics, *self.evaluations) for name in row if "/" in name}
-        return sorted(name for name in found if any(fnmatchcase(name, pattern) for pattern in patterns))
-
-    def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Finished iterations and values of one metric, where it was set."""
-        if name.startswith("eval/") and self.evaluations:
-            pairs = [(row["num_iterations"], row[name]) for row in self.evaluations if name in row]
-        else:
-            pairs = [(row["iteration"] + 1, row[name]) for row in self.metrics if name in row]
-        return [at for at, _ in pairs], [value for _, value in pairs]
-
-    def last_fifth(self, name: str) -> float | None:
-        """Mean over the last fifth of the iterations, or of the evaluations; None where it was not set."""
-        _, values = self.series(name)
-        last = values[-max(1, len(values) // 5) :]
-        return sum(last) / len(last) if last else None
-
-
-def _lines(path: Path, key: str, note: Callable[[str], None]) -> Rows:
-    if not path.is_file():
-        return []
-    rows = read_metrics(path, note=note)
-    whole = [row for row in rows if key in row]
-    if len(whole) < len(rows):
-        note(f"{path}: {len(rows) - len(whole)} lines without '{key}' are left out")
-    return whole
-
+from .run_record import RunRecord
+from .summary import STEP_PARTS, Summary
 
 SHOWN = (
     "reward/mean",
@@ -144,7 +84,7 @@ def comparison_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
     for name in names:
         means = [run.last_fifth(name) for run in runs]
         table.add_row(name, *(_beside(mean, means[0], is_first=not at) for at, mean in enumerate(means)))
-    summaries = [summarise(run.metrics) for run in runs]
+    summaries = [run.summary for run in runs]
     table.add_section()
     table.add_row("iterations", *(str(len(run.metrics)) for run in runs))
     for part in (*STEP_PARTS, "other"):
@@ -171,7 +111,7 @@ def histogram_table(iteration: int, histograms: dict[str, Histogram]) -> Table:
 
 def run_tree(run: RunRecord, names: Sequence[str]) -> dict[str, Any]:
     """One run for JSON."""
-    summary, status = summarise(run.metrics), run.run_dir.status()
+    status, summary = run.run_dir.status(), run.summary
     metrics = {}
     for name in names:
         iterations, values = run.series(name)

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..folder.run_status import span
 from .console import describe_metrics
 from .live_page import STALE_AFTER_S, STARTING, LivePage
 
@@ -40,7 +41,10 @@ def status_view(
         parts.append(Text(f"actors    {', '.join(names)}"))
     if page.events:
         parts.append(Text("last events"))
-        parts += [Text(f"  {clock_time(event.at)}  {event.text}") for event in page.events[-SHOWN_EVENTS:]]
+        parts += [
+            Text(f"  {datetime.fromtimestamp(event.at):%H:%M:%S}  {event.text}")
+            for event in page.events[-SHOWN_EVENTS:]
+        ]
     return Group(*parts)
 
 
@@ -53,14 +57,6 @@ def stale_lines(page: LivePage, now: float) -> list[str]:
         f"stale: the run told nothing for {span(age_s)} (process {page.pid} on {page.host}); what follows is what it "
         "told last"
     ]
-
-
-def span(seconds: float) -> str:
-    """A length of time in two figures or so."""
-    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def page_lines(page: LivePage, now: float) -> list[str]:
@@ -124,8 +120,3 @@ def _instances(page: LivePage) -> Table:
             "drafter alarm" if row.drafter_alarm else "",
         )
     return table
-
-
-def clock_time(at: float) -> str:
-    """As a wall clock shows it."""
-    return f"{datetime.fromtimestamp(at):%H:%M:%S}"

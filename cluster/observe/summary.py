@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
 
 from .outcome_checks import faults
 
@@ -17,59 +17,21 @@ MANY_CUT = 0.5
 _CUT_ADVICE = "raise it, or see in samples/ whether responses end as the model's chat template ends a turn"
 
 
-class _Cause(NamedTuple):
-    """One way in which nothing can be learned; the first that holds is what to fix first."""
-
-    holds: Callable[[Metrics], bool]
-    what: str
-    advice: str
-
-
-_CAUSES = (
-    _Cause(
-        lambda row: _are_equal(row, "reward/min", "reward/max") and row.get("rollout/num_samples", 0.0) > 1,
-        "all rewards are equal",
-        "see in samples/ whether the reward can tell responses apart, and whether any prompt is neither too hard nor "
-        "too easy",
-    ),
-    _Cause(
-        lambda row: _are_equal(row, "learner/num_zero_advantage_groups", "learner/num_groups"),
-        "the rewards of no prompt's responses differ",
-        "raise rollout.samples_per_prompt or sampling.temperature, or take prompts that are solved at times",
-    ),
-    _Cause(
-        lambda row: row.get("mismatch/masked_share") == 1.0,
-        "algorithm.correction masks every token",
-        "see mismatch/ratio_mean, and widen the mask or lower rollout.max_staleness",
-    ),
-    _Cause(
-        lambda row: row.get("learner/lr") == 0.0,
-        "the learning rate is 0",
-        "see trainer.learning_rate and trainer.schedule",
-    ),
-    _Cause(
-        lambda row: row.get("learner/grad_norm") == 0.0,
-        "the gradient is 0",
-        "see algorithm.truncated, algorithm.clip_ratio and the advantages in metrics.jsonl",
-    ),
-)
-
-
 def with_signal(row: Metrics) -> dict[str, float]:
     """The metrics of an iteration, and whether its rewards could teach nothing."""
-    return {**row, NO_SIGNAL: float(bool(_causes(row)))}
+    return {**row, NO_SIGNAL: float(any(_causes(row)))}
 
 
 def signal_line(iteration: int, row: Metrics) -> str | None:
     """What a person is told of an iteration (counted from 0) that could teach nothing, or was mostly cut."""
-    causes, cut = _causes(row), row.get("rollout/length_cut_share", 0.0)
+    what, advice = next(_causes(row), ("", ""))
+    cut = row.get("rollout/length_cut_share", 0.0)
     of_cut = f"{cut:.0%} of the responses were cut at sampling.max_new_tokens" if cut > MANY_CUT else ""
-    if not causes:
+    if not what:
         return f"iteration {iteration + 1}: {of_cut}; {_CUT_ADVICE}" if of_cut else None
     # a response that is cut seldom earns anything: that is what to fix first
-    what, advice = (
-        (f"{causes[0].what}, {of_cut}", _CUT_ADVICE) if of_cut else (causes[0].what, causes[0].advice)
-    )
+    if of_cut:
+        what, advice = f"{what}, {of_cut}", _CUT_ADVICE
     return f"iteration {iteration + 1}: its rewards taught nothing: {what}; {advice}"
 
 
@@ -80,7 +42,7 @@ def signal_rows(metrics: Iterable[Metrics]) -> list[tuple[str, str]]:
     for row in metrics:
         num_rows += 1
         num_cut += row.get("rollout/length_cut_share", 0.0) > MANY_CUT
-        firsts.update(cause.what for cause in _causes(row)[:1])
+        firsts.update(what for what, _ in islice(_causes(row), 1))
     rows = []
     if firsts:
         why = ", ".join(f"{what} ({count})" for what, count in firsts.most_common())
@@ -90,8 +52,31 @@ def signal_rows(metrics: Iterable[Metrics]) -> list[tuple[str, str]]:
     return rows
 
 
-def _causes(row: Metrics) -> list[_Cause]:
-    return [cause for cause in _CAUSES if cause.holds(row)]
+def _causes(row: Metrics) -> Iterator[tuple[str, str]]:
+    """Ways in which nothing can be learned, and what to do; the first is what to fix first."""
+    if _are_equal(row, "reward/min", "reward/max") and row.get("rollout/num_samples", 0.0) > 1:
+        yield (
+            "all rewards are equal",
+            "see in samples/ whether the reward can tell responses apart, and whether any prompt is neither too hard "
+            "nor too easy",
+        )
+    if _are_equal(row, "learner/num_zero_advantage_groups", "learner/num_groups"):
+        yield (
+            "the rewards of no prompt's responses differ",
+            "raise rollout.samples_per_prompt or sampling.temperature, or take prompts that are solved at times",
+        )
+    if row.get("mismatch/masked_share") == 1.0:
+        yield (
+            "algorithm.correction masks every token",
+            "see mismatch/ratio_mean, and widen the mask or lower rollout.max_staleness",
+        )
+    if row.get("learner/lr") == 0.0:
+        yield "the learning rate is 0", "see trainer.learning_rate and trainer.schedule"
+    if row.get("learner/grad_norm") == 0.0:
+        yield (
+            "the gradient is 0",
+            "see algorithm.truncated, algorithm.clip_ratio and the advantages in metrics.jsonl",
+        )
 
 
 def _are_equal(row: Metrics, one: str, other: str) -> bool:
@@ -200,11 +185,11 @@ class Summary:
         )
         return rows
 
-    def text(self) -> str:
-        """The table as plain text, one row a line."""
-        rows = self.rows()
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows) + "\n"
+
+def as_text(rows: Sequence[tuple[str, str]]) -> str:
+    """A table as plain text, one row a line."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows) + "\n"
 
 
 UPDATE_PARTS = (
@@ -327,54 +312,24 @@ def is_silent(row: Mapping[str, float]) -> bool:
     return row.get("train/grad_norm") == 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedSummary:
-    """Steps, losses on rows held out and learned from, speed."""
-
-    num_steps: int
-    held_out: Mapping[str, tuple[float, float]]
-    "figure: at the first and at the last evaluation"
-    train_loss: tuple[float, float]
-    "means of the first and of the last fifth of the steps"
-    tokens_per_s: float
-    "mean over the steps"
-    total_s: float
-    num_silent: int = 0
-    "steps with a gradient of 0"
-
-    def rows(self) -> list[tuple[str, str]]:
-        """The closing table: label and value."""
-        rows = [("steps", f"{self.num_steps:,}")]
-        for name, (first, last) in self.held_out.items():
-            rows.append((f"held-out {name}, first to last", f"{first:.4f} to {last:.4f}"))
-        rows.append(
-            ("training loss, first to last fifth", f"{self.train_loss[0]:.4f} to {self.train_loss[1]:.4f}")
-        )
-        if self.num_silent:
-            rows.append(("steps that learned nothing", f"{self.num_silent:,}, with a gradient of 0"))
-        rows.append(("speed", f"{self.tokens_per_s:,.0f} tokens/s"))
-        rows.append(("time of the steps", f"{self.total_s:.1f} s"))
-        return rows
-
-
-def summarise_supervised(metrics: Sequence[Mapping[str, float]]) -> SupervisedSummary | None:
-    """Sum up the lines of `metrics.jsonl`; None where no supervised step stands in them."""
+def supervised_rows(metrics: Sequence[Metrics]) -> list[tuple[str, str]]:
+    """The closing table of supervised training; none where no step of it stands in the metrics."""
     steps = [row for row in metrics if "train/loss" in row]
     if not steps:
-        return None
+        return []
     evaluations = [row for row in metrics if "eval/loss" in row]
-    names = [
-        name for name in ("loss", "accuracy", "margin") if evaluations and f"eval/{name}" in evaluations[0]
-    ]
+    rows = [("steps", f"{steps[-1]['iteration']:,.0f}")]
+    for name in ("loss", "accuracy", "margin"):
+        values = [row[f"eval/{name}"] for row in evaluations if f"eval/{name}" in row]
+        if values:
+            rows.append((f"held-out {name}, first to last", f"{values[0]:.4f} to {values[-1]:.4f}"))
     fifth = max(1, len(steps) // 5)
-    return SupervisedSummary(
-        num_steps=int(steps[-1]["iteration"]),
-        held_out={name: (evaluations[0][f"eval/{name}"], evaluations[-1][f"eval/{name}"]) for name in names},
-        train_loss=(
-            _total(steps[:fifth], "train/loss") / fifth,
-            _total(steps[-fifth:], "train/loss") / fifth,
-        ),
-        tokens_per_s=_total(steps, "train/tokens_per_s") / len(steps),
-        total_s=_total(steps, "time/step_s"),
-        num_silent=sum(is_silent(row) for row in steps),
-    )
+    first, last = (_total(some, "train/loss") / fifth for some in (steps[:fifth], steps[-fifth:]))
+    rows.append(("training loss, first to last fifth", f"{first:.4f} to {last:.4f}"))
+    if num_silent := sum(is_silent(row) for row in steps):
+        rows.append(("steps that learned nothing", f"{num_silent:,}, with a gradient of 0"))
+    return [
+        *rows,
+        ("speed", f"{_total(steps, 'train/tokens_per_s') / len(steps):,.0f} tokens/s"),
+        ("time of the steps", f"{_total(steps, 'time/step_s'):.1f} s"),
+    ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from ..observe.timeline import Interval, Lane, Timeline, merge
+from ..observe.timeline import Event, Stretches, Trace, end_s, merge, stretches
 
 MOST_POINTS = 200
 "Of a line; neighbours are averaged where there are more."
@@ -18,38 +18,7 @@ _COLUMNS_OF_ALL_LANES = 20_000
 _FULL = 100.0
 
 Points = Sequence[tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line of a chart."""
-
-    name: str
-    points: Points
-    "x and y of the data, in order of x"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnLine:
-    """The same, placed."""
-
-    name: str
-    polyline: str
-    marks: Sequence[tuple[float, float, str]]
-    "x, y and what to say of the point"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """Lines over a common scale. y counts from the top, as in SVG."""
-
-    title: str
-    x_label: str
-    described: str
-    "for who cannot see it"
-    x_ticks: Sequence[tuple[float, str]]
-    y_ticks: Sequence[tuple[float, str]]
-    lines: Sequence[DrawnLine]
+"x and y of the data, in order of x."
 
 
 def number(value: float) -> str:
@@ -58,14 +27,17 @@ def number(value: float) -> str:
 
 
 def draw(
-    title: str, lines: Sequence[Line], *, x_label: str = "iteration", from_zero: bool = False
-) -> Chart | None:
-    """Place lines on a common scale; None where none has a point. `from_zero`: 0 is in the scale."""
-    shown = [Line(name=line.name, points=_thinned(line.points)) for line in lines if line.points]
+    title: str, lines: Mapping[str, Points], *, x_label: str = "iteration", from_zero: bool = False
+) -> dict[str, Any] | None:
+    """Lines on a common scale, as the template draws them; None where none has a point.
+
+    y counts from the top, as in SVG; a mark is x, y and what to say of the point. `from_zero`: 0 is in the scale.
+    """
+    shown = {name: _thinned(points) for name, points in lines.items() if points}
     if not shown:
         return None
-    xs = [x for line in shown for x, _ in line.points]
-    ys = [y for line in shown for _, y in line.points] + ([0.0] if from_zero else [])
+    xs = [x for points in shown.values() for x, _ in points]
+    ys = [y for points in shown.values() for _, y in points] + ([0.0] if from_zero else [])
     left, right = min(xs), max(max(xs), min(xs) + 1.0)
     y_values = ticks(min(ys), max(ys))
     bottom, top = y_values[0], y_values[-1]
@@ -73,32 +45,35 @@ def draw(
     def place(x: float, y: float) -> tuple[float, float]:
         return _share(x, left, right), _FULL - _share(y, bottom, top)
 
-    drawn = [
-        DrawnLine(
-            name=line.name,
-            polyline=" ".join("{},{}".format(*place(x, y)) for x, y in line.points),
-            marks=[(*place(x, y), f"{x_label} {number(x)}: {line.name} {number(y)}") for x, y in line.points]
-            if len(line.points) <= MOST_MARKED
-            else (),
-        )
-        for line in shown
-    ]
-    return Chart(
-        title=title,
-        x_label=x_label,
-        described=f"{title}, by {x_label}. "
-        + " ".join(_described(line, x_label) for line in lines if line.points),
-        x_ticks=[(_share(x, left, right), number(x)) for x in _whole_ticks(left, right)],
-        y_ticks=[(_FULL - _share(y, bottom, top), number(y)) for y in y_values],
-        lines=drawn,
-    )
+    return {
+        "title": title,
+        "x_label": x_label,
+        # for who cannot see it
+        "described": f"{title}, by {x_label}. "
+        + " ".join(_described(name, points, x_label) for name, points in lines.items() if points),
+        "x_ticks": [
+            (_share(left + x, left, right), number(left + x))
+            for x in range(0, int(right - left) + 1, max(1, math.ceil((right - left) / 5)))
+        ],
+        "y_ticks": [(_FULL - _share(y, bottom, top), number(y)) for y in y_values],
+        "lines": [
+            {
+                "name": name,
+                "polyline": " ".join("{},{}".format(*place(x, y)) for x, y in points),
+                "marks": [(*place(x, y), f"{x_label} {number(x)}: {name} {number(y)}") for x, y in points]
+                if len(points) <= MOST_MARKED
+                else [],
+            }
+            for name, points in shown.items()
+        ],
+    }
 
 
-def _described(line: Line, x_label: str) -> str:
-    (first_x, first), (last_x, last) = line.points[0], line.points[-1]
-    values = [y for _, y in line.points]
+def _described(name: str, points: Points, x_label: str) -> str:
+    (first_x, first), (last_x, last) = points[0], points[-1]
+    values = [y for _, y in points]
     return (
-        f"{line.name}: {number(first)} at {x_label} {number(first_x)}, {number(last)} at {number(last_x)}, "
+        f"{name}: {number(first)} at {x_label} {number(first_x)}, {number(last)} at {number(last_x)}, "
         f"least {number(min(values))}, most {number(max(values))}."
     )
 
@@ -113,11 +88,6 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [round(at * step, 12) for at in range(first, max(last, first + 1) + 1)]
 
 
-def _whole_ticks(left: float, right: float) -> list[float]:
-    step = max(1, math.ceil((right - left) / 5))
-    return [left + step * at for at in range(int((right - left) / step) + 1)]
-
-
 def _share(value: float, low: float, high: float) -> float:
     return round(_FULL * (value - low) / (high - low), 2)
 
@@ -128,118 +98,81 @@ def _thinned(points: Points) -> Points:
     return [(part[0][0], sum(y for _, y in part) / len(part)) for part in parts]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnLane:
-    """One instance's row."""
-
-    name: str
-    busy: str
-    running: str
-    "SVG path of the number of running samples, 0 to 100 upwards"
-    transfers: Sequence[tuple[str, float, float]]
-    "kind, left, width"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrow:
-    """A sample's way between two rows."""
-
-    source: int
-    destination: int
-    left: float
-    arrived: float
-    is_shipped: bool
-    "its caches came along; else they were computed again"
-    what: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineChart:
-    """The lanes of one iteration's generation."""
-
-    iteration: int
-    "counted from 1"
-    length_s: float
-    most_samples: int
-    "what the full height of a lane stands for"
-    ticks: Sequence[tuple[float, str]]
-    lanes: Sequence[DrawnLane]
-    arrows: Sequence[Arrow]
-    rows: Sequence[Sequence[str]]
-    "table: instance, busy, decode steps, tokens, samples that came, samples that left"
-    num_left_out: int
-    "lanes beyond MOST_LANES"
-    described: str
-
-
-def draw_timeline(
-    timeline: Timeline, *, iteration: int, recomputed: Mapping[str, str]
-) -> TimelineChart | None:
-    """Place the lanes; None where nothing happened.
+def draw_timeline(trace: Trace, *, iteration: int, recomputed: Mapping[str, str]) -> dict[str, Any] | None:
+    """What the template draws of one iteration's instances, a lane each; None where nothing happened.
 
     Args:
-        timeline: of one iteration.
+        trace: of the iteration.
         iteration: counted from 1.
         recomputed: of moves whose caches were computed again, by their names.
     """
-    length_s = timeline.length_s
-    if length_s <= 0.0 or not any(lane.steps for lane in timeline.lanes):
+    length_s, lanes, moves = trace.length_s, trace.lanes(), trace.moves
+    steps = {name: [one for one in lane if one["cat"] == "step"] for name, lane in lanes.items()}
+    if length_s <= 0.0 or not any(steps.values()):
         return None
-    lanes = timeline.lanes[:MOST_LANES]
-    most = max(1, *(step.num_samples for lane in lanes for step in lane.steps))
-    columns = min(_MOST_COLUMNS, _COLUMNS_OF_ALL_LANES // len(lanes))
-    places = {lane.instance: place for place, lane in enumerate(lanes)}
-    arrows = [
-        Arrow(
-            source=places[one.source],
-            destination=places[one.destination],
-            left=_share(min(one.left.end_s, one.arrived.end_s), 0.0, length_s),
-            arrived=_share(one.arrived.end_s, 0.0, length_s),
-            is_shipped=one.move_id not in recomputed,
-            what=f"move {one.move_id} from {one.source} to {one.destination} at {one.arrived.end_s:.2f} s",
-        )
-        for one in timeline.journeys
-        if one.source in places and one.destination in places
-    ]
-    rows = [_row(lane, timeline) for lane in timeline.lanes]
-    return TimelineChart(
-        iteration=iteration,
-        length_s=length_s,
-        most_samples=most,
-        ticks=[(_share(at, 0.0, length_s), number(at)) for at in ticks(0.0, length_s) if at <= length_s],
-        lanes=[
-            DrawnLane(
-                name=lane.instance,
-                busy=row[1],
-                running=_running_path(lane.steps, length_s, most, columns),
-                transfers=_bars(lane, length_s),
-            )
-            for lane, row in zip(lanes, rows, strict=False)
+    shown = list(lanes)[:MOST_LANES]
+    most = max(1, *(one["args"]["samples"] for name in shown for one in steps[name]))
+    columns = min(_MOST_COLUMNS, _COLUMNS_OF_ALL_LANES // len(shown))
+    busy = {
+        name: sum(end - begin for begin, end in merge(stretches(lane, "step", "attach"))) / length_s
+        for name, lane in lanes.items()
+    }
+    names = trace.instances
+    ways = [(names[left["pid"]], names[arrived["pid"]]) for _, left, arrived in moves]
+    return {
+        "iteration": iteration,
+        # what the full height of a lane stands for
+        "most_samples": most,
+        "ticks": [(_share(at, 0.0, length_s), number(at)) for at in ticks(0.0, length_s) if at <= length_s],
+        "lanes": [
+            {
+                "name": name,
+                "busy": f"{busy[name]:.0%}",
+                "running": _running_path(steps[name], length_s, most, columns),
+                "transfers": [
+                    *_bars("in", stretches(lanes[name], "receive"), length_s),
+                    *_bars("out", stretches(lanes[name], "send"), length_s),
+                ],
+            }
+            for name in shown
         ],
-        arrows=arrows,
-        rows=rows,
-        num_left_out=len(timeline.lanes) - len(lanes),
-        described=f"Generation of iteration {iteration}, {length_s:.2f} s, on {len(timeline.lanes)} instances, with "
-        f"{len(timeline.journeys)} moves of samples. The table below has the figures of each instance.",
-    )
+        "arrows": [
+            {
+                "source": shown.index(source),
+                "destination": shown.index(destination),
+                "left": _share(min(end_s(left), end_s(arrived)), 0.0, length_s),
+                "arrived": _share(end_s(arrived), 0.0, length_s),
+                "is_shipped": move_id not in recomputed,
+                "what": f"move {move_id} from {source} to {destination} at {end_s(arrived):.2f} s",
+            }
+            for (source, destination), (move_id, left, arrived) in zip(ways, moves, strict=True)
+            if source in shown and destination in shown
+        ],
+        "rows": [
+            [
+                name,
+                f"{busy[name]:.0%}",
+                f"{len(steps[name]):,}",
+                f"{sum(one['args']['tokens'] for one in steps[name]):,}",
+                str(sum(destination == name for _, destination in ways)),
+                str(sum(source == name for source, _ in ways)),
+            ]
+            for name in lanes
+        ],
+        "num_left_out": len(lanes) - len(shown),
+        "described": f"Generation of iteration {iteration}, {length_s:.2f} s, on {len(lanes)} instances, with "
+        f"{len(moves)} moves of samples. The table below has the figures of each instance.",
+    }
 
 
-def _row(lane: Lane, timeline: Timeline) -> list[str]:
-    moved_in = sum(one.destination == lane.instance for one in timeline.journeys)
-    moved_out = sum(one.source == lane.instance for one in timeline.journeys)
-    tokens = sum(step.num_tokens for step in lane.steps)
-    busy = f"{lane.busy_s / timeline.length_s:.0%}"
-    return [lane.instance, busy, f"{len(lane.steps):,}", f"{tokens:,}", str(moved_in), str(moved_out)]
-
-
-def _running_path(steps: Sequence[Interval], length_s: float, most: int, columns: int) -> str:
+def _running_path(steps: Sequence[Event], length_s: float, most: int, columns: int) -> str:
     """Samples that run in each column of time, the most of its decode steps; 0 where none lasts."""
     heights = [0] * columns
     for step in steps:
-        first = min(int(step.begin_s / length_s * columns), columns - 1)
-        last = min(int(step.end_s / length_s * columns), columns - 1)
+        first = min(int(step["ts"] / 1e6 / length_s * columns), columns - 1)
+        last = min(int(end_s(step) / length_s * columns), columns - 1)
         for column in range(first, last + 1):
-            heights[column] = max(heights[column], step.num_samples)
+            heights[column] = max(heights[column], step["args"]["samples"])
     path, before = ["M0 100"], 0
     for column, height in enumerate(heights):
         if height != before:
@@ -249,10 +182,10 @@ def _running_path(steps: Sequence[Interval], length_s: float, most: int, columns
     return "".join([*path, "H100V100Z"])
 
 
-def _bars(lane: Lane, length_s: float) -> list[tuple[str, float, float]]:
+def _bars(kind: str, transfers: Stretches, length_s: float) -> list[tuple[str, float, float]]:
+    """Kind, left, width."""
     bars = []
-    for kind, transfers in (("in", lane.receives), ("out", lane.sends)):
-        for begin_s, end_s in merge(transfers, gap_s=length_s / _MOST_COLUMNS):
-            left = _share(begin_s, 0.0, length_s)
-            bars.append((kind, left, max(0.2, _share(end_s, 0.0, length_s) - left)))
+    for begin, end in merge(transfers, gap_s=length_s / _MOST_COLUMNS):
+        left = _share(begin, 0.0, length_s)
+        bars.append((kind, left, max(0.2, _share(end, 0.0, length_s) - left)))
     return bars

@@ -20,13 +20,12 @@ from ..folder.iteration_logs import read_moves
 from ..folder.layout import RunDir
 from ..folder.run_status import describe_status
 from ..observe.explanation import explain_run, no_iteration
-from ..observe.run_tables import RunRecord
-from ..observe.summary import STEP_PARTS, Summary, summarise, summarise_supervised
+from ..observe.run_record import RunRecord
+from ..observe.summary import STEP_PARTS, Summary
 from ..observe.timeline import kept_iterations, kept_trace, read_trace
-from .charts import Chart, Line, TimelineChart, draw, draw_timeline, number
+from .charts import draw, draw_timeline, number
 from .samples import GIVEN, IterationSamples, read_decoder, read_iterations
 
-_NO_STEPS = "A supervised run times its steps whole."
 MOST_ROWS = 20
 "Of a table."
 _COLUMNS = {
@@ -84,31 +83,6 @@ class Table:
     num_left_out: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """What the template shows. Of a part that is a text, the text says why there is nothing to show."""
-
-    name: str
-    state: Sequence[str]
-    explained: Sequence[tuple[str, str]]
-    "where the time went and what to change next, as `rlhfspec explain` says it"
-    achieved: Sequence[tuple[str, str]]
-    "the closing table"
-    charts: Mapping[str, Sequence[Chart]]
-    "by section"
-    iterations: Table | None
-    timeline: TimelineChart | str
-    moves: Table | None
-    depths: Table | str
-    samples: Sequence[IterationSamples]
-    has_given: bool
-    "tokens that an environment gave are among them"
-    samples_missing: str
-    time: Table | str
-    amdahl: str
-    notes: Sequence[str]
-
-
 def write_report(run_dir: RunDir, iteration: int | None, out: Path | None) -> Path:
     """Write the page, and return where.
 
@@ -125,7 +99,7 @@ def write_report(run_dir: RunDir, iteration: int | None, out: Path | None) -> Pa
     return path
 
 
-def render(page: Page) -> str:
+def render(page: Mapping[str, Any]) -> str:
     """The page as HTML; what a browser or a terminal would obey in a text of the run is written out."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -142,47 +116,54 @@ def _shown(value: object) -> object:
     return visible(value) if isinstance(value, str) else value
 
 
-def read_page(run_dir: RunDir, iteration: int | None = None) -> Page:
-    """Read what the page shows. Raises ConfigError: the iteration has no timeline; DataError: there is nothing."""
+def read_page(run_dir: RunDir, iteration: int | None = None) -> dict[str, Any]:
+    """What the template shows; of a part that is a text, the text says why there is nothing to show.
+
+    Raises ConfigError: the iteration has no timeline; DataError: there is nothing.
+    """
     notes: list[str] = []
     run = RunRecord.read(run_dir.path, notes.append)
-    summary, supervised = summarise(run.metrics), summarise_supervised(run.metrics)
-    timeline, moves = _timeline(run_dir, iteration, notes.append, is_supervised=supervised is not None)
+    summary, rows = run.summary, run.rows
+    is_supervised = summary is None and bool(rows)
+    timeline, moves = _timeline(run_dir, iteration, notes.append, is_supervised=is_supervised)
     samples = read_iterations(run_dir.path, read_decoder(_tokenizer_folders(run_dir)), notes.append)
     if not (run.metrics or samples or kept_iterations(run_dir)):
         raise no_iteration(run_dir)
+    num_starts = len([*run_dir.path.glob("owners/*.json")])
+    resumed = [f"resumed {num_starts - 1} times"] if num_starts > 1 else []
     charts, depths = _charts(run), _depths(samples)
     if not isinstance(depths, str):
-        lines = [
-            Line(name=f"iteration {one.iteration}", points=list(enumerate(one.depths or (), start=1)))
-            for one in samples
-        ]
+        lines = {f"iteration {one.iteration}": list(enumerate(one.depths or (), start=1)) for one in samples}
         by_depth = draw("Accepted in a row, share of decode steps", lines, x_label="depth", from_zero=True)
         charts["acceptance"] = [*([by_depth] if by_depth else ()), *charts.get("acceptance", ())]
-    made = summary or supervised
-    nothing = "A supervised run samples nothing." if supervised else "No rollouts are in the folder."
-    return Page(
-        name=run.name,
-        state=[*describe_status(run_dir.status()), *_resumed(run_dir)],
-        explained=_explained(run_dir, notes.append),
-        achieved=_achieved(made.rows()) if made else [],
-        charts=charts,
-        iterations=_iterations(run),
-        timeline=timeline,
-        moves=moves,
-        depths=depths,
-        samples=samples,
-        has_given=any(kind == GIVEN for part in samples for one in part.samples for _, kind in one.pieces),
-        samples_missing=nothing,
-        time=_time(summary, run) if summary else _NO_STEPS if supervised else "No iteration has finished.",
-        amdahl=dict(summary.rows()).get("faster generation (Amdahl)", "") if summary else "",
-        notes=notes,
-    )
+    return {
+        "name": run.name,
+        "state": [*describe_status(run_dir.status()), *resumed],
+        "explained": _explained(run, notes.append),
+        "achieved": _achieved(rows),
+        "charts": charts,
+        "iterations": _iterations(run),
+        "timeline": timeline,
+        "moves": moves,
+        "depths": depths,
+        "samples": samples,
+        "has_given": any(kind == GIVEN for part in samples for one in part.samples for _, kind in one.pieces),
+        "samples_missing": "A supervised run samples nothing."
+        if is_supervised
+        else "No rollouts are in the folder.",
+        "time": _time(summary, run)
+        if summary
+        else "A supervised run times its steps whole."
+        if is_supervised
+        else "No iteration has finished.",
+        "amdahl": dict(rows).get("faster generation (Amdahl)", ""),
+        "notes": notes,
+    }
 
 
-def _explained(run_dir: RunDir, note: Callable[[str], None]) -> Sequence[tuple[str, str]]:
+def _explained(run: RunRecord, note: Callable[[str], None]) -> Sequence[tuple[str, str]]:
     try:
-        explained = explain_run(run_dir)
+        explained = explain_run(run)
     except ConfigError as error:
         note(f"what to change next is not known: {error}")
         return []
@@ -200,19 +181,10 @@ def _achieved(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return kept
 
 
-def _resumed(run_dir: RunDir) -> list[str]:
-    owners = run_dir.path / "owners"
-    num_starts = len(list(owners.glob("*.json"))) if owners.is_dir() else 1
-    return [f"resumed {num_starts - 1} times"] if num_starts > 1 else []
-
-
-def _charts(run: RunRecord) -> dict[str, list[Chart]]:
-    charts: dict[str, list[Chart]] = {}
+def _charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
+    charts: dict[str, list[dict[str, Any]]] = {}
     for section, title, metrics, from_zero in _CHARTS:
-        lines = [
-            Line(name=name, points=list(zip(*run.series(metric), strict=True)))
-            for name, metric in metrics.items()
-        ]
+        lines = {name: list(zip(*run.series(metric), strict=True)) for name, metric in metrics.items()}
         chart = draw(title, lines, x_label="iteration", from_zero=from_zero)
         if chart is not None:
             charts.setdefault(section, []).append(chart)
@@ -235,14 +207,14 @@ def _iterations(run: RunRecord) -> Table | None:
 
 def _timeline(
     run_dir: RunDir, iteration: int | None, note: Callable[[str], None], *, is_supervised: bool
-) -> tuple[TimelineChart | str, Table | None]:
+) -> tuple[dict[str, Any] | str, Table | None]:
     if is_supervised and iteration is None:
         return "A supervised run decodes nothing.", None
     if iteration is None and not kept_iterations(run_dir):
         return "No trace of an iteration is in the folder.", None
     try:
         at, text = kept_trace(run_dir, iteration)
-        timeline = read_trace(text)
+        trace = read_trace(text)
     except ConfigError as error:
         if iteration is not None:
             raise
@@ -250,7 +222,7 @@ def _timeline(
         return "The trace of the last iteration cannot be read; --iteration draws another.", None
     lines = read_moves(run_dir.moves_file, at)
     recomputed = {str(line.get("move")): "" for line in lines if line.get("mode") == "recompute"}
-    chart = draw_timeline(timeline, iteration=at + 1, recomputed=recomputed)
+    chart = draw_timeline(trace, iteration=at + 1, recomputed=recomputed)
     return chart or f"Nothing was decoded in iteration {at + 1}.", _moves(lines)
 
 

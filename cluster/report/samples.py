@@ -59,8 +59,7 @@ def read_iterations(run: Path, decode: Decode | None, note: Callable[[str], None
     for order in (files, files[:0:-1]):
         for file in order:
             try:
-                locations = locations_in(file)
-                recorded = read_recorded(locations) if locations else []
+                recorded = read_recorded(locations_in(file))
             except DataError as error:
                 note(str(error))
                 continue

@@ -75,8 +75,7 @@ def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParam
                 f"batch_N{_UNSCORED}: go on with the version that wrote it"
             )
         batch = int(found[1])
-        locations = locations_in(file)
-        for one in read_recorded(locations) if locations else []:
+        for one in read_recorded(locations_in(file)):
             rollout, key = one.rollout, one.location.key
             if found[2] is None:
                 ready.setdefault(batch, {})[key] = rollout

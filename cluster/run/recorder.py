@@ -20,7 +20,7 @@ from ..folder.iteration_logs import append_moves, odd_moves
 from ..folder.layout import KEPT_TRACES, RunDir
 from ..observe.console import Reporter
 from ..observe.iteration_metrics import move_metrics
-from ..observe.timeline import Timeline, build_timeline, trace_text, write_trace
+from ..observe.timeline import make_trace
 
 if TYPE_CHECKING:
     from ..system.phases import FinalReport
@@ -39,7 +39,8 @@ class Recorder:
         self._run_dir = run_dir
         self._report = report
         self._step_log = step_log
-        self._last: tuple[int, Timeline] | None = None
+        self._last = ""
+        "the trace of the last iteration"
 
     def record(
         self,
@@ -54,9 +55,9 @@ class Recorder:
         """
         left = left or {}
         spans = self._take_spans(instances) | {name: words.spans for name, words in left.items()}
-        timeline = build_timeline(spans, collected.moves)
-        self._last = (iteration, timeline)
-        self._keep_trace(iteration, timeline)
+        trace = make_trace(spans, collected.moves)
+        self._last = trace.text(iteration)
+        self._keep_trace(iteration)
         if self._step_log:
             self._write_steps(iteration, instances)
             for name, words in left.items():
@@ -65,7 +66,7 @@ class Recorder:
         for line in odd_moves(collected.moves):
             self._report.note(line)
         return move_metrics(
-            collected.moves, stats=collected.stats, planning_s=collected.planning_s, timeline=timeline
+            collected.moves, stats=collected.stats, planning_s=collected.planning_s, trace=trace
         )
 
     def pass_over(self, instances: Mapping[str, Handle]) -> None:
@@ -102,13 +103,12 @@ class Recorder:
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, log)
 
-    def _keep_trace(self, iteration: int, timeline: Timeline) -> None:
+    def _keep_trace(self, iteration: int) -> None:
         """Keep the iteration's trace, the oldest goes; what cannot be written is left out."""
         path = self._run_dir.trace_file(iteration)
         try:
             path.parent.mkdir(exist_ok=True)
-            text = gzip.compress(trace_text(timeline, title=_title(iteration, timeline)).encode(), 1, mtime=0)
-            write_whole(path, text, durable=False)
+            write_whole(path, gzip.compress(self._last.encode(), 1, mtime=0), durable=False)
             self._run_dir.trace_file(iteration - KEPT_TRACES).unlink(missing_ok=True)
         except (OSError, StorageError):
             run_metrics.add("dropped_writes", file="trace")
@@ -118,11 +118,10 @@ class Recorder:
 
         What goes wrong is a note: a timeline neither ends a run nor hides what ended it.
         """
-        if self._last is None or self._run_dir.owner.is_taken:
+        if not self._last or self._run_dir.owner.is_taken:
             return
         try:
-            iteration, timeline = self._last
-            write_trace(timeline, self._run_dir.timeline_file, title=_title(iteration, timeline))
+            write_whole(self._run_dir.timeline_file, self._last)
         except Exception as error:
             self._report.note(f"the timeline is missing: {describe_error(error)}")
 
@@ -143,8 +142,3 @@ class Recorder:
             except RlhfSpecError as error:
                 self._report.note(f"{name} is left out of the timeline: {error}")
         return spans
-
-
-def _title(iteration: int, timeline: Timeline) -> str:
-    num_moves = len(timeline.journeys)
-    return f"generation of iteration {iteration + 1}: {timeline.length_s:.1f} s, {num_moves} samples moved"

@@ -68,7 +68,7 @@ class RunLog:
         if advantages is not None:
             values["advantage"] = advantages
         write_histograms(self._run_dir.histograms_file, iteration, values, _log_ratios(update))
-        self._trackers.histograms(iteration + 1, values)
+        self._trackers.log(iteration + 1, histograms=values)
         self._keep_samples(iteration, rollouts, advantages)
         metrics = distribution_metrics(rollouts, advantages)
         return metrics | {"learner/num_optimizer_steps": float(update.num_optimizer_steps)}
@@ -76,13 +76,13 @@ class RunLog:
     def before_training(self, metrics: Mapping[str, float]) -> None:
         """Hand on what the first weights' evaluation gave."""
         if metrics:
-            self._trackers.log_metrics(0, metrics)
+            self._trackers.log(0, metrics=metrics)
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one iteration. Raises StorageError; RlhfSpecError for one that may not be set."""
         self._run_dir.owner.require()
         self._metrics.write(iteration, metrics)
-        self._trackers.log_metrics(iteration + 1, metrics)
+        self._trackers.log(iteration + 1, metrics=metrics)
 
     def close(self) -> None:
         """End the trackers."""
@@ -102,7 +102,7 @@ class RunLog:
         with storage_errors(path):
             path.parent.mkdir(exist_ok=True)
         write_whole(path, as_markdown(f"Iteration {iteration + 1}", chosen))
-        self._trackers.samples(iteration + 1, chosen)
+        self._trackers.log(iteration + 1, samples=chosen)
 
 
 def _log_ratios(update: UpdateReport) -> dict[str, Histogram]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+from refused_command import refused
 
 from rlhfspec.cluster.cli import commands, main
 from rlhfspec.cluster.commands.arguments import SECONDS, set_flag
@@ -48,15 +49,6 @@ trainer: {{max_tokens_per_forward: 256}}
 """
     )
     return file
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """Run a command that must fail on bad input; return its one error message."""
-    assert main([str(arg) for arg in argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("error: ") == 1 and captured.err.startswith("error: ")
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -156,71 +148,6 @@ def test_a_missing_config_file_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "nowhere.yaml does not exist" in refused(capsys, "train", "--config", "nowhere.yaml")
 
 
-def test_an_unknown_key_in_a_config_is_refused(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused(capsys, "train", "--config", config_file, "--set", "run.iteration=3")
-    assert "unknown key run.iteration; did you mean 'iterations'?" in message
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_missing_model_path_is_refused(
-    role: str, config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refused(capsys, "train", "--config", config_file, "--set", f"models.{role}=/no/such/model")
-    assert "/no/such/model does not exist" in message
-
-
-def test_tokenizers_that_differ_are_refused(
-    config_file: Path, tmp_path: Path, tiny_pair: TinyPair, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from rlhfspec.learning.models.tokenization import character_tokenizer
-
-    AutoModelForCausalLM.from_pretrained(tiny_pair.draft).save_pretrained(tmp_path / "other")
-    character_tokenizer("zyx").save_pretrained(tmp_path / "other")
-    message = refused(capsys, "train", "--config", config_file, "--set", f"models.draft={tmp_path / 'other'}")
-    assert "equal tokenizers" in message and "differ first at id 3" in message
-
-
-def test_malformed_jsonl_names_file_and_line(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"question": "01:a+1=", "answer": "b"}\n{"question": \n')
-    message = refused(capsys, "train", "--config", config_file, "--set", f"data.path={bad}")
-    assert "bad.jsonl" in message and "line 2" in message.replace(":2", " line 2")
-
-
-def test_an_empty_data_set_is_refused(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    message = refused(capsys, "train", "--config", config_file, "--set", f"data.path={empty}")
-    assert "empty.jsonl" in message
-
-
-def test_a_prompt_that_does_not_fit_the_context_is_refused(
-    config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refused(capsys, "train", "--config", config_file, "--set", "sampling.max_new_tokens=122")
-    assert "context holds 128" in message and "7 tokens" in message
-
-
-def test_a_memory_plan_that_does_not_fit_is_refused(
-    config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refused(
-        capsys, "train", "--config", config_file, "--set", "engine.max_running_samples=100000000"
-    )
-    assert "GiB of memory but" in message and "engine.max_running_samples" in message
-
-
-def test_a_missing_reward_function_is_refused(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused(capsys, "train", "--config", config_file, "--set", "reward.kind=no_such_module:score")
-    assert "no_such_module" in message
-
-
 def test_the_console_script_finds_a_reward_function_in_the_folder_it_is_run_from(
     config_file: Path, tmp_path: Path
 ) -> None:
@@ -230,23 +157,6 @@ def test_the_console_script_finds_a_reward_function_in_the_folder_it_is_run_from
     argv = ["check", "--config", str(config_file), "--set", "reward.kind=mine:score"]
     answer = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("cluster.generation.num_cpus=100000", "missing: 199999"),
-        ("cluster.trainer.num_gpus=1000", "GPU"),
-        ("cluster.dashboard_port=99999", "dashboard_port must be 1 to 65535"),
-        ("cluster.object_store_bytes=1", "object_store_bytes 1 cannot be had"),
-    ],
-)
-def test_what_this_machine_lacks_is_found_by_check(
-    setting: str, words: str, config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    assert words in refused(capsys, "check", "--config", config_file, "--set", setting)
 
 
 def test_a_draft_with_half_the_vocabulary_is_found_by_check(

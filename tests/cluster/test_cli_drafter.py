@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refused_command import refused
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.engine.drafters.head.head_weights import load_head, read_origin
@@ -19,14 +20,6 @@ def data(tmp_path: Path) -> Path:
     rows = [{"question": f"0{1 + i % 8}:a+{i % 5}=", "kind": "ab"[i % 2]} for i in range(24)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """Run a command that must fail on bad input; return its one error message."""
-    assert main(["drafter", *(str(arg) for arg in argv)]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("error: ") == 1 and captured.err.startswith("error: ")
-    return captured.err
 
 
 def test_a_head_is_made_and_evaluated(
@@ -92,5 +85,5 @@ def test_bad_input_is_refused_before_the_work(
         "missing.jsonl": ["make", "--target", tiny_pair.target, "--data", tmp_path / "missing.jsonl", *new],
     }
     for said, argv in cases.items():
-        assert said in refused(capsys, *argv)
+        assert said in refused(capsys, "drafter", *argv)
     assert not (tmp_path / "new").exists()

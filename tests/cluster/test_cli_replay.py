@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_pool
+from refused_command import refused
 
 from rlhfspec.actors.generation.decode_loop import DecodeLoop
 from rlhfspec.actors.generation.loop_orders import StepLogOrder, StopOrder, SubmitOrder
@@ -93,18 +94,15 @@ def test_the_first_decision_that_differs_is_named(
 def test_what_cannot_be_replayed_is_one_error(
     parts, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(path: Path, *said: str) -> None:
-        assert main(["replay", str(path)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
-        assert all(text in error for text in said), error
+    def refuses(path: Path, said: str) -> None:
+        assert said in refused(capsys, "replay", path)
 
-    refused(tmp_path / "none", "is not a step log")
-    refused(tmp_path, "found none")
+    refuses(tmp_path / "none", "is not a step log")
+    refuses(tmp_path, "found none")
     folder = write(parts[0], parts[1])
-    refused(folder / "iteration_0001.parquet", f"begins with decode step {len(parts[0])}, expected 0")
-    refused(write(parts[0], parts[1][1:]), f"goes from decode step {len(parts[0]) - 1} to")
+    refuses(folder / "iteration_0001.parquet", f"begins with decode step {len(parts[0])}, expected 0")
+    refuses(write(parts[0], parts[1][1:]), f"goes from decode step {len(parts[0]) - 1} to")
     (folder / "iteration_0001.parquet").write_text("no parquet")
-    refused(folder, "iteration_0001.parquet is not a step log")
+    refuses(folder, "iteration_0001.parquet is not a step log")
     (folder / "iteration_0001.parquet").unlink()
-    refused(write([]), "holds no decode step")
+    refuses(write([]), "holds no decode step")

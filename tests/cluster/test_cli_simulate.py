@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hand_profile import hand_cost, hand_profile
+from refused_command import refused
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.rollouts import read_lengths
@@ -17,14 +18,6 @@ from rlhfspec.core.errors import DataError
 from rlhfspec.profiles.profile import save_profile
 
 SMALL = ("simulate", "--instances", "2", "--slots", "4", "--samples", "16", "--max-new-tokens", "128")
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main([str(arg) for arg in argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("error: ") == 1 and captured.err.startswith("error: ")
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 def test_it_compares_every_policy_and_writes_what_it_shows(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hand_profile import hand_cost, hand_profile
+from refused_command import refused
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.profiles.profile import save_profile
@@ -17,14 +18,6 @@ SMALL = (
     *("--set", "pools.instances=2", "--set", "lengths.samples=8", "--set", "lengths.max_new_tokens=64"),
     *("--set", "step.steps=1"),
 )
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main([str(arg) for arg in argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("error: ") == 1 and captured.err.startswith("error: ")
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 def test_it_runs_without_a_file_and_writes_what_it_shows(

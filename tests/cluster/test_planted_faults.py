@@ -22,7 +22,7 @@ from rlhfspec.cluster.folder.iteration_logs import read_weights_log
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import PipeConsole, Reporter
 from rlhfspec.cluster.observe.outcome_checks import FIRST_LOG_RATIO, RATIO_OFF, UNCHANGED, Outcomes
-from rlhfspec.cluster.observe.summary import summarise
+from rlhfspec.cluster.observe.summary import as_text, summarise
 from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.run.loop import train
@@ -227,8 +227,8 @@ def test_a_run_whose_versions_have_one_checksum_ends_with_its_state_and_is_no_go
     assert len(set(read_weights_log(run_dir.weights_file).values())) == 1
 
     summary = summarise([row])
-    assert summary is not None and "every weight version has one checksum" in summary.text()
-    assert "tokens reproduce" not in summary.text()
+    assert summary is not None and "every weight version has one checksum" in as_text(summary.rows())
+    assert "tokens reproduce" not in as_text(summary.rows())
     assert main(["verify", str(run_dir.path), "--share", "1", "--engines", "1"]) == 1
     said = capsys.readouterr().out
     assert "FAULT: every weight version has one checksum" in said and said.endswith("0 differences\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import rlhfspec.cluster.observe.summary
+import rlhfspec.cluster.observe.run_record
 import rlhfspec.cluster.run.loop
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.commands import train
@@ -64,7 +64,7 @@ def break_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no mean")
 
-    monkeypatch.setattr(rlhfspec.cluster.observe.summary, "summarise", fail)
+    monkeypatch.setattr(rlhfspec.cluster.observe.run_record, "summarise", fail)
 
 
 def test_a_run_that_measures_its_profile_has_its_folder_already(

@@ -231,7 +231,7 @@ def test_what_python_prints_of_an_unexpected_error_is_visible(capsys, monkeypatc
     def fail(*_: object) -> None:
         raise RuntimeError(EVIL)
 
-    monkeypatch.setattr("rlhfspec.cluster.observe.run_tables.RunRecord.read", fail)
+    monkeypatch.setattr("rlhfspec.cluster.observe.run_record.RunRecord.read", fail)
     with pytest.raises(RuntimeError) as raised:
         main(["show", "x"])
     sys.excepthook(raised.type, raised.value, raised.tb)

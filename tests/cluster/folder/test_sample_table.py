@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pyarrow.parquet as pq
 import pytest
 from made_rollouts import rollout
 
-from rlhfspec.cluster.folder.rollouts import write_rollouts
 from rlhfspec.cluster.folder.sample_table import SampleRow, as_markdown, choose_samples
 from rlhfspec.cluster.observe.iteration_metrics import distribution_metrics
 
@@ -52,12 +50,6 @@ def test_a_long_text_is_cut_and_says_by_how_much():
     assert "(1,000 more characters)" in text and "advantage +0.250" in text
 
 
-def test_a_row_of_the_rollouts_file_gives_the_same_table(tmp_path):
-    write_rollouts(tmp_path / "r.parquet", ROLLOUTS, [0.5] * len(ROLLOUTS))
-    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
-    assert [SampleRow.of_row(row) for row in rows] == ROWS
-
-
 def test_metrics_of_a_distribution():
     rollouts = [rollout(i, reward=float(i), num_tokens=i + 1, is_cut=i == 9) for i in range(10)]
     metrics = distribution_metrics(rollouts, [float(i - 2) for i in range(10)])
@@ -65,10 +57,3 @@ def test_metrics_of_a_distribution():
     assert metrics["rollout/response_tokens_p50"] == 5.5 and metrics["reward/p90"] == pytest.approx(8.1)
     assert (metrics["learner/advantage_min"], metrics["learner/advantage_max"]) == (-2.0, 7.0)
     assert "learner/advantage_mean" not in distribution_metrics(rollouts, None)
-
-
-def test_parts_are_means_over_the_samples_that_have_them():
-    rollouts = [rollout(0, parts={"a": 1.0}), rollout(1, parts={"a": 0.0, "b": 4.0, "mean": 9.0})]
-    metrics = distribution_metrics(rollouts, None)
-    assert metrics["reward/a"] == 0.5 and metrics["reward/b"] == 4.0
-    assert "reward/mean" not in metrics, "that is the mean of the rewards"

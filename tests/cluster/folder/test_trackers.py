@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,42 +41,33 @@ def needs(package: str):
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-class Failing:
-    """Takes one call and then no more."""
-
-    name = "Failing"
-
-    def __init__(self) -> None:
-        self.taken: list[int] = []
-
-    def log_metrics(self, step, metrics) -> None:
-        if self.taken:
-            raise ConnectionError("the server is gone")
-        self.taken.append(step)
-
-    def histograms(self, step, values) -> None: ...
-
-    def samples(self, step, chosen) -> None: ...
-
-    def close(self) -> None:
-        raise AssertionError("what has failed is not called again")
-
-
 def run_log(made: Config, folder: Path, trackers: Trackers) -> tuple[RunLog, RunDir]:
     run_dir = RunDir.create(made, folder / "run")
     return RunLog(made.tracking, run_dir, trackers), run_dir
 
 
 def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(tmp_path):
+    """It takes one step and then no more, and is not called again, not to close either."""
     notes: list[str] = []
-    failing = Failing()
-    log, run_dir = run_log(config(), tmp_path, Trackers({"Failing": lambda: failing}, notes.append))
+    taken: list[int] = []
+
+    def take(step: int, *_: object) -> None:
+        if taken:
+            raise ConnectionError("the server is gone")
+        taken.append(step)
+
+    @contextmanager
+    def failing():
+        yield take
+        pytest.fail("closed")
+
+    log, run_dir = run_log(config(), tmp_path, Trackers({"Failing": failing}, notes.append))
     for iteration in range(4):
         log.write(iteration, {"reward/mean": 0.5})
     log.close()
-    assert failing.taken == [1] and len(read_metrics(run_dir.metrics_file)) == 4
+    assert taken == [1] and len(read_metrics(run_dir.metrics_file)) == 4
     (note,) = notes
-    assert "Failing could not take figures" in note and "the server is gone" in note
+    assert "Failing could not take step 2" in note and "the server is gone" in note
 
 
 def test_a_tracker_that_cannot_start_is_told_and_left_out():
@@ -83,8 +75,9 @@ def test_a_tracker_that_cannot_start_is_told_and_left_out():
         raise OSError("no route")
 
     notes: list[str] = []
-    trackers = Trackers({"Broken": broken}, notes.append)
-    assert not trackers and "Broken could not start" in notes[0]
+    Trackers({"Broken": broken}, notes.append).log(0, metrics={"a": 1.0})
+    (note,) = notes
+    assert "Broken could not start" in note
 
 
 @pytest.mark.parametrize(

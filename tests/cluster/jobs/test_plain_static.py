@@ -10,7 +10,7 @@ from made_run import AHEAD, SAMPLES, change_row, make_run, run_config
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.folder.plain_comparison import Comparison
+from rlhfspec.cluster.observe.run_record import Comparison
 
 HERE = {"cluster": {"generation": {"num_actors": 2, "num_cpus": 0.5}, "reward": {"num_cpus": 0.2}}}
 

@@ -1,4 +1,4 @@
-"""`rlhfspec explain`: ten lines from a run's records; the change that is told fits the largest part of its time."""
+"""`rlhfspec explain`: five rows below the closing table; the change fits the largest part of the time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.observe.explanation import Explained, explanation_text
+from rlhfspec.cluster.observe.explanation import Explained
 from rlhfspec.cluster.observe.summary import summarise
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
@@ -63,25 +63,14 @@ def of_rows(metrics: list[dict[str, float]], *settings: str, num_cores: int = 2)
     return Explained(config=config_of(*settings), metrics=metrics, summary=summary, num_cores=num_cores)
 
 
-def test_ten_rows_say_where_the_time_went_and_what_each_mechanism_gave() -> None:
+def test_five_rows_say_what_each_mechanism_gave() -> None:
     rows = dict(explained().rows())
-    assert len(rows) == 10
-    assert rows["run"] == "2 iterations in 20 s, 20 samples, 400 tokens"
-    assert rows["time"] == (
-        "generation 40%, reward 5%, update 20%, publication 10%, draft refit 5%, evaluation 0%, other 20%"
-    )
+    assert len(rows) == 5
     assert rows["waiting"].startswith("instances decoded 75% of generation")
-    assert rows["speculation"].startswith(
-        "3.00 tokens a sample and decode step (1 without), 75% of the drafted"
-    )
-    assert rows["drafting"].startswith("20% of decoding; the draft's refit 5% of all")
-    assert rows["moves"].startswith("4 samples moved, expected to shorten the tails by 1.0 s; they cost 1.0%")
-    assert rows["limit"].startswith("generation in no time would make an iteration 1.67 times")
+    assert rows["drafting"] == "20% of decoding; the draft's refit 5% of all"
+    assert rows["moves"] == "expected to shorten the tails by 1.0 s; they cost 1.0% of decoding"
     assert "rlhfspec compare RUN" in rows["measured"]
     assert dict(explained(**{"moves/num_moved": 0.0}).rows())["moves"] == "none was worth its cost"
-    assert dict(explained(**{"time/start_up_s": 9.0}).rows())["run"].startswith(
-        "2 iterations in 20 s after a start-up of 9 s,"
-    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +112,7 @@ def test_of_a_folder_without_iterations_nothing_is_explained(tmp_path: Path, cap
     run.metrics_file.write_text(json.dumps({"iteration": 0, **row({})}) + "\n")
     assert main(["explain", str(run.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10 and lines[-1].startswith("change next")
+    assert lines[0].startswith("iterations") and lines[-1].startswith("change next")
 
 
 def test_an_earlier_versions_run_is_explained_without_what_it_did_not_record() -> None:
@@ -132,4 +121,4 @@ def test_an_earlier_versions_run_is_explained_without_what_it_did_not_record() -
         for name, value in row({}).items()
         if name not in ("rollout/decode_s", "rollout/draft_s", "moves/expected_gain_s")
     }
-    assert "not recorded" in explanation_text(of_rows([old]))
+    assert "not recorded" in of_rows([old]).text()

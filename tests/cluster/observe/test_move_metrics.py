@@ -10,7 +10,7 @@ from made_moves import move, three_moves, two_instances
 
 from rlhfspec.cluster.folder.iteration_logs import append_moves, odd_moves
 from rlhfspec.cluster.observe.iteration_metrics import move_metrics, overhead_share
-from rlhfspec.cluster.observe.timeline import build_timeline
+from rlhfspec.cluster.observe.timeline import make_trace
 from rlhfspec.core.decode_records import GenerationStats
 
 STATS = GenerationStats(prefill_s=1.0, draft_s=2.0, verify_s=9.0, accept_s=1.0, other_s=1.0, move_s=2.0)
@@ -18,8 +18,8 @@ STATS = GenerationStats(prefill_s=1.0, draft_s=2.0, verify_s=9.0, accept_s=1.0, 
 
 def test_move_metrics_of_three_hand_made_moves() -> None:
     moves = three_moves()
-    timeline = build_timeline(two_instances(), moves)
-    assert move_metrics(moves, stats=STATS, planning_s=0.4, timeline=timeline) == pytest.approx(
+    trace = make_trace(two_instances(), moves)
+    assert move_metrics(moves, stats=STATS, planning_s=0.4, trace=trace) == pytest.approx(
         {
             "moves/num_moved": 2,
             "moves/num_kept": 1,
@@ -47,8 +47,8 @@ def test_move_metrics_of_three_hand_made_moves() -> None:
 
 
 def test_without_moves_there_are_counts_and_costs_and_nothing_made_up() -> None:
-    timeline = build_timeline({"gen-0": []})
-    metrics = move_metrics((), stats=GenerationStats(verify_s=4.0), planning_s=0.1, timeline=timeline)
+    trace = make_trace({"gen-0": []})
+    metrics = move_metrics((), stats=GenerationStats(verify_s=4.0), planning_s=0.1, trace=trace)
     counts = {"num_moved", "num_kept", "num_taken_back", "num_lost", "num_migrate", "num_recompute"}
     assert {name for name, value in metrics.items() if value == 0.0} == {
         f"moves/{name}"
@@ -62,7 +62,7 @@ def test_without_moves_there_are_counts_and_costs_and_nothing_made_up() -> None:
 
 def test_bytes_shipped_for_failed_moves_are_not_counted_as_moved() -> None:
     moves = [move("0-1", "taken back"), move("0-2", "lost"), move("0-3", "kept"), move("0-4", "kept")]
-    metrics = move_metrics(moves, stats=STATS, planning_s=0.0, timeline=build_timeline({}))
+    metrics = move_metrics(moves, stats=STATS, planning_s=0.0, trace=make_trace({}))
     found = {
         name: metrics[f"moves/num_{name}"] for name in ("moved", "kept", "taken_back", "lost", "migrate")
     }

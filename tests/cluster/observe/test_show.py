@@ -107,6 +107,13 @@ def test_what_cannot_be_shown_is_said_with_exit_code_2(run_dir, capsys, argument
     assert what in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~no-such-user/run"])
+def test_show_of_what_cannot_be_a_folder_is_one_error(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["show", name]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
 def test_a_curve_averages_neighbours_and_survives_constants():
     assert curve([1.0] * 3) == "▄▄▄" and curve([]) == ""
     assert curve([0.0] * 50 + [1.0] * 50, width=2) == "▁█"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 from made_moves import RECOMPUTED, move, span, three_moves, two_instances
 
-from rlhfspec.cluster.observe.timeline import build_timeline, trace_events, write_trace
+from rlhfspec.cluster.observe.timeline import make_trace
 from rlhfspec.policies.reallocation.pool_records import MoveMode
 
 Event = dict[str, Any]
@@ -21,7 +20,7 @@ def crowded() -> list[Event]:
     spans = two_instances()
     spans["gen-0"].append(span("send", 3.0, 4.0, "0-8 to gen-2"))
     spans["gen-0"].append(span("send", 5.0, 5.5, "0-9 to gen-1"))
-    return trace_events(build_timeline(spans, three_moves()))
+    return [*make_trace(spans, three_moves()).events]
 
 
 def of(events: list[Event], *phases: str) -> list[Event]:
@@ -30,7 +29,7 @@ def of(events: list[Event], *phases: str) -> list[Event]:
 
 @pytest.fixture
 def events() -> list[Event]:
-    return trace_events(build_timeline(two_instances(), three_moves()))
+    return [*make_trace(two_instances(), three_moves()).events]
 
 
 def names(events: list[Event]) -> dict[str, dict[tuple[int, int], str]]:
@@ -41,9 +40,7 @@ def names(events: list[Event]) -> dict[str, dict[tuple[int, int], str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "made", [crowded, lambda: trace_events(build_timeline(two_instances(), three_moves()))]
-)
+@pytest.mark.parametrize("made", [crowded, lambda: make_trace(two_instances(), three_moves()).events])
 def test_every_event_is_in_a_named_thread_of_a_named_process(made) -> None:
     events = made()
     found = names(events)
@@ -58,9 +55,7 @@ def test_one_process_an_instance_with_three_threads(events: list[Event]) -> None
     assert list(found["thread_name"].values()) == ["decode", "send", "receive"] * 2
 
 
-@pytest.mark.parametrize(
-    "made", [crowded, lambda: trace_events(build_timeline(two_instances(), three_moves()))]
-)
+@pytest.mark.parametrize("made", [crowded, lambda: make_trace(two_instances(), three_moves()).events])
 def test_events_are_in_order_of_time_and_those_of_a_thread_do_not_overlap(made) -> None:
     events = of(made(), "X", "s", "f")
     assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
@@ -122,7 +117,7 @@ def test_clocks_that_contradict_a_journey_leave_no_half_arrow() -> None:
         "gen-0": [span("step", 0.0, 1.0, num_samples=1), span("send", 5.0, 6.0, "0-1 to gen-1")],
         "gen-1": [span("attach", 4.0, 4.5, "0-1")],
     }
-    assert of(trace_events(build_timeline(spans)), "s", "f") == []
+    assert of([*make_trace(spans).events], "s", "f") == []
 
 
 def test_a_transfer_says_why_it_was_ordered_and_how_it_ended(events: list[Event]) -> None:
@@ -133,10 +128,10 @@ def test_a_transfer_says_why_it_was_ordered_and_how_it_ended(events: list[Event]
     assert (told["sample"], told["peer"], told["stage1_bytes"]) == (3, "gen-0", 900.0)
 
 
-def test_the_file_is_one_json_object_with_the_same_events(tmp_path: Path) -> None:
+def test_the_text_is_one_json_object_with_the_same_events() -> None:
     moves = (*three_moves()[:1], move("0-5", mode=MoveMode.RECOMPUTE, metrics=RECOMPUTED))
-    timeline = build_timeline(two_instances(), moves)
-    write_trace(timeline, tmp_path / "timeline.json", title="iteration 3")
-    trace = json.loads((tmp_path / "timeline.json").read_text())
-    assert trace["traceEvents"] == trace_events(timeline)
-    assert trace["otherData"] == {"title": "iteration 3", "began": "1970-01-12T13:46:40+00:00"}
+    made = make_trace(two_instances(), moves)
+    trace = json.loads(made.text(2))
+    assert trace["traceEvents"] == made.events
+    title = "generation of iteration 3: 10.0 s, 2 samples moved"
+    assert trace["otherData"] == {"title": title, "began": "1970-01-12T13:46:40+00:00"}

@@ -22,8 +22,8 @@ from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.iteration_logs import append_moves
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollouts import SCHEMA
-from rlhfspec.cluster.observe.timeline import build_timeline, read_trace, trace_text
-from rlhfspec.cluster.report.charts import Line, draw, draw_timeline, ticks
+from rlhfspec.cluster.observe.timeline import make_trace, read_trace
+from rlhfspec.cluster.report.charts import draw, draw_timeline, ticks
 from rlhfspec.cluster.report.samples import DRAFTED, GIVEN, OWN, accepted_depths, text_pieces
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.outside import visible
@@ -54,7 +54,7 @@ def made(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     evil = {"prompt": EVIL, "response": EVIL, "reward": 99.0, "draft_depths": None}
     change_row(run.path, 0, 0, lambda row: row.update(evil))
     run.trace_file(1).parent.mkdir()
-    text = trace_text(build_timeline(two_instances(), three_moves()))
+    text = make_trace(two_instances(), three_moves()).text(1)
     run.trace_file(1).write_bytes(gzip.compress(text.encode()))
     append_moves(run.moves_file, 1, three_moves())
     return run.path
@@ -81,7 +81,7 @@ def test_a_run_fills_every_section(run: RunDir) -> None:
     assert 'class="missing"' not in html
     assert html.count("<mark>") > 1 and "Before: iteration 1" in html and "After: iteration 2" in html
     assert html.count('marker-end="url(#tip)"') == 2 and html.count('class="move again"') == 1
-    assert "what to change next" in html and "change next</th>" in html
+    assert "What to change next</caption>" in html and "change next</th>" in html
     assert "gen-0 would finish last" in html and "1.60 x if 2 x as fast" in html
 
 
@@ -192,17 +192,9 @@ def test_a_run_without_a_name_for_its_page_gets_one_in_the_current_folder(
     assert Path(capsys.readouterr().out.strip()) == run.path.parent / "run-report.html"
 
 
-def test_a_trace_says_what_the_timeline_said() -> None:
-    timeline = build_timeline(two_instances(), three_moves())
-    read = read_trace(trace_text(timeline).encode())
-    assert [lane.instance for lane in read.lanes] == [lane.instance for lane in timeline.lanes]
-    for ours, theirs in zip(read.lanes, timeline.lanes, strict=True):
-        assert ours.busy_s == pytest.approx(theirs.busy_s, abs=1e-6)
-        assert [one.peer for one in ours.transfers] == [one.peer for one in theirs.transfers]
-    assert read.length_s == pytest.approx(timeline.length_s) and read.began_s == timeline.began_s
-    assert {one.move_id: (one.source, one.destination) for one in read.journeys} == {
-        one.move_id: (one.source, one.destination) for one in timeline.journeys
-    }
+def test_a_trace_is_read_as_it_was_written() -> None:
+    trace = make_trace(two_instances(), three_moves())
+    assert read_trace(trace.text(0).encode()) == trace
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"traceEvents": [[]]}', b"\xff", b"[" * 9999])
@@ -245,16 +237,22 @@ def test_a_scale_encloses_its_values_by_round_numbers() -> None:
 
 
 def test_a_long_run_is_thinned_to_means_and_a_short_one_is_marked() -> None:
-    chart = draw("r", [Line(name="a", points=[(x, x % 2) for x in range(10_000)])], x_label="x")
-    assert chart is not None and len(chart.lines[0].polyline.split()) == 200 and not chart.lines[0].marks
-    one = draw("r", [Line(name="a", points=[(1, 5)]), Line(name="b", points=[])], x_label="x")
-    assert one is not None and [line.name for line in one.lines] == ["a"] and len(one.lines[0].marks) == 1
-    assert draw("r", [Line(name="a", points=[])], x_label="x") is None
+    chart = draw("r", {"a": [(x, x % 2) for x in range(10_000)]}, x_label="x")
+    assert chart is not None
+    (line,) = chart["lines"]
+    assert len(line["polyline"].split()) == 200 and not line["marks"]
+    one = draw("r", {"a": [(1, 5)], "b": []}, x_label="x")
+    assert one is not None
+    assert [(line["name"], len(line["marks"])) for line in one["lines"]] == [("a", 1)]
+    assert draw("r", {"a": []}, x_label="x") is None
 
 
 def test_many_instances_stay_a_page() -> None:
     spans = {f"gen-{i}": two_instances()["gen-0"] for i in range(100)}
-    chart = draw_timeline(build_timeline(spans), iteration=1, recomputed={})
-    assert (
-        chart is not None and len(chart.lanes) == 64 and chart.num_left_out == 36 and len(chart.rows) == 100
+    chart = draw_timeline(make_trace(spans), iteration=1, recomputed={})
+    assert chart is not None and (len(chart["lanes"]), chart["num_left_out"], len(chart["rows"])) == (
+        64,
+        36,
+        100,
     )
+    assert {row[1] for row in chart["rows"]} == {"100%"} and chart["most_samples"] == 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhfspec.cluster.cli import main
-from rlhfspec.cluster.observe.run_tables import RunRecord
+from rlhfspec.cluster.observe.run_record import RunRecord
 from rlhfspec.cluster.placement.origin import ROOT
 from rlhfspec.cluster.system.machine_faults import explain_os_error
 
