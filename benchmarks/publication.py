@@ -25,8 +25,8 @@ from ..actors.actor_messages import GenerationSpec, TrainerSpec
 from ..actors.generation.generation_actor import GenerationActor
 from ..actors.workers.trainer_actor import TrainerActor
 from ..cluster.observe.console import PipeConsole
-from ..cluster.placement import machine
-from ..cluster.placement.ray_session import ray_session
+from ..cluster.ray_start import machine
+from ..cluster.ray_start.ray_session import ray_session
 from ..cluster.system.trainer_pool import TrainerPool
 from ..cluster.system.weight_broadcast import Broadcast
 from ..cluster.weights.publish import Fetching, PublishedWeights, publish

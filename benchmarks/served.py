@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import requests
 
-from ..cluster.placement.ray_session import TERMINATED, free_port
+from ..cluster.ray_start.ray_session import TERMINATED, free_port
 from ..cluster.serving.engine_requests import sample_key
 from ..core.config import SpeculationConfig
 from ..core.errors import RlhfSpecError

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..cluster.placement.ray_session import TERMINATED
+from ..cluster.ray_start.ray_session import TERMINATED
 from ..core.errors import RlhfSpecError
 from ..core.metrics import read_metrics
 from ..core.proc_files import PROC, sizes

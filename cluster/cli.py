@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .placement.origin import NAME, shadowed_packages, version
+from .ray_start.origin import NAME, shadowed_packages, version
 from .system.machine_faults import explain_os_error
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(argv)
         # not for --version, --help: it loads the config's classes
-        from .placement.quiet import quiet_libraries
+        from .ray_start.quiet import quiet_libraries
 
         quiet_libraries()
         from .commands.declare import call

@@ -287,7 +287,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/folder": 2187,
     "cluster/jobs": 1443,
     "cluster/observe": 2409,
-    "cluster/placement": 816,
+    "cluster/ray_start": 816,
     "cluster/plan": 2627,
     "cluster/report": 639,
     "cluster/resume": 1206,

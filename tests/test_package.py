@@ -16,7 +16,7 @@ import pytest
 from tests.test_layers import LAYERS, ROOT
 
 WHERE = (
-    "import rlhfspec.core.records as records, rlhfspec.cluster.placement.origin as origin, rlhfspec.integrations; "
+    "import rlhfspec.core.records as records, rlhfspec.cluster.ray_start.origin as origin, rlhfspec.integrations; "
     "print(records.__file__, rlhfspec.integrations.__file__, origin.shadowed_packages())"
 )
 

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import ray
 
-from ...cluster.placement.ray_session import joined_cluster
+from ...cluster.ray_start.ray_session import joined_cluster
 
 CHUNK_BYTES = 16 << 20
 

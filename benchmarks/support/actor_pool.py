@@ -15,7 +15,7 @@ from ...actors.generation.generation_actor import GenerationActor
 from ...actors.remote.waiting import get
 from ...actors.scheduling.scheduler_actor import SchedulerActor
 from ...actors.trace_events import TraceEvent
-from ...cluster.placement.ray_session import ray_session
+from ...cluster.ray_start.ray_session import ray_session
 from ...cluster.weights.publish import PublishedWeights, publish
 from ...core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from ...core.decode_records import GenerationStats

@@ -51,8 +51,8 @@ def _bare() -> None:
 
 
 def _run(target: str, cache: str) -> None:
-    from ...cluster.placement.ray_session import ray_session
     from ...cluster.plan.run_check import check_run
+    from ...cluster.ray_start.ray_session import ray_session
     from ...cluster.system.system import running_system
     from ...core.config_io import load_config
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...core.errors import ConfigError, DataError
-from ..placement.origin import ROOT
+from ..ray_start.origin import ROOT
 from .arguments import folder, number
 from .declare import Arg
 

@@ -152,7 +152,7 @@ def monitoring(*, out: Annotated[Path, Arg("DIR")]) -> int:
 def _joined(address: str | None) -> AbstractContextManager[object]:
     if address is None:
         return nullcontext()
-    from ..placement.ray_session import joined_cluster
+    from ..ray_start.ray_session import joined_cluster
 
     return joined_cluster(address)
 

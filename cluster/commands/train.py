@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
-from ..placement.origin import ROOT
+from ..ray_start.origin import ROOT
 from .arguments import ConfigFile, Overrides, RunFolder
 from .declare import Arg
 

@@ -11,13 +11,13 @@ from ...core.errors import ConfigError
 from ...engine.admission import MB
 from ...learning.data.prompts import PromptDataset
 from ..observe.console import Reporter
-from ..placement.ray_session import is_local
 from ..plan.inputs import Inputs, require_cores
 from ..plan.memory_plan import MemoryNeeds, ModelShapes
 from ..plan.model_check import check_models
 from ..plan.names import resolve_models
 from ..plan.run_plan import RunPlan
 from ..plan.topology import plan_topology
+from ..ray_start.ray_session import is_local
 from .evaluate_models import with_drafter
 from .ray_serve import ServerAddress, serve_application
 

@@ -19,13 +19,13 @@ from ...learning.data.prompts import PromptDataset, load_prompts
 from ..folder.rollouts import write_rollouts
 from ..folder.sample_table import SampleRow, as_markdown, choose_samples
 from ..observe.console import Reporter
-from ..placement.ray_session import ray_session
 from ..plan.evaluation_prompts import EvaluationPrompts, evaluation_of, notes_of, split_evaluation
 from ..plan.inputs import Inputs, longest_sample, require_cores
 from ..plan.model_check import check_models
 from ..plan.reward_plan import check_reward, reward_columns
 from ..plan.run_plan import RunPlan
 from ..plan.topology import plan_topology
+from ..ray_start.ray_session import ray_session
 from ..run.evaluate import evaluate, evaluation_requests
 from ..run.stream import RolloutStream
 from ..system.system import running_generation

@@ -26,7 +26,7 @@ def run(config: SupervisedConfig, job: SupervisedJob, *, run_id: str) -> Iterato
         yield from run_job(job, device=_own_device(config))
         return
     # seconds to import, and needed here only
-    from ..placement.ray_session import ray_session
+    from ..ray_start.ray_session import ray_session
 
     with ray_session(config.cluster.model_copy(update={"dashboard": False}), run_id) as session:
         yield from _on_ray(config, job, session.namespace, is_local=session.is_local)

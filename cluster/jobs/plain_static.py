@@ -18,9 +18,9 @@ from ..folder.layout import RunDir
 from ..folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
 from ..observe.console import Reporter
 from ..observe.run_record import Comparison
-from ..placement.ray_session import ray_session
 from ..plan.run_check import check_run
 from ..plan.run_plan import RunPlan
+from ..ray_start.ray_session import ray_session
 from ..run.stream import Collected, RolloutStream
 from ..system.system import running_generation
 from ..verify.choice import RecordedRun, why_not_here

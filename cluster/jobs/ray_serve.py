@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.errors import PlacementError, RlhfSpecError, one_line
 from ...core.settings.cluster import ClusterConfig
-from ..placement.ray_session import RaySession, ray_session
+from ..ray_start.ray_session import RaySession, ray_session
 from ..serving.server_notes import ServerNotes
 
 _LOOK_S = 2.0

@@ -8,9 +8,9 @@ from typing import Any
 
 from ...core.config import ClusterConfig
 from ...core.errors import PlacementError
-from ..placement import machine
-from ..placement.ray_session import is_local
 from ..plan.reward_plan import check_reward
+from ..ray_start import machine
+from ..ray_start.ray_session import is_local
 from .ray_serve import ServerAddress, serve_application
 
 

@@ -13,7 +13,7 @@ from ...core.config_io import load_config
 from ...core.errors import DataError
 from ..folder.layout import RunDir
 from ..folder.run_status import describe_status
-from ..placement.machine import num_cores
+from ..ray_start.machine import num_cores
 from .run_record import Comparison, RunRecord
 from .summary import Summary, as_text
 

@@ -20,7 +20,7 @@ from ...engine.weights.loading import load_tokenizer, num_token_ids
 from ...learning.data.chat.end_tokens import EndTokens, find_end_tokens, stop_strings
 from ...learning.data.chat.template_time import keep_time
 from ...learning.data.prompts import PromptDataset, load_prompts
-from ..placement.machine import num_cores
+from ..ray_start.machine import num_cores
 from .evaluation_prompts import EvaluationPrompts, split_evaluation
 
 

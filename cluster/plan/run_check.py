@@ -38,8 +38,8 @@ from ...learning.training.engine_scoring import require_engine_scoring
 from ...learning.training.training_forward import compute_dtype_on
 from ..folder.remote_copy import require_place
 from ..folder.trackers import require_trackers
-from ..placement import machine
-from ..placement.ray_session import (
+from ..ray_start import machine
+from ..ray_start.ray_session import (
     check_local_ray,
     is_local,
     joined_address,

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...core.config import Config, EngineConfig, SpeculationConfig
 from ...core.errors import ConfigError, PlacementError
 from ...core.settings.cluster import GenerationPoolConfig, PoolConfig
-from ..placement.quiet import quiet_environment
+from ..ray_start.quiet import quiet_environment
 
 logger = logging.getLogger(__name__)
 

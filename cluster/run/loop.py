@@ -23,9 +23,9 @@ from ..observe.console import Reporter
 from ..observe.iteration_metrics import iteration_metrics, with_evaluation
 from ..observe.outcome_checks import UNCHANGED
 from ..observe.summary import START_UP, signal_line, with_signal
-from ..placement.ray_session import RaySession, ray_session, sigterm_exits
 from ..plan.run_plan import RunPlan
 from ..plan.run_profile import RunProfile
+from ..ray_start.ray_session import RaySession, ray_session, sigterm_exits
 from ..resume.checkpoints import save_checkpoints
 from ..resume.run_state import RunState
 from ..resume.trainer_restarts import LOSSES, TrainerRestarts

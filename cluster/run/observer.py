@@ -39,7 +39,7 @@ from ..observe.live_page import (
     drop_old_pages,
     store_page,
 )
-from ..placement.ray_session import RaySession
+from ..ray_start.ray_session import RaySession
 
 if TYPE_CHECKING:
     from ..system.system import System

@@ -23,7 +23,7 @@ from ..observe.iteration_metrics import move_metrics
 from ..observe.timeline import make_trace
 
 if TYPE_CHECKING:
-    from ..system.phases import FinalReport
+    from ..system.starting_and_leaving import FinalReport
     from .stream import Collected
 
 SPANS_TIMEOUT_S = 2.0

@@ -20,8 +20,8 @@ from ray import serve
 
 from ...core.errors import InputError, ModelError, WeightsError, describe_error
 from ...core.outside import user_path
-from ..placement.ray_session import RaySession
 from ..plan.run_plan import RunPlan
+from ..ray_start.ray_session import RaySession
 from .api_error import ApiError, refuse
 from .engine_answers import AnswerWriter, event
 from .engine_pool import EnginePool, PauseMode

@@ -30,8 +30,8 @@ from ...core.records import (
     SampleRequest,
     as_asked,
 )
-from ..placement.ray_session import RaySession
 from ..plan.run_plan import RunPlan
+from ..ray_start.ray_session import RaySession
 from ..system.system import GeneratingSystem, running_generation
 from ..weights.publish import PublishedWeights
 from .api_error import ApiError

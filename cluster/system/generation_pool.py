@@ -2,8 +2,8 @@
 
 The loop's process makes every actor, so instances outlive a scheduler, and the chunks of the current
 versions stay referenced here for whoever joins later. The first instances stand in the run's one placement group and
-are waited for; whoever comes later starts beside the run (`pool_changes`), in the place of one that is gone or in a
-bundle of its own.
+are waited for; whoever comes later starts beside the run (`replacement_and_resizing`), in the place of one that is
+gone or in a bundle of its own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ...core.records import Rollout
 from ..plan.topology import PlacementContext, PlacementSlot, Topology, actor_options
 from ..weights.publish import PublishedWeights, publish
 from .instance_table import InstanceTable
-from .phases import FinalReport, StartingInstance
 from .placement_slots import PlacementSlots
-from .pool_changes import PoolChanges
+from .replacement_and_resizing import PoolChanges
 from .scheduler_client import SchedulerClient
+from .starting_and_leaving import FinalReport, StartingInstance
 
 
 class GenerationPool:

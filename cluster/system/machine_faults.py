@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..placement.origin import PACKAGES, ROOT
+from ..ray_start.origin import PACKAGES, ROOT
 
 _CLOSED_PIPE = 141
 "128 + SIGPIPE, as a shell says it of other programs."

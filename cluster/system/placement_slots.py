@@ -20,8 +20,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from ..placement.machine import num_cores
 from ..plan.topology import POOL_LABEL, PlacementSlot, Topology, amounts, gaps
+from ..ray_start.machine import num_cores
 
 
 class PlacementSlots:

@@ -23,11 +23,11 @@ from ...core.config import Config
 from ...core.records import Completion, SampleRequest, SamplingParams
 from ...learning.data.cursor import PromptCursor
 from ...learning.data.prompts import sampling_params
-from ..placement.ray_session import RaySession
 from ..plan.evaluation_prompts import EvaluationPrompts
 from ..plan.reward_plan import scoring_timeout_s
 from ..plan.run_plan import RunPlan
 from ..plan.topology import PlacementContext, Topology, actor_options, place
+from ..ray_start.ray_session import RaySession
 from ..weights.first_weights import first_draft, load_and_put
 from ..weights.publish import PublishedWeights
 from .episodes import Episodes, start_episodes

@@ -23,9 +23,9 @@ from ...learning.data.prompts import sampling_params
 from ..folder.layout import RunDir
 from ..folder.rollouts import Recorded, SampleLocation, read_recorded
 from ..observe.outcome_checks import faults
-from ..placement.machine import memory_bytes, num_cores
 from ..plan.inputs import read_tokenizer
 from ..plan.model_files import count_params
+from ..ray_start.machine import memory_bytes, num_cores
 from .choice import RecordedRun, all_locations, drawn, verifiable
 from .kept_weights import KeptWeights, find_weights
 from .regeneration import (

@@ -16,8 +16,8 @@ from ...core.decode_records import DecodeState, StepRecord
 from ...profiles.cost import Shape
 from ...profiles.profile import Profile
 from .collapse import CollapseDetector
-from .planner import Chosen
 from .recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
+from .shape_search import Chosen
 
 OTHER_BATCH = 2
 "A batch so many times as large as the one that was drafted last is another one."

@@ -18,8 +18,8 @@ Two exceptions. A drafter that stops being accepted is suspended (`policies.draf
 the choice the drafter is tried now and then (`policies.drafting.trials`).
 
 A and the seconds come from the profile, corrected by this run (`policies.drafting.estimators`); shapes are compared in
-`policies.drafting.planner`, nodes in `policies.drafting.node_search`. The law itself decides everything anew at every
-step; `policies.drafting.cadence` wraps it and decides how often it is asked.
+`policies.drafting.shape_search`, nodes in `policies.drafting.node_search`. The law itself decides everything anew at
+every step; `policies.drafting.cadence` wraps it and decides how often it is asked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .cost_view import step_at
 from .draft_policy import DrafterAlarm
 from .estimators import Estimators
 from .node_search import Allocation, best_nodes, sorted_scores
-from .planner import PROBE_DEPTH, Planner
+from .shape_search import PROBE_DEPTH, ShapeSearch
 from .trials import Probes
 
 LARGE_BATCH = 16
@@ -58,10 +58,10 @@ class GoodputPolicy:
         self.max_nodes = max_nodes
         self._max_depth = max_depth
         self._estimators = Estimators(profile, max_depth)
-        self._planner = Planner(profile, max_nodes=max_nodes, max_depth=max_depth)
+        self._shapes = ShapeSearch(profile, max_nodes=max_nodes, max_depth=max_depth)
         # one more token in a large draft forward: the level's token terms with every hinge passed
         self.probes = Probes(token_s=sum(profile.cost.draft[5:10]))
-        self.chosen = self._planner.undrafted(self._estimators.acceptance)
+        self.chosen = self._shapes.undrafted(self._estimators.acceptance)
         "the shape of the largest g"
         self.is_probing = False
         "the last plan tries a drafter that is not chosen"
@@ -138,13 +138,13 @@ class GoodputPolicy:
     def choose(self, num_samples: int, context_tokens: int, *, all_shapes: bool = True) -> None:
         """Compare shapes: all of them, or those as wide as the present one or a chain."""
         estimators = self._estimators
-        self.chosen = self._planner.choose(
+        self.chosen = self._shapes.choose(
             num_samples,
             context_tokens,
             acceptance=estimators.acceptance,
             costs=estimators.costs,
             record=estimators.record,
-            widths=self._planner.widths if all_shapes else {1, self.chosen.choice.width},
+            widths=self._shapes.widths if all_shapes else {1, self.chosen.choice.width},
         )
 
     def decide(self, state: DecodeState) -> Budget:
@@ -155,7 +155,7 @@ class GoodputPolicy:
             return PLAIN
         choice, batch, collapse = self.chosen.choice, state.num_samples, self._estimators.collapse
         if collapse.suspended or choice.num_nodes == 0:
-            if not self.probes.is_due(batch, self.chosen, self._estimators, self._planner):
+            if not self.probes.is_due(batch, self.chosen, self._estimators, self._shapes):
                 return _plain(collapse.why if collapse.suspended else None, batch)
             self.is_probing = True
             return _probe(min(PROBE_DEPTH, room, self.max_nodes), self.max_nodes)

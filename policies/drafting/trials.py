@@ -12,7 +12,7 @@ import numpy as np
 
 from ...core.decode_records import StepRecord
 from .estimators import Estimators
-from .planner import Chosen, Planner
+from .shape_search import Chosen, ShapeSearch
 
 PROBE_SHARE = 0.005
 "Of the time spent in plain decoding, what trying the drafter may cost; twice as much while it is suspended."
@@ -43,7 +43,7 @@ class Probes:
         self._plain_s += record.step_s
         self._missing_tokens += record.num_emitted_tokens
 
-    def is_due(self, num_samples: int, chosen: Chosen, estimators: Estimators, planner: Planner) -> bool:
+    def is_due(self, num_samples: int, chosen: Chosen, estimators: Estimators, search: ShapeSearch) -> bool:
         """True where the next step should be a probe.
 
         One odd sample in the tail can look like a dead drafter: a larger batch is asked again without waiting. So is
@@ -54,7 +54,7 @@ class Probes:
             return True
         if estimators.is_other_batch:
             estimators.is_other_batch = False
-            if planner.drafts_by_profile(chosen.chain_view, estimators.record):
+            if search.drafts_by_profile(chosen.chain_view, estimators.record):
                 return True
         affordable_s = self._plain_s * (2 * PROBE_SHARE if collapse.suspended else PROBE_SHARE)
         probe_s = chosen.probe_s

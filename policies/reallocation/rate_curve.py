@@ -16,8 +16,8 @@ import numpy as np
 
 from ...profiles.profile import Profile
 from ..drafting.cost_view import BatchCosts
-from ..drafting.planner import ShapeTable
 from ..drafting.recalibration import AcceptanceRecalibration, TrackRecord
+from ..drafting.shape_search import ShapeTable
 
 FACTOR_STEP = 0.05
 FACTOR_RANGE = (0.2, 5.0)

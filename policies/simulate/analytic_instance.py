@@ -1,7 +1,7 @@
 """An instance from a data sheet: seconds of a decode step with any draft, and the rate curve that policies see.
 
-What is drafted is the project's own choice (`policies.drafting.planner`), on costs of the roofline instead of measured
-ones; or one fixed draft for every batch. And what a measured profile says beside its rate: prompts, wasted tokens.
+What is drafted is the project's own choice (`policies.drafting.shape_search`), on costs of the roofline instead of
+measured ones; or one fixed draft for every batch. And what a measured profile says beside its rate.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from ...profiles.cost import CostModel, Shape
 from ...profiles.profile import Profile, YieldCurve
 from ..drafting.cost_view import BatchCosts, CostView
-from ..drafting.planner import ShapeTable
 from ..drafting.recalibration import TrackRecord
+from ..drafting.shape_search import ShapeTable
 from ..reallocation.rate_curve import RateCurve
 from .roofline import Roofline
 

@@ -17,8 +17,8 @@ from rlhfspec.cluster.cli import commands, main
 from rlhfspec.cluster.commands.arguments import SECONDS, set_flag
 from rlhfspec.cluster.commands.bench import WITH_REAL_MODEL, benchmark_names
 from rlhfspec.cluster.commands.declare import Arg, Group, add_arguments, call
-from rlhfspec.cluster.placement.origin import PACKAGES, ROOT, shadowed_packages
 from rlhfspec.cluster.plan.inputs import require_cores
+from rlhfspec.cluster.ray_start.origin import PACKAGES, ROOT, shadowed_packages
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.cluster import ClusterConfig
 from tests.conftest import TinyPair

@@ -46,7 +46,7 @@ def test_a_pool_that_grows_and_shrinks_in_mid_iteration_makes_the_same_rollouts(
 
 
 def test_what_has_no_place_is_said_with_what_is_missing_and_the_run_goes_on(pool, monkeypatch):
-    monkeypatch.setattr("rlhfspec.cluster.system.phases.LOGGED_AFTER_S", 0.0)
+    monkeypatch.setattr("rlhfspec.cluster.system.starting_and_leaving.LOGGED_AFTER_S", 0.0)
     changes = pool.system.generation._changes
     greedy = SimpleNamespace(added=lambda n, added=changes._topology.added: replace(added(n), num_cpus=64.0))
     with monkeypatch.context() as wish:

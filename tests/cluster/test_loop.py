@@ -24,8 +24,8 @@ from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.summary import STEP_PARTS, UPDATE_PARTS
-from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.run.recorder import Recorder

@@ -11,9 +11,9 @@ from sample_environments import Parrot
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.inputs import read_inputs
 from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import running_system
 from rlhfspec.cluster.verify.verify_run import verify_run

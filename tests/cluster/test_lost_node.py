@@ -20,8 +20,8 @@ os.environ["RAY_TMPDIR"] = {folder!r}
 import ray
 from ray.cluster_utils import Cluster
 from steered_pool import SteeredPool, bits, bits_alone, tiny_config
-import rlhfspec.cluster.system.phases
-rlhfspec.cluster.system.phases.LOGGED_AFTER_S = 5.0
+import rlhfspec.cluster.system.starting_and_leaving
+rlhfspec.cluster.system.starting_and_leaving.LOGGED_AFTER_S = 5.0
 
 # an instance fills its node: scheduler and reward are on the head
 small = dict(object_store_memory=80 << 20)

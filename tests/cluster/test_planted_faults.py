@@ -23,8 +23,8 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import PipeConsole, Reporter
 from rlhfspec.cluster.observe.outcome_checks import FIRST_LOG_RATIO, RATIO_OFF, UNCHANGED, Outcomes
 from rlhfspec.cluster.observe.summary import as_text, summarise
-from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import running_system
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig

@@ -14,8 +14,8 @@ from tiny_reward_model import save_reward_model
 from rlhfspec.actors.reward_server.reward_deployment import build
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.resume.run_state import last_state
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import running_system

@@ -15,8 +15,8 @@ from loop_hooks import before_updates
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system
 from rlhfspec.core.config import Config

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kustomized import kustomized
 
-from rlhfspec.cluster.placement.origin import PACKAGES
+from rlhfspec.cluster.ray_start.origin import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -18,8 +18,8 @@ from ray.scripts.scripts import drain_node
 
 from rlhfspec.actors.reward_server.reward_deployment import ServerArguments
 from rlhfspec.cluster.cli import build_parser
-from rlhfspec.cluster.placement.origin import version
 from rlhfspec.cluster.plan.topology import POOL_LABEL, plan_topology
+from rlhfspec.cluster.ray_start.origin import version
 from rlhfspec.core.config_io import config_from_dict, load_config
 
 ROOT = Path(__file__).resolve().parents[2]

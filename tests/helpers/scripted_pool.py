@@ -12,7 +12,12 @@ import ray
 from rlhfspec.actors.actor_messages import InstanceNumerics, LoadedWeights, LostInstance, Taken
 from rlhfspec.actors.remote.waiting import ActorDied
 from rlhfspec.cluster.plan.topology import PlacementContext, PlacementSlot, Topology
-from rlhfspec.cluster.system import generation_pool, phases, placement_slots, pool_changes
+from rlhfspec.cluster.system import (
+    generation_pool,
+    placement_slots,
+    replacement_and_resizing,
+    starting_and_leaving,
+)
 from rlhfspec.cluster.system.generation_pool import GenerationPool
 from rlhfspec.cluster.system.instance_table import InstanceTable
 from rlhfspec.cluster.weights.publish import PublishedWeights
@@ -205,14 +210,16 @@ class ScriptedPool:
         )
         monkeypatch.setattr(ray, "wait", wait)
         monkeypatch.setattr(ray, "kill", lambda handle: self.dead.add(handle.name))
-        monkeypatch.setattr(phases, "get", get)
-        for module in (phases, pool_changes, generation_pool):
+        monkeypatch.setattr(starting_and_leaving, "get", get)
+        for module in (starting_and_leaving, replacement_and_resizing, generation_pool):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(phases, "wait_any", lambda refs, timeout_s: wait(refs)[0])
-        monkeypatch.setattr(phases, "is_placed", lambda group: self.node_of(group, 0) in self.nodes)
-        monkeypatch.setattr(pool_changes, "awake_s", clock.monotonic)
-        monkeypatch.setattr(pool_changes, "announced_ends", lambda nodes: self._ends_of(nodes))
-        monkeypatch.setattr(pool_changes, "run_metrics", SimpleNamespace(add=self._count))
+        monkeypatch.setattr(starting_and_leaving, "wait_any", lambda refs, timeout_s: wait(refs)[0])
+        monkeypatch.setattr(
+            starting_and_leaving, "is_placed", lambda group: self.node_of(group, 0) in self.nodes
+        )
+        monkeypatch.setattr(replacement_and_resizing, "awake_s", clock.monotonic)
+        monkeypatch.setattr(replacement_and_resizing, "announced_ends", lambda nodes: self._ends_of(nodes))
+        monkeypatch.setattr(replacement_and_resizing, "run_metrics", SimpleNamespace(add=self._count))
         monkeypatch.setattr(
             placement_slots,
             "nodes_of",

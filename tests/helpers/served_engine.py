@@ -17,8 +17,8 @@ from ray.util import list_named_actors
 
 from rlhfspec.cluster.jobs.engine_server import plan_server
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.ray_session import RaySession, free_port
 from rlhfspec.cluster.plan.run_plan import RunPlan
+from rlhfspec.cluster.ray_start.ray_session import RaySession, free_port
 from rlhfspec.cluster.serving.engine_deployment import ServerLimits, build
 from rlhfspec.cluster.serving.engine_requests import RequestReader
 from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body

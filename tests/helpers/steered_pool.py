@@ -12,8 +12,8 @@ from ray.util.placement_group import placement_group_table
 
 from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.ray_session import RaySession
 from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.run.stream import RolloutStream
 from rlhfspec.cluster.system.system import GeneratingSystem, running_generation
 from rlhfspec.core.config import Config

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rlhfspec.actors.reward_server.reward_client import ServedReward
 from rlhfspec.actors.reward_server.reward_deployment import http
 from rlhfspec.actors.reward_server.score_schema import ScoreBody, from_answer, from_body, to_answer, to_body
-from rlhfspec.cluster.placement.ray_session import free_port
+from rlhfspec.cluster.ray_start.ray_session import free_port
 from rlhfspec.core.errors import RewardError, RewardServerLost
 from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
 from rlhfspec.core.settings.reward import RewardServerConfig, Scorer

@@ -16,7 +16,7 @@ from tiny_reward_model import save_reward_model
 from rlhfspec.actors.reward_server.reward_client import ServedReward
 from rlhfspec.actors.reward_server.reward_deployment import build
 from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
-from rlhfspec.cluster.placement.ray_session import free_port
+from rlhfspec.cluster.ray_start.ray_session import free_port
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.errors import ConfigError, RewardServerLost
 from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward

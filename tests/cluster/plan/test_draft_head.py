@@ -51,7 +51,7 @@ def config(tiny_pair: TinyPair) -> Callable[[Path | None], Config]:
 
 @pytest.fixture
 def check(config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], RunPlan]:
-    monkeypatch.setattr("rlhfspec.cluster.placement.machine.num_cores", lambda: 4)
+    monkeypatch.setattr("rlhfspec.cluster.ray_start.machine.num_cores", lambda: 4)
     return lambda draft: check_run(config(draft), output_dir=tmp_path)
 
 

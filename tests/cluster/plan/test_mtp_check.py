@@ -54,7 +54,7 @@ def config_of(target: Path, draft: Path | None = None, **speculation: Any) -> Co
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], RunPlan]:
-    monkeypatch.setattr("rlhfspec.cluster.placement.machine.num_cores", lambda: 4)
+    monkeypatch.setattr("rlhfspec.cluster.ray_start.machine.num_cores", lambda: 4)
     return lambda config: check_run(config, output_dir=tmp_path)
 
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 import rlhfspec.cluster.run.loop
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
-from rlhfspec.cluster.placement import machine, ray_session
-from rlhfspec.cluster.placement.ray_session import free_port
 from rlhfspec.cluster.plan.run_check import check_run
+from rlhfspec.cluster.ray_start import machine, ray_session
+from rlhfspec.cluster.ray_start.ray_session import free_port
 from rlhfspec.core.config_io import load_config
 from tests.conftest import TinyPair
 

@@ -11,7 +11,7 @@ import pytest
 from rlhfspec.actors.remote import run_metrics
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.live_page import InstanceRow
-from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.run.observer import Observer, set_gauges
 from rlhfspec.core.config import Config
 from rlhfspec.core.metrics import Exported

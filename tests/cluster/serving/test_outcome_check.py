@@ -12,7 +12,7 @@ from byte_chat import save_byte_pair
 
 from rlhfspec.cluster.jobs.engine_server import plan_server
 from rlhfspec.cluster.observe.console import Reporter
-from rlhfspec.cluster.placement.ray_session import RaySession
+from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.serving.engine_pool import EnginePool
 from rlhfspec.cluster.serving.outcome_check import OutcomeCheck
 from rlhfspec.cluster.serving.served_weights import read_version

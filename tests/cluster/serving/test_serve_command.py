@@ -11,7 +11,7 @@ import requests
 
 from rlhfspec.benchmarks.support.processes import descendants, start_command
 from rlhfspec.benchmarks.support.result import ROOT
-from rlhfspec.cluster.placement.ray_session import TERMINATED, free_port
+from rlhfspec.cluster.ray_start.ray_session import TERMINATED, free_port
 from tests.conftest import TinyPair
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]

@@ -8,7 +8,7 @@ from ray.exceptions import RayActorError
 from scripted_pool import LOST, ScriptedPool, weights
 
 from rlhfspec.actors.remote.restart_budget import WINDOW_S
-from rlhfspec.cluster.system.pool_changes import INCIDENT_S, IncidentBudget
+from rlhfspec.cluster.system.replacement_and_resizing import INCIDENT_S, IncidentBudget
 from rlhfspec.core.errors import InstanceLost, RlhfSpecError, WaitTimeout
 
 

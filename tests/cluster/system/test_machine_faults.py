@@ -12,7 +12,7 @@ import pytest
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.observe.run_record import RunRecord
-from rlhfspec.cluster.placement.origin import ROOT
+from rlhfspec.cluster.ray_start.origin import ROOT
 from rlhfspec.cluster.system.machine_faults import explain_os_error
 
 

@@ -6,7 +6,7 @@ from hand_profile import decode_state, draft_log, hand_cost, hand_profile
 
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
 from rlhfspec.policies.drafting.estimators import OTHER_BATCH, Estimators
-from rlhfspec.policies.drafting.planner import Planner
+from rlhfspec.policies.drafting.shape_search import ShapeSearch
 
 COST = hand_cost(forward_ms=10.0, token_ms=0.1, level_ms=0.5)
 CHAIN = Budget(num_nodes=4, depth=4, branching=1, width=1, reason="by hand", refined=True)
@@ -95,14 +95,14 @@ def test_a_revived_drafter_is_not_judged_by_what_the_dead_one_did() -> None:
 
 def test_only_steps_of_the_chosen_shape_enter_its_record() -> None:
     estimators = make_estimators()
-    planner = Planner(hand_profile(0.8, COST), max_nodes=8, max_depth=8)
-    chosen = planner.choose(
+    search = ShapeSearch(hand_profile(0.8, COST), max_nodes=8, max_depth=8)
+    chosen = search.choose(
         4,
         400,
         acceptance=estimators.acceptance,
         costs=estimators.costs,
         record=estimators.record,
-        widths=planner.widths,
+        widths=search.widths,
     )
     assert chosen.choice.kind == 1
     few, rest = half_accepted(4), chosen.choice.num_nodes

@@ -19,8 +19,8 @@ from rlhfspec.core.decode_records import StepRecord
 from rlhfspec.policies.drafting.cadence import LARGE_BATCH_SEARCH_STEPS, Cadence
 from rlhfspec.policies.drafting.cost_view import BatchCosts
 from rlhfspec.policies.drafting.goodput import GoodputPolicy
-from rlhfspec.policies.drafting.planner import ShapeTable
 from rlhfspec.policies.drafting.recalibration import TrackRecord
+from rlhfspec.policies.drafting.shape_search import ShapeTable
 from rlhfspec.profiles.cost import CostModel
 from rlhfspec.profiles.profile import Profile, YieldCurve
 

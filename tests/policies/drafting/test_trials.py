@@ -8,11 +8,11 @@ from hand_profile import decode_state, first_nodes, hand_cost, hand_profile
 
 from rlhfspec.core.decode_records import PLAIN, StepRecord
 from rlhfspec.policies.drafting.estimators import Estimators
-from rlhfspec.policies.drafting.planner import Chosen, Planner
+from rlhfspec.policies.drafting.shape_search import Chosen, ShapeSearch
 from rlhfspec.policies.drafting.trials import PROBE_SHARE, Probes
 
 PROFILE = hand_profile(0.02, hand_cost(forward_ms=10.0, token_ms=0.5, level_ms=1.0))
-PLANNER = Planner(PROFILE, max_nodes=8, max_depth=8)
+SEARCH = ShapeSearch(PROFILE, max_nodes=8, max_depth=8)
 PLAIN_S = 0.0107
 
 
@@ -33,7 +33,7 @@ def plain_step(step: int, batch: int = 1) -> StepRecord:
 
 
 def choose(estimators: Estimators, batch: int = 1, context: int = 100) -> Chosen:
-    return PLANNER.choose(
+    return SEARCH.choose(
         batch,
         batch * context,
         acceptance=estimators.acceptance,
@@ -47,7 +47,7 @@ def steps_until_due(token_s: float, *, context: int = 100) -> int:
     account, estimators = Probes(token_s), Estimators(PROFILE, 8)
     chosen = choose(estimators, context=context)
     for step in range(10_000):
-        if account.is_due(1, chosen, estimators, PLANNER):
+        if account.is_due(1, chosen, estimators, SEARCH):
             return step
         account.decoded_plainly(plain_step(step))
     raise AssertionError("never due")
@@ -70,9 +70,9 @@ def test_a_draft_resets_the_probe_account() -> None:
     chosen = choose(estimators)
     for step in range(100):
         account.decoded_plainly(plain_step(step))
-    assert account.is_due(1, chosen, estimators, PLANNER)
+    assert account.is_due(1, chosen, estimators, SEARCH)
     account.drafted()
-    assert not account.is_due(1, chosen, estimators, PLANNER)
+    assert not account.is_due(1, chosen, estimators, SEARCH)
 
 
 def test_a_larger_batch_probes_a_drafter_suspended_by_one_sample_at_once() -> None:
@@ -83,5 +83,5 @@ def test_a_larger_batch_probes_a_drafter_suspended_by_one_sample_at_once() -> No
         draft = first_nodes(np.zeros(1, dtype=bool))
         estimators.observe_draft(replace(plain_step(step), draft=draft))
         step += 1
-    assert not account.is_due(1, choose(estimators), estimators, PLANNER)
-    assert account.is_due(2, choose(estimators, 2), estimators, PLANNER)
+    assert not account.is_due(1, choose(estimators), estimators, SEARCH)
+    assert account.is_due(2, choose(estimators, 2), estimators, SEARCH)

@@ -14,8 +14,8 @@ import pytest
 from folder_user import user_of
 
 from rlhfspec.cluster.folder.owner import processes_using
-from rlhfspec.cluster.placement import slow_start
-from rlhfspec.cluster.placement.slow_start import StartFailed, start_twice
+from rlhfspec.cluster.ray_start import slow_start
+from rlhfspec.cluster.ray_start.slow_start import StartFailed, start_twice
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -155,7 +155,7 @@ def test_a_raylet_that_ended_in_the_first_try_is_none_of_the_second(
 ENDING = """
 import os, signal, sys
 from rlhfspec.core.settings.cluster import ClusterConfig
-from rlhfspec.cluster.placement.ray_session import ray_session
+from rlhfspec.cluster.ray_start.ray_session import ray_session
 import ray
 with ray_session(ClusterConfig(dashboard=False), "test") as session:
     node = ray._private.worker._global_node

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-import rlhfspec.cluster.placement.ray_session
+import rlhfspec.cluster.ray_start.ray_session
 from rlhfspec.actors.remote import watch
 from rlhfspec.actors.remote.watch import watching
 from rlhfspec.cluster.folder.owner import processes_using
-from rlhfspec.cluster.placement import machine
-from rlhfspec.cluster.placement.ray_session import (
+from rlhfspec.cluster.ray_start import machine
+from rlhfspec.cluster.ray_start.ray_session import (
     MIN_OBJECT_STORE_BYTES,
     check_local_ray,
     free_port,
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WAITING = """
 import os, sys
 from rlhfspec.core.settings.cluster import ClusterConfig
-from rlhfspec.cluster.placement.ray_session import ray_session
+from rlhfspec.cluster.ray_start.ray_session import ray_session
 import ray
 def noted():
     # nothing has been cleaned up before
@@ -131,7 +131,7 @@ def test_a_port_in_use_is_refused_and_a_free_one_taken():
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_unreachable_cluster_address_is_refused_at_once(scheme, monkeypatch):
-    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(rlhfspec.cluster.ray_start.ray_session.ray, "is_initialized", lambda: False)
     address = f"{scheme}127.0.0.1:{free_port()}"
     with (
         pytest.raises(PlacementError, match=r"cannot reach the Ray cluster at .*refused"),
@@ -150,9 +150,9 @@ def test_a_slow_start_of_ray_says_what_it_waits_for(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     monkeypatch.setattr(watch, "SILENT_S", 0.01)
-    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session, "start_twice", start)
-    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(rlhfspec.cluster.ray_start.ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(rlhfspec.cluster.ray_start.ray_session, "start_twice", start)
+    monkeypatch.setattr(rlhfspec.cluster.ray_start.ray_session.ray, "shutdown", lambda: None)
     notes = []
     with (
         pytest.raises(NodeDied, match="too slow"),
@@ -169,9 +169,9 @@ def test_a_failed_start_of_ray_is_one_placement_error_and_leaves_no_folder(tmp_p
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
-    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "init", fail)
-    monkeypatch.setattr(rlhfspec.cluster.placement.ray_session.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(rlhfspec.cluster.ray_start.ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(rlhfspec.cluster.ray_start.ray_session.ray, "init", fail)
+    monkeypatch.setattr(rlhfspec.cluster.ray_start.ray_session.ray, "shutdown", lambda: None)
     made = []
     make = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **names: made.append(make(**names)) or made[-1])

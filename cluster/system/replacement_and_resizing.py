@@ -23,9 +23,9 @@ from ...policies.scheduling.members import InstanceState
 from ..plan.topology import PlacementSlot, Topology
 from ..weights.publish import PublishedWeights
 from .instance_table import Instance, InstanceTable
-from .phases import LeavingInstances, Ready, StartingInstance, StartingInstances
 from .placement_slots import PlacementSlots, announced_ends
 from .scheduler_client import SchedulerClient
+from .starting_and_leaving import LeavingInstances, Ready, StartingInstance, StartingInstances
 
 _OF_RANKS = "; an instance ends with any of its ranks, and its log says with which"
 INCIDENT_S = 60.0

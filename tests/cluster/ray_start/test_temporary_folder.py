@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.cluster.placement import private_ray
-from rlhfspec.cluster.placement.private_ray import (
+from rlhfspec.cluster.ray_start import private_ray
+from rlhfspec.cluster.ray_start.private_ray import (
     LONGEST,
     PYTHON_LONGEST,
     temporary_base,
     temporary_environment,
     temporary_notes,
 )
-from rlhfspec.cluster.placement.ray_session import check_local_ray
+from rlhfspec.cluster.ray_start.ray_session import check_local_ray
 from rlhfspec.core.errors import PlacementError
 from rlhfspec.core.settings.cluster import ClusterConfig
 
@@ -74,7 +74,7 @@ def test_where_no_short_folder_can_be_written_it_is_refused(monkeypatch: pytest.
 SCRIPT = """
 import tempfile
 from rlhfspec.core.settings.cluster import ClusterConfig
-from rlhfspec.cluster.placement.ray_session import ray_session
+from rlhfspec.cluster.ray_start.ray_session import ray_session
 import ray
 with ray_session(ClusterConfig(), "test") as session:
     @ray.remote(num_cpus=0.1)

@@ -12,8 +12,8 @@ from ray.util.placement_group import remove_placement_group
 from transformers.utils import logging as transformers_logging
 
 from rlhfspec.cluster.cli import main
-from rlhfspec.cluster.placement.quiet import quiet_environment
 from rlhfspec.cluster.plan.topology import PlacementContext, actor_options, place, plan_topology
+from rlhfspec.cluster.ray_start.quiet import quiet_environment
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.engine.weights.loading import load_causal_lm
 
@@ -42,7 +42,7 @@ def test_environment_variables_of_the_caller_take_precedence(monkeypatch):
 def test_bars_of_libraries_that_ask_for_no_switch_are_off():
     # in a process of its own: tqdm reads the variable when it is imported
     program = """
-from rlhfspec.cluster.placement.quiet import quiet_libraries
+from rlhfspec.cluster.ray_start.quiet import quiet_libraries
 quiet_libraries()
 from tqdm.auto import tqdm
 list(tqdm(range(9)))
@@ -55,7 +55,7 @@ list(tqdm(range(9)))
 def test_threads_that_wait_for_their_team_sleep_soon():
     # in a process of its own: the library reads the variable when torch is imported, and shows what it made of it
     program = """
-from rlhfspec.cluster.placement.quiet import quiet_libraries
+from rlhfspec.cluster.ray_start.quiet import quiet_libraries
 quiet_libraries()
 import torch
 print(torch.arange(1 << 20).sum().item())
@@ -82,7 +82,7 @@ SAID_BY_RAYLETS = (
 def test_ray_log_lines_that_the_loop_reports_itself_are_suppressed():
     # in a process of its own: Ray reads the variable when it is imported
     program = f"""
-from rlhfspec.cluster.placement.quiet import quiet_libraries
+from rlhfspec.cluster.ray_start.quiet import quiet_libraries
 quiet_libraries()
 from ray._private.ray_logging import stdout_deduplicator
 batches = stdout_deduplicator.deduplicate({{"lines": list({SAID_BY_RAYLETS!r}), "pid": "raylet"}})

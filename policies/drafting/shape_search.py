@@ -1,4 +1,4 @@
-"""The planner: what every shape of draft costs for this batch and context, and which one has the highest goodput.
+"""The search of a shape: what each shape of draft costs for this batch and context, and which has the highest goodput.
 
 Expected tokens over predicted seconds, for everything on the table (design 3.2). It keeps no state but tables; what it
 answers, `Chosen`, is what the law goes by until the next plan.
@@ -127,7 +127,7 @@ class Chosen:
     "what a probe costs beyond plain decoding, but for the tokens that the draft cache lacks"
 
 
-class Planner:
+class ShapeSearch:
     """Compares all shapes of the profile."""
 
     def __init__(self, profile: Profile, *, max_nodes: int, max_depth: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.cluster.placement.origin import ROOT, version
+from rlhfspec.cluster.ray_start.origin import ROOT, version
 
 
 def test_the_version_is_that_of_the_tree() -> None:
