@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 
 from ..core.config import SpeculationConfig
-from ..policies.drafting.adaptive import AdaptiveDrafting
+from ..policies.drafting.look_up_or_draft import AdaptiveDrafting
 from ..profiles.profile import Profile
 from ..profiles.recording import DraftRecording
 from .adaptive.policies import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..core.config import SpeculationConfig
 from ..core.errors import ConfigError
-from ..policies.drafting.adaptive import AdaptiveDrafting
 from ..policies.drafting.baselines import BanditPolicy, FixedPolicy, OffPolicy
 from ..policies.drafting.draft_policy import DraftPolicy
+from ..policies.drafting.look_up_or_draft import AdaptiveDrafting
 from ..profiles.profile import Profile
 
 

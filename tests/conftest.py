@@ -125,7 +125,7 @@ def local_ray(warm_python: str) -> Iterator[None]:
     import ray
 
     from rlhfspec.cluster.folder.leftovers import remove_with_processes
-    from rlhfspec.cluster.ray_start.slow_start import PATIENCE, start_twice
+    from rlhfspec.cluster.ray_start.ray_init import PATIENCE, start_twice
 
     os.environ.update(PATIENCE)
     folder = Path(tempfile.mkdtemp(prefix="rlhfspec-test-"))

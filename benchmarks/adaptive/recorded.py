@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.decode_records import Budget, DecodeState, DraftLog, StepRecord
-from ...policies.drafting.adaptive import AdaptiveDrafting
 from ...policies.drafting.draft_policy import Proposal
+from ...policies.drafting.look_up_or_draft import AdaptiveDrafting
 from ...profiles.acceptance import AcceptanceModel
 from ...profiles.cost import CostModel, Shape
 from ...profiles.recording import DraftRecording

@@ -39,7 +39,7 @@ def show(
     """
     from ..observe.console import Reporter
     from ..observe.run_record import RunRecord
-    from ..observe.run_tables import run_tree, shown_names
+    from ..observe.show_tables import run_tree, shown_names
 
     report = Reporter()
     notes: list[str] = []
@@ -68,7 +68,7 @@ def show(
 def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     from ..folder.iteration_logs import read_histograms
     from ..folder.run_status import describe_status
-    from ..observe.run_tables import curves_table, histogram_table
+    from ..observe.show_tables import curves_table, histogram_table
 
     for line in describe_status(one.run_dir.status()):
         report.note(line)
@@ -82,7 +82,7 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
 
 def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
     from ..folder.run_status import describe_status
-    from ..observe.run_tables import comparison_table
+    from ..observe.show_tables import comparison_table
 
     for one in runs:
         report.note(f"{one.name}: {describe_status(one.run_dir.status())[0]}")

@@ -39,7 +39,7 @@ from ..folder.leftovers import (
 )
 from . import machine
 from .origin import IS_CHECKOUT, ROOT
-from .private_ray import (
+from .private_folder import (
     BELOW,
     LOOPBACK_NAMES,
     environment,
@@ -51,7 +51,7 @@ from .private_ray import (
     token_of,
     using_token,
 )
-from .slow_start import PATIENCE, START_S, start_twice
+from .ray_init import PATIENCE, START_S, start_twice
 
 MIN_OBJECT_STORE_BYTES = 100 << 20
 OBJECT_STORE_USUAL_BYTES = 1 << 30

@@ -30,7 +30,7 @@ from ...learning.data.chat.chat_format import no_template, own_template, render_
 from ...learning.data.chat.end_tokens import model_end_tokens, turn_end
 from ...learning.data.chat.messages import Tools, Turn, parse_turns, require_whole_text
 from ...learning.data.chat.template_variables import template_variables
-from ...learning.data.encoding import encode_texts, prompt_ids
+from ...learning.data.prompt_tokens import encode_texts, prompt_ids
 from .api_error import ApiError, refuse
 from .request_bodies import ChatBody, CompletionBody, GenerationBody, require_known
 

@@ -26,7 +26,7 @@ from ...core.records import (
 )
 from ...learning.data.chat.messages import Messages
 from ...learning.data.chat.written_text import response_text, written_text
-from ...learning.data.encoding import read_template
+from ...learning.data.prompt_tokens import read_template
 from ...learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
 from ...learning.environments.episode import Episode, EpisodeLimits
 from ...learning.environments.observations import Given, ObservationRenderer, ending_with

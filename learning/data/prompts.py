@@ -18,10 +18,10 @@ from ..tasks.chain_task import draw_problem
 from ..tasks.one_sentence import draw_prompts
 from .chat.end_tokens import model_end_tokens
 from .chat.messages import whole_text
-from .encoding import PromptEncoder, Rendered, longest_token
 from .left_out import LeftOut, Remarks, RowFilter, Seen
 from .packed_prompts import PackedPrompts
 from .prompt_rows import Row, iter_rows
+from .prompt_tokens import PromptEncoder, Rendered, longest_token
 from .raw_records import ReadProgress
 
 DRAWN_PROMPTS = 4096

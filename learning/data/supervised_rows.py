@@ -30,8 +30,8 @@ from .chat.chat_masks import (
 from .chat.end_tokens import turn_end
 from .chat.messages import Tools, Turn, num_shared, role_and_content, turn_list
 from .chat.scored_text import render
-from .encoding import prompt_ids
 from .left_out import Remarks
+from .prompt_tokens import prompt_ids
 from .raw_records import iter_records
 from .record import Columns, Record, named_columns, top_names
 

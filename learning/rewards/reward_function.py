@@ -70,7 +70,7 @@ def _source(
             "to build"
         )
     if ":" in scorer.kind or scorer.kind == "format":
-        from .user_function import UserReward
+        from .timed_function import UserReward
 
         return UserReward(scorer.kind, timeout_s=config.timeout_s, pattern=scorer.pattern, fields=fields)
     raise ConfigError(

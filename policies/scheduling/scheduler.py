@@ -22,7 +22,7 @@ from ..reallocation.pool_records import Move, ReallocationPolicy
 from ..scaling.scaling_policy import ScalingPolicy
 from ..scaling.scaling_records import Starts
 from .accepted import Accepted, compare
-from .cutting import cut
+from .ending_samples import cut
 from .events import (
     Alarm,
     ClockTicked,

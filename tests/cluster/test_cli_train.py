@@ -24,8 +24,8 @@ from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.live_page import LivePage
 from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.metrics import read_metrics
-from rlhfspec.learning.data.encoding import PromptEncoder, Rendered
 from rlhfspec.learning.data.prompt_rows import Row
+from rlhfspec.learning.data.prompt_tokens import PromptEncoder, Rendered
 from tests.conftest import TinyPair
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from pytest import fixture, mark, raises
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.learning.rewards.reward_function import build_reward
-from tests.learning.rewards.test_user_function import batch
+from tests.learning.rewards.test_timed_function import batch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCORE = "def score(prompt, response, reference):\n    return float(len(response))\n"

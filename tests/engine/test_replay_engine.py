@@ -18,10 +18,10 @@ from rlhfspec.core.records import SampleRequest, SamplingParams
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.draft_policies import build_policy
 from rlhfspec.engine.engine import Engine
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.policies.drafting.baselines import BanditPolicy
 from rlhfspec.policies.drafting.cadence import COST_STEPS
 from rlhfspec.policies.drafting.draft_policy import DraftLaw, DraftPolicy, Proposal
+from rlhfspec.policies.drafting.look_up_or_draft import AdaptiveDrafting
 from rlhfspec.policies.drafting.replay import replay
 from rlhfspec.profiles.acceptance import AcceptanceModel
 from rlhfspec.profiles.cost import CostModel, Shape, draft_terms, rest_terms, verify_terms

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from rlhfspec.core.decode_records import Budget, DecodeState, DraftLog, StepRecord
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.policies.drafting.cadence import Cadence
 from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
 from rlhfspec.policies.drafting.goodput import GoodputPolicy
+from rlhfspec.policies.drafting.look_up_or_draft import AdaptiveDrafting
 from rlhfspec.profiles.acceptance import AcceptanceModel
 from rlhfspec.profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
 from rlhfspec.profiles.profile import Profile, YieldCurve

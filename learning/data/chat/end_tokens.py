@@ -13,7 +13,7 @@ from ....core.errors import ConfigError
 from ....engine.decoding.stop_strings import StopStrings
 from ....engine.weights.generation_settings import as_ids, config_end_tokens, load_generation_settings
 from ....engine.weights.loading import num_token_ids
-from ..encoding import encode_texts, read_template
+from ..prompt_tokens import encode_texts, read_template
 from .chat_format import own_template, render_chat
 from .messages import Turn
 

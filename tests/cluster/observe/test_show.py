@@ -12,7 +12,7 @@ from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.iteration_logs import write_histograms
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.folder.rollouts import write_rollouts
-from rlhfspec.cluster.observe.run_tables import curve
+from rlhfspec.cluster.observe.show_tables import curve
 from rlhfspec.cluster.observe.summary import amdahl_bound
 from rlhfspec.core.config_io import config_from_dict
 

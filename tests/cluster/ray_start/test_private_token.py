@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhfspec.cluster.ray_start.private_ray import environment, make_token, note_address, token_of
+from rlhfspec.cluster.ray_start.private_folder import environment, make_token, note_address, token_of
 from rlhfspec.cluster.ray_start.ray_session import _LOCAL_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,7 +54,7 @@ USING = """
 import os, sys
 from pathlib import Path
 from ray._raylet import AuthenticationMode, get_authentication_mode
-from rlhfspec.cluster.ray_start.private_ray import make_token, using_token
+from rlhfspec.cluster.ray_start.private_folder import make_token, using_token
 before = dict(os.environ)
 print(get_authentication_mode() == AuthenticationMode.TOKEN)
 with using_token(make_token(Path(sys.argv[1]))):

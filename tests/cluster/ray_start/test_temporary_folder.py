@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.cluster.ray_start import private_ray
-from rlhfspec.cluster.ray_start.private_ray import (
+from rlhfspec.cluster.ray_start import private_folder
+from rlhfspec.cluster.ray_start.private_folder import (
     LONGEST,
     PYTHON_LONGEST,
     temporary_base,
@@ -66,7 +66,7 @@ def test_the_longest_folder_that_is_taken_holds_ray_s_longest_socket():
 
 def test_where_no_short_folder_can_be_written_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     at(monkeypatch, tmp_path / ("long" * 20))
-    monkeypatch.setattr(private_ray, "SHORT", (tmp_path / "none", tmp_path / "neither"))
+    monkeypatch.setattr(private_folder, "SHORT", (tmp_path / "none", tmp_path / "neither"))
     with pytest.raises(PlacementError, match=r"too long for Ray's sockets.*cannot be written to; set TMPDIR"):
         temporary_base()
 

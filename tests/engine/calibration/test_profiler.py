@@ -25,7 +25,7 @@ from rlhfspec.engine.decoding.draft_tree import DraftTree
 from rlhfspec.engine.decoding.verify import Verdict
 from rlhfspec.engine.drafters.refinement import Scorer
 from rlhfspec.engine.engine import Engine
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
+from rlhfspec.policies.drafting.look_up_or_draft import AdaptiveDrafting
 
 LENGTHS = (9, 20, 30, 14, 8, 40)
 SAMPLING = SamplingParams(max_new_tokens=40)

@@ -17,8 +17,8 @@ from rlhfspec.engine.drafters.drafter_list import DrafterList, merge_proposals
 from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
 from rlhfspec.engine.drafters.suffix_drafter import SuffixDrafter
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.policies.drafting.draft_policy import DraftLaw, Proposal
+from rlhfspec.policies.drafting.look_up_or_draft import AdaptiveDrafting
 from rlhfspec.policies.drafting.replay import replay
 from tests.helpers.hand_profile import hand_cost, hand_profile
 from tests.helpers.random_heads import random_head

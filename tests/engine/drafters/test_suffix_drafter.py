@@ -17,8 +17,8 @@ from rlhfspec.engine.decoding.noise import Noise
 from rlhfspec.engine.decoding.running_batch import RunningBatch
 from rlhfspec.engine.drafters.match_acceptance import MatchAcceptance
 from rlhfspec.engine.drafters.suffix_drafter import STATE_BYTES, SuffixDrafter
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.policies.drafting.baselines import FixedPolicy
+from rlhfspec.policies.drafting.look_up_or_draft import AdaptiveDrafting
 from rlhfspec.policies.drafting.replay import replay
 from tests.helpers.backends import CPU, own_backend
 from tests.helpers.hand_profile import hand_cost, hand_profile

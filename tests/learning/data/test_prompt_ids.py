@@ -8,7 +8,7 @@ from word_chat import PLAIN, word_chat
 
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.settings.supervised import DemonstrationsConfig
-from rlhfspec.learning.data.encoding import prompt_ids
+from rlhfspec.learning.data.prompt_tokens import prompt_ids
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
 from rlhfspec.learning.data.supervised_rows import encode_demonstrations

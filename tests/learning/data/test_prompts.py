@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 
-import rlhfspec.learning.data.encoding
+import rlhfspec.learning.data.prompt_tokens
 import rlhfspec.learning.models.tokenization
 from rlhfspec.core.config import DataConfig, SamplingConfig
 from rlhfspec.core.errors import DataError, ModelError
@@ -174,13 +174,13 @@ def test_a_prompt_beyond_all_tokens_is_refused_without_being_tokenised(tmp_path,
     lengths = (8, most, most + 1, 10**7)
     path.write_text("".join(json.dumps({"question": "a" * n, "answer": ""}) + "\n" for n in lengths))
     encoded = []
-    encode = rlhfspec.learning.data.encoding.encode_texts
+    encode = rlhfspec.learning.data.prompt_tokens.encode_texts
 
     def counting(tokenizer, texts, *, special):
         encoded.extend(len(text) for text in texts)
         return encode(tokenizer, texts, special=special)
 
-    monkeypatch.setattr(rlhfspec.learning.data.encoding, "encode_texts", counting)
+    monkeypatch.setattr(rlhfspec.learning.data.prompt_tokens, "encode_texts", counting)
     data = DataConfig(path=str(path), max_prompt_tokens=8, on_long_prompt="skip")
     dataset = load_prompts(data, tokenizer, seed=0)
     assert (len(dataset), dataset.left_out.too_long, encoded) == (1, 3, [8, most])

@@ -20,7 +20,7 @@ from rlhfspec.learning.environments.observations import ObservationRenderer
 from rlhfspec.learning.models.tokenization import train_bpe
 from rlhfspec.learning.rewards.reward_model import ModelText
 from rlhfspec.learning.rewards.score_request import ScoreRequest
-from rlhfspec.learning.rewards.user_function import _columns
+from rlhfspec.learning.rewards.timed_function import _columns
 
 TEMPLATE = (
     "{% for t in tools or [] %}T{{ t.function.name }};{% endfor %}"

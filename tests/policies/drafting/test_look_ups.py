@@ -5,8 +5,8 @@ import pytest
 from hand_profile import decode_state, draft_log, hand_cost, hand_profile
 
 from rlhfspec.core.decode_records import StepRecord
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.policies.drafting.draft_policy import Proposal
+from rlhfspec.policies.drafting.look_up_or_draft import AdaptiveDrafting
 from rlhfspec.profiles.cost import CostModel, Shape
 
 COST = hand_cost(forward_ms=10.0, token_ms=1.0)

@@ -16,8 +16,8 @@ from rlhfspec.core.records import Prompt
 from rlhfspec.learning.data.chat.chat_format import render_chat
 from rlhfspec.learning.data.chat.chat_masks import conversation_tokens
 from rlhfspec.learning.data.chat.template_time import keep_time
-from rlhfspec.learning.data.encoding import PromptEncoder
 from rlhfspec.learning.data.prompt_rows import Row
+from rlhfspec.learning.data.prompt_tokens import PromptEncoder
 from rlhfspec.learning.environments.observations import ObservationRenderer
 from rlhfspec.learning.rewards.reward_model import ModelText
 from rlhfspec.learning.rewards.score_request import score_requests

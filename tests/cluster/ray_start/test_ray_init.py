@@ -14,8 +14,8 @@ import pytest
 from folder_user import user_of
 
 from rlhfspec.cluster.folder.owner import processes_using
-from rlhfspec.cluster.ray_start import slow_start
-from rlhfspec.cluster.ray_start.slow_start import StartFailed, start_twice
+from rlhfspec.cluster.ray_start import ray_init
+from rlhfspec.cluster.ray_start.ray_init import StartFailed, start_twice
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(autouse=True)
 def _the_sessions_ray_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that failed shuts Ray down before the next: here the one that all tests share."""
-    monkeypatch.setattr(slow_start.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_init.ray, "shutdown", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -41,49 +41,49 @@ def test_ray_that_did_not_come_up_in_time_is_started_once_more_and_nothing_of_th
     with user_of(tmp_path / "session") as left:
 
         def start(**settings):
-            ports = slow_start.parameter.RayParams(num_cpus=1)
+            ports = ray_init.parameter.RayParams(num_cpus=1)
             told = (ports.metrics_agent_port, ports.dashboard_agent_listen_port, ports.runtime_env_agent_port)
             tries.append((settings, processes_using(tmp_path), told))
             if len(tries) < 2:
                 raise failure
             return "context"
 
-        monkeypatch.setattr(slow_start.ray, "init", start)
-        monkeypatch.setattr(slow_start.ray, "shutdown", lambda: shut.append(True))
+        monkeypatch.setattr(ray_init.ray, "init", start)
+        monkeypatch.setattr(ray_init.ray, "shutdown", lambda: shut.append(True))
         assert start_twice(folder=tmp_path, address="local") == "context" and shut == [True]
         settings = {"address": "local", "_temp_dir": str(tmp_path)}
         first, (again, running, ports) = tries
         assert first[:2] == (settings, [left.pid]) and first[2][0] is first[2][2] is None
         # an agent that must tell its ports is waited for 15 s alone: now it is told them
         assert running == [] and len({*ports, again.pop("_metrics_export_port")}) == 4 and None not in ports
-        assert again == settings and slow_start.parameter.RayParams(num_cpus=1).metrics_agent_port is None
+        assert again == settings and ray_init.parameter.RayParams(num_cpus=1).metrics_agent_port is None
 
 
 def test_another_failure_of_the_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(slow_start.ray, "init", lambda **settings: 1 / 0)
+    monkeypatch.setattr(ray_init.ray, "init", lambda **settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start_twice(folder=tmp_path, address="local")
 
 
 def asked_by_ray(monkeypatch: pytest.MonkeyPatch, folder: Path, answer: Callable[[], object]) -> object:
     """What `ray.init` gets that asks, as it does, for its node; how Ray asks is `answer`."""
-    before = slow_start.services.get_node
-    monkeypatch.setattr(slow_start.services, "get_node", lambda address, node: answer())
+    before = ray_init.services.get_node
+    monkeypatch.setattr(ray_init.services, "get_node", lambda address, node: answer())
     monkeypatch.setattr(
-        slow_start.ray, "init", lambda **settings: slow_start.services.get_node("127.0.0.1:1", "node")
+        ray_init.ray, "init", lambda **settings: ray_init.services.get_node("127.0.0.1:1", "node")
     )
     try:
         return start_twice(folder=folder)
     finally:
-        monkeypatch.setattr(slow_start.services, "get_node", before)
+        monkeypatch.setattr(ray_init.services, "get_node", before)
 
 
 def test_a_node_that_is_not_there_yet_is_asked_for_until_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     clock, asked = [0.0], []
-    monkeypatch.setattr(slow_start.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(slow_start.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 20.0))
+    monkeypatch.setattr(ray_init.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_init.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 20.0))
 
     def answer() -> object:
         asked.append(clock[0])
@@ -97,15 +97,15 @@ def test_a_node_that_is_not_there_yet_is_asked_for_until_it_is(
 
 def test_a_node_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     clock = [0.0]
-    monkeypatch.setattr(slow_start.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(slow_start.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 20.0))
+    monkeypatch.setattr(ray_init.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_init.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 20.0))
 
     def answer() -> object:
         raise RuntimeError("not yet")
 
     with pytest.raises(RuntimeError, match="not yet"):
         asked_by_ray(monkeypatch, tmp_path, answer)
-    assert slow_start.START_S < clock[0] < 2 * slow_start.START_S
+    assert ray_init.START_S < clock[0] < 2 * ray_init.START_S
 
 
 @pytest.fixture
@@ -145,10 +145,10 @@ def test_a_raylet_that_ended_in_the_first_try_is_none_of_the_second(
 
     def start(**settings):
         tries.append(settings)
-        return slow_start.services.get_node("127.0.0.1:1", "node")
+        return ray_init.services.get_node("127.0.0.1:1", "node")
 
-    monkeypatch.setattr(slow_start.services, "get_node", lambda address, node: answer())
-    monkeypatch.setattr(slow_start.ray, "init", start)
+    monkeypatch.setattr(ray_init.services, "get_node", lambda address, node: answer())
+    monkeypatch.setattr(ray_init.ray, "init", start)
     assert start_twice(folder=tmp_path) == {"node": 2} and asked.count(2) == 3
 
 

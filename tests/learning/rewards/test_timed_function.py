@@ -15,7 +15,7 @@ from rlhfspec.core.errors import ConfigError, RewardError
 from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
 from rlhfspec.learning.rewards.reward_function import build_reward
 from rlhfspec.learning.rewards.score_request import score_requests
-from rlhfspec.learning.rewards.user_function import UserReward
+from rlhfspec.learning.rewards.timed_function import UserReward
 
 ODD = [
     ("hangs", r"did not return within reward.timeout_s \(0.5 s\)"),

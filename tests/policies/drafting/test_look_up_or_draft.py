@@ -6,8 +6,8 @@ import numpy as np
 from hand_profile import PaperDrafter, decode_state, goodput, hand_cost, hand_profile
 
 from rlhfspec.core.decode_records import DraftLog, LookUpLog, StepRecord
-from rlhfspec.policies.drafting.adaptive import AdaptiveDrafting
 from rlhfspec.policies.drafting.draft_policy import DraftPolicy, Proposal
+from rlhfspec.policies.drafting.look_up_or_draft import AdaptiveDrafting
 from rlhfspec.policies.drafting.replay import replay
 from rlhfspec.profiles.cost import CostModel, Shape
 
