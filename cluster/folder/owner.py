@@ -50,7 +50,10 @@ class ProcessIdentity:
         pid, host = tree.get("pid"), tree.get("host")
         if not isinstance(pid, int) or not isinstance(host, str) or pid < 1:
             return None
-        others = {name: tree.get(name) for name in ("pid_started", "pid_namespace", "boot")}
+        kinds = {"pid_started": int, "pid_namespace": str, "boot": str}
+        others = {
+            name: one if isinstance(one := tree.get(name), kind) else None for name, kind in kinds.items()
+        }
         return cls(pid=pid, host=host, **others)
 
     def as_tree(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ What was sent is noted in the folder, so that a resumed run sends the rest only,
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -34,6 +33,8 @@ _LAST_PASS_OF_A_STOPPED_RUN_S = 15.0
 "Kubernetes ends a pod 30 s after SIGTERM."
 _Stamp = tuple[int, int]
 "Size and time of change of a file."
+_VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
+"What file systems tell of a file that was written again, the surest first; the whole answer has times of reading too."
 
 
 def is_url(place: str) -> bool:
@@ -219,7 +220,10 @@ def fetch_run(url: str, base: Path, note: Callable[[str], None]) -> Path:
         )
     note(f"fetching {len(there)} files from {url}")
     with whole_folder(folder) as partial:
-        fs.get([f"{root}/{name}" for name in there], [str(partial / name) for name in there])
+        for name in there:
+            # a local file system makes no folder by itself
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(f"{root}/{name}", str(partial / name))
         sent = {name: _stamp(partial / name) for name in there}
         _note_sent(partial, url.rstrip("/"), sent, there)
     return folder
@@ -293,14 +297,17 @@ def _stamp(path: Path) -> _Stamp:
 
 
 def _there(fs: Any, root: str) -> dict[str, str]:
-    """Every file below a folder of the file system, with what tells it from another of its name (fsspec's `ukey`)."""
+    """Size and version of every file below a folder of the file system, by its name there."""
     fs.invalidate_cache()
     return {
-        PurePosixPath(name).relative_to(PurePosixPath(root)).as_posix(): hashlib.sha256(
-            str(info).encode()
-        ).hexdigest()
+        PurePosixPath(name).relative_to(PurePosixPath(root)).as_posix(): _version(info)
         for name, info in fs.find(root, detail=True).items()
     }
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+    return f"{info.get('size')} {version}"
 
 
 def _note_sent(folder: Path, url: str, sent: Mapping[str, _Stamp], there: Mapping[str, str]) -> None:

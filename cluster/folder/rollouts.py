@@ -347,22 +347,24 @@ def _parquet_lengths(path: Path) -> np.ndarray:
 
 
 def _jsonl_lengths(path: Path) -> np.ndarray:
-    lengths, number = [], 0
+    lengths, where = [], ""
     try:
-        for line in path.read_text().splitlines():
-            number += 1
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            where = f", line {number}"
             if not line.strip():
                 continue
             row = json.loads(line)
             if isinstance(row, dict):
                 tokens = row.get(TOKEN_COLUMN)
-                row = len(tokens) if isinstance(tokens, list) else row[LENGTH_COLUMN]
+                if not isinstance(tokens, list | None):
+                    raise ValueError(f"{TOKEN_COLUMN} is no list")
+                row = row[LENGTH_COLUMN] if tokens is None else len(tokens)
             if isinstance(row, bool) or not isinstance(row, int) or row >= 2**31:
                 raise ValueError(f"got {row!r}")
             lengths.append(row)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"{path}, line {number} cannot be read as a length: {error}; expected JSON lines: whole numbers, or "
-            f"objects with {LENGTH_COLUMN} or {TOKEN_COLUMN}"
+            f"{path}{where} cannot be read as a length: {error}; expected JSON lines: whole numbers, or objects "
+            f"with {LENGTH_COLUMN} or {TOKEN_COLUMN}"
         ) from error
     return np.array(lengths, dtype=np.int64)

@@ -54,7 +54,9 @@ class Remarks:
         self._first_marked = ""
         known: Any = tokenizer
         names = {*known.all_special_tokens, *known.get_added_vocab()} if known is not None else ()
-        self._marks = regex.compile(r"\L<names>", names=[name for name in names if len(name) > 2])
+        long = [name for name in names if len(name) > 2]
+        # no names at all would be found everywhere
+        self._marks = regex.compile(r"\L<names>", names=long) if long else None
 
     def notes(self, lines: Iterable[str]) -> None:
         """Note what readers of rows and of messages have noted."""
@@ -67,8 +69,8 @@ class Remarks:
     def turns(self, turns: Sequence[Turn], origin: str) -> None:
         """Note a user's or tool's text that holds what the tokenizer reads as a token of its own."""
         for turn in turns:
-            found = self._marks.search(turn["content"]) if turn["role"] in _SPOKEN else None
-            if found is not None:
+            found = self._marks and turn["role"] in _SPOKEN and self._marks.search(turn["content"])
+            if found:
                 self._num_marked += 1
                 self._first_marked = self._first_marked or f"{cut(found[0])} in {origin}"
                 return

@@ -27,7 +27,7 @@ _MORE = ("messages", "turns", "tools", "fields", "rendered", "prefill")
 
 
 class PackedPrompts(Sequence[Prompt]):
-    """A sequence of prompts that cannot be changed; their fingerprint is computed as they are taken."""
+    """A sequence of prompts; their fingerprint is computed as they are taken."""
 
     def __init__(self, prompts: Iterable[Prompt] = ()) -> None:
         self._batches: list[pa.RecordBatch] = []
@@ -62,6 +62,10 @@ class PackedPrompts(Sequence[Prompt]):
         if len(self._rows) == _BATCH:
             self._batches.append(pa.RecordBatch.from_pylist(self._rows, schema=_SCHEMA))
             self._rows = []
+
+    def __reduce__(self) -> tuple[type[PackedPrompts], tuple[list[Prompt]]]:
+        """By its prompts: a hash that goes on cannot be pickled."""
+        return PackedPrompts, (list(self),)
 
     @property
     def fingerprint(self) -> str:

@@ -60,7 +60,8 @@ class UserReward:
         """One answer a request, in order, as they come; a call that hangs or crashes is one of them.
 
         Calls of an async function wait beside one another; where one of them takes the process with it, those that
-        have no answer are made again one by one, so that the fault is told of the sample it is of.
+        have no answer are made again one by one, so that the fault is told of the sample it is of. A reader that
+        stops early ends the process, since answers to come belong to nobody.
         """
         found: dict[int, Answer] = {}
         answers = self._answers(requests)

@@ -55,6 +55,9 @@ def test_a_copy_follows_the_folder_and_comes_back_whole(run_dir: RunDir, tmp_pat
     expected = {"config.yaml", "status.json", "metrics.jsonl", "owners/0001.json"}
     expected |= {f"checkpoints/state_0002/{name}" for name in ("trainer/weights", MANIFEST)}
     assert copied() == expected
+    on_disk = RemoteCopy(run_dir, f"file://{tmp_path}/disk", print)
+    assert on_disk.bring_up_to_date()
+    assert verify_checkpoint(fetch_run(on_disk.url, tmp_path / "back", print) / "checkpoints" / "state_0002")
     back = fetch_run(copy.url, tmp_path / "there", print)
     assert verify_checkpoint(back / "checkpoints" / "state_0002")["weight_version"] == 2
     assert (back / "metrics.jsonl").read_text() == run_dir.metrics_file.read_text()

@@ -94,6 +94,16 @@ def test_a_run_of_an_older_version_without_the_newer_files_is_shown(run_dir, cap
     assert "mean reward, first to last fifth" in shown(capsys, run_dir.path)
 
 
+@pytest.mark.parametrize("status", [b"", b"\xff\x00", b'{"state": "run', b"[1]", b'{"a": 1}', b"[" * 100_000])
+def test_what_is_left_of_a_damaged_folder_is_shown(run_dir, capsys, status):
+    (run_dir.path / "config.yaml").write_bytes(b"\xff\x00binary")
+    run_dir.status_file.write_bytes(status)
+    run_dir.metrics_file.write_text(run_dir.metrics_file.read_text().rstrip() + '\n{"iteration": 10, "rew')
+    assert main(["show", str(run_dir.path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("state unknown") and "is cut or damaged and left out" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

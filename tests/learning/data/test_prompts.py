@@ -1,6 +1,7 @@
 """Prompts: sources, faults, and keys that are never reused."""
 
 import json
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -284,6 +285,10 @@ def test_packed_prompts_are_the_prompts(tokenizer):
     with raises(IndexError):
         packed[2500]
     assert PackedPrompts(packed).fingerprint == packed.fingerprint
+    sent = pickle.loads(pickle.dumps(packed))
+    assert sent.fingerprint == packed.fingerprint and len(sent) == 2500, (
+        "a plan goes to a server with its prompts"
+    )
 
 
 @mark.parametrize(

@@ -87,3 +87,10 @@ def test_a_source_that_cannot_be_read_is_a_fault_and_the_others_are_counted(tmp_
     report = DataReport(data, tokenizer, seed=0)
     assert "none.jsonl does not exist" in next(iter(report.faults.values()))[1]
     assert report.num_prompts == 5
+
+
+def test_without_a_tokenizer_nothing_is_said_of_its_tokens(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    report = DataReport(DataConfig(path=str(path), messages_field="messages"), None, seed=0)
+    assert report.num_prompts == 1 and report.remarks() == ()

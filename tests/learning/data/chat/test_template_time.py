@@ -51,6 +51,13 @@ def test_a_kept_time_is_told_on_every_day(monkeypatch: pytest.MonkeyPatch) -> No
     assert not render_chat(word_chat(DATED), TURNS, ask=False).startswith("Saturday 31 January 2026")
 
 
+@pytest.mark.parametrize("form", ["%c", "%x %X", "%-d.%-m.%y", "%j %U %w", "%H%%", "%d/%h", "%Z%z|"])
+def test_a_kept_time_is_written_as_transformers_writes_it(form: str) -> None:
+    tokenizer = keep_time(word_chat("{{ strftime_now('" + form + "') }}"), BEGAN)
+    moment = datetime.fromisoformat(BEGAN).replace(tzinfo=None)
+    assert render_chat(tokenizer, TURNS, ask=False) == moment.strftime(form)
+
+
 def test_the_zone_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = keep_time(word_chat("{{ strftime_now('%A %B %p %c %s') }}"), BEGAN)
     first = render_chat(tokenizer, TURNS, ask=False)
