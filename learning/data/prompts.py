@@ -151,7 +151,7 @@ class PromptReader:
         *,
         seed: int,
         tick: Tick | None = None,
-        max_chars: float = math.inf,
+        max_chars: int | float = math.inf,
     ) -> None:
         """Without a tokenizer nothing is too long or too short; a text of more than `max_chars` is too long anyway."""
         self.left_out = LeftOut()
