@@ -243,11 +243,9 @@ class Reporter:
 def plain_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, left: Sequence[str]) -> Table:
     """Without lines; the columns called `left` stand to the left, those of numbers to the right."""
     table = Table(box=None, pad_edge=False)
-    for number, title in enumerate(titles):
-        justify = "left" if title in left else "right"
-        table.add_column(
-            title, justify=justify, overflow="fold", no_wrap=not number, min_width=min(6, len(title))
-        )
+    for at, title in enumerate(titles):
+        side = "left" if title in left else "right"
+        table.add_column(title, justify=side, overflow="fold", no_wrap=not at, min_width=min(6, len(title)))
     for row in rows:
         table.add_row(*row)
     return table

@@ -37,13 +37,15 @@ class Explained:
     "of the machine that explains, which the run's is taken to be like"
     comparison: Comparison | None = None
 
+    def mechanisms(self) -> list[tuple[str, str]]:
+        """What instances waited for, and what drafting and moves gave and cost."""
+        return [("waiting", self._waiting()), ("drafting", self._drafting()), ("moves", self._moves())]
+
     def rows(self) -> list[tuple[str, str]]:
-        """Label and text, five of them."""
+        """These, what a comparison measured, and what to change next."""
         compared = "nothing yet; `rlhfspec compare RUN` decodes the last batch once more, plain and static"
         return [
-            ("waiting", self._waiting()),
-            ("drafting", self._drafting()),
-            ("moves", self._moves()),
+            *self.mechanisms(),
             ("measured", compared if self.comparison is None else self.comparison.text),
             ("change next", self.change()),
         ]

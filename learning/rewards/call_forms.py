@@ -94,8 +94,9 @@ class Call:
     def __call__(self, columns: Mapping[str, Any]) -> Any:
         """Call it. Raises CannotBeCalled, and what the function raises."""
         names = frozenset(columns)
-        plan = self.plans[names] = self.plans.get(names) or self.plan(names)
-        args, kwargs, by_place = [], {}, True
+        if names not in self.plans:
+            self.plans[names] = self.plan(names)
+        plan, args, kwargs, by_place = self.plans[names], [], {}, True
         for parameter in self.parameters:
             if parameter.kind is parameter.VAR_POSITIONAL:
                 args += [columns[name] for name in PLACES[len(args) :]] if by_place else []

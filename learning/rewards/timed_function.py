@@ -106,7 +106,6 @@ class UserReward:
                 together = False
         finally:
             if left:
-                # whoever reads has read enough: answers to come belong to nobody
                 self._child.kill()
 
     def close(self) -> None:
