@@ -81,7 +81,7 @@ def choose_backend(
 
     `kernels`: on a GPU, of our own where Triton can make them (`kernels_for`).
     """
-    if device.type == "cpu" and (num_threads or torch.get_num_threads()) == 1 and _has_llvm():
+    if device.type == "cpu" and (num_threads or torch.get_num_threads()) == 1 and has_llvm():
         # needs the extra `cpu`
         from .cpu.backend import CpuBackend
         from .cpu.jit import can_make_code
@@ -96,9 +96,9 @@ def choose_backend(
 
 
 @lru_cache(maxsize=1)
-def _has_llvm() -> bool:
-    """Whether llvmlite is installed; said once where it is not."""
-    if find_spec("llvmlite") is not None:
+def has_llvm() -> bool:
+    """Whether llvmlite is installed, more than folders that an uninstall left; said once where it is not."""
+    if (found := find_spec("llvmlite")) is not None and found.origin is not None:
         return True
     logger.warning(
         "llvmlite is not installed: torch computes, several times slower on one CPU thread; "

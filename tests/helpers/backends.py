@@ -1,17 +1,15 @@
 """The compute back ends of this machine, for tests: the one that an engine on one CPU thread takes, and torch's."""
 
-from importlib.util import find_spec
-
 import torch
 
 from rlhfspec.engine.cuda.cuda_backend import CudaBackend
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.linears import MatrixLinear, PrepackedLinear
-from rlhfspec.engine.numerics import choose_backend
+from rlhfspec.engine.numerics import choose_backend, has_llvm
 
 CPU = torch.device("cpu")
 OWN_LAYOUTS: list[type] = []
-if find_spec("llvmlite") is not None:
+if has_llvm():
     from rlhfspec.engine.cpu.streamed_linear import StreamedLinear
 
     OWN_LAYOUTS = [StreamedLinear]

@@ -1,5 +1,5 @@
 """Without the extra `cpu` there is nothing to test here."""
 
-from importlib.util import find_spec
+from rlhfspec.engine.numerics import has_llvm
 
-collect_ignore_glob = [] if find_spec("llvmlite") is not None else ["test_*.py"]
+collect_ignore_glob = [] if has_llvm() else ["test_*.py"]
