@@ -63,6 +63,8 @@ class SampleKey:
         return replace(self, turn=0) if self.turn else self
 
 
+ATTEMPT_EPOCH = -1
+"Of attempts, which no one owns: `SampleRequest.is_attempt`."
 EPOCHS_OF_A_ROUND = 1024
 "Epochs apart that a sample is asked for again (with other weights): more owners than it may have in one asking."
 
@@ -196,6 +198,11 @@ class SampleRequest:
     "an environment answers, and another turn may follow: caches wait where there is room"
     is_cut_at_limit: bool = False
     "a response of sampling.max_new_tokens tokens goes on later"
+    draft: np.ndarray | None = field(default=None, compare=False)
+    """int64 [T]: a response that other weights gave under this key, proposed to the verification from its beginning.
+    It changes no token"""
+    is_attempt: bool = False
+    "made ahead, under the weights that there are: a draft for the sample of this key, which yields to any other sample"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

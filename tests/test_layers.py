@@ -243,7 +243,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 532
 MAX_LINES_OF_A_ROOM = {
-    "core": 2457,
+    "core": 2464,
     "core/settings": 2091,
     "core/surfaces": 177,
     "profiles": 1096,
