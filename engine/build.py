@@ -29,6 +29,7 @@ from .drafters.head.mtp_weights import MtpConfig
 from .drafters.head.published_head import head_checksum
 from .drafters.head.tapping import tap_for_head
 from .drafters.level_drafter import LevelDrafter
+from .drafters.look_up_drafter import LookUpDrafter
 from .drafters.model_drafter import ModelDrafter
 from .drafters.refinement import Scorer
 from .drafters.suffix_drafter import SuffixDrafter
@@ -143,6 +144,7 @@ def build_engine(
     profile: Profile | None = None,
     backend: ComputeBackend | None = None,
     verdicts: KeptVerdicts | None = None,
+    takes_drafts: bool = False,
 ) -> Engine:
     """Build an engine.
 
@@ -151,8 +153,7 @@ def build_engine(
 
     Args:
         target: the target model, in eval mode.
-        draft: the draft model, for drafter `model`; the draft head, for drafter `head`; the MTP layer, for `mtp`;
-            else it is not looked at.
+        draft: for drafter `model` the draft model, for `head` the draft head, for `mtp` the MTP layer; else unused.
         engine: numerics, attention, slots, threads.
         speculation: drafter and draft policy.
         max_total_tokens: the longest prompt plus the longest response.
@@ -166,16 +167,16 @@ def build_engine(
         profile: what the policy `goodput` and every refined budget go by.
         backend: what computes, instead of the one that device and threads ask for.
         verdicts: where the probe's verdict is looked for and kept; None: the probe runs at every start.
+        takes_drafts: requests may bring some (`SampleRequest.draft`), which stand beside the drafter's.
 
     Raises:
         ModelError: the architecture is not served, the context is longer than a model's positions, or the draft's
             vocabulary is too small.
-        NotFiniteError: weights or logits of a model are not finite.
         ConfigError: what the settings ask for does not go together, or the caches have no room for one sample.
-        NumericsError: invariant numerics are asked for and the probe finds a difference.
+        NotFiniteError, NumericsError: weights or logits are not finite, or invariant numerics not invariant.
     """
     _check_contexts(target, draft, max_total_tokens)
-    policy = policy or build_policy(speculation, profile)
+    policy = policy or build_policy(speculation, profile, takes_drafts=takes_drafts)
     runners = _Runners(
         engine,
         backend or (target.backend if isinstance(target, LlamaModel) else backend_for(engine)),
@@ -186,7 +187,7 @@ def build_engine(
     )
     runner, refused = runners.checked(target, verdicts)
     if drafter is None and policy.max_nodes:
-        drafter = _drafter(speculation, policy, draft, runner, runners)
+        drafter = _drafter(speculation, policy, draft, runner, runners, takes_drafts=takes_drafts)
     made = Engine(
         runner,
         drafter=drafter,
@@ -204,7 +205,7 @@ def build_engine(
         promise=describe_numerics(engine, runner.device, refused=refused),
         decode=_decode(engine, runner.device),
     )
-    made.drafter_checksum = "" if part_of(drafter, LevelDrafter) is None else _checksum(draft)
+    made.drafter_checksum = _checksum(draft) if part_of(drafter, LevelDrafter) else ""
     return made
 
 
@@ -344,11 +345,15 @@ def _drafter(
     draft: CausalLM | HeadWeights | None,
     runner: ModelRunner,
     runners: _Runners,
+    *,
+    takes_drafts: bool,
 ) -> Drafter | None:
-    """What the settings name; a look-up beside what computes, where they ask for one."""
+    """What the settings name; a look-up beside what computes, where they or the requests ask for one."""
     drafter = _one_drafter(speculation, policy, draft, runner, runners)
     if isinstance(drafter, LevelDrafter) and speculation.look_up != "none":
-        return DrafterList(_look_up(speculation), drafter)
+        return DrafterList(_suffix(speculation, runners.vocab_size), drafter)
+    if isinstance(drafter, LevelDrafter) and takes_drafts:
+        return DrafterList(LookUpDrafter(runners.vocab_size), drafter)
     return drafter
 
 
@@ -375,11 +380,11 @@ def _one_drafter(
             raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
         _check_draft_vocabulary(draft, runners.vocab_size)
         return ModelDrafter(runners.of(draft, "draft"), max_prefill_tokens=engine.max_prefill_tokens)
-    return None if speculation.drafter == "none" else _look_up(speculation)
+    return None if speculation.drafter == "none" else _suffix(speculation, runners.vocab_size)
 
 
-def _look_up(speculation: SpeculationConfig) -> SuffixDrafter:
-    return SuffixDrafter(memory_mb=speculation.suffix_memory_mb, min_match=speculation.suffix_min)
+def _suffix(speculation: SpeculationConfig, vocab_size: int) -> SuffixDrafter:
+    return SuffixDrafter(vocab_size, memory_mb=speculation.suffix_memory_mb, min_match=speculation.suffix_min)
 
 
 def head_drafter(

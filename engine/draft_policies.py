@@ -10,8 +10,13 @@ from ..policies.drafting.look_up_or_draft import AdaptiveDrafting
 from ..profiles.profile import Profile
 
 
-def build_policy(speculation: SpeculationConfig, profile: Profile | None = None) -> DraftPolicy:
-    """Return the draft policy a config asks for. Raises ConfigError for `goodput` without a profile."""
+def build_policy(
+    speculation: SpeculationConfig, profile: Profile | None = None, *, takes_drafts: bool = False
+) -> DraftPolicy:
+    """Return the draft policy a config asks for, over drafts of requests too where they may bring some.
+
+    Raises ConfigError for `goodput` without a profile.
+    """
     if speculation.policy == "off" or speculation.drafter == "none":
         return OffPolicy()
     if speculation.policy == "fixed":
@@ -29,7 +34,7 @@ def build_policy(speculation: SpeculationConfig, profile: Profile | None = None)
             max_nodes=speculation.max_nodes,
             max_depth=speculation.max_depth,
             computes=not speculation.looks_up,
-            looks_up="suffix" in (speculation.drafter, speculation.look_up),
+            looks_up=takes_drafts or "suffix" in (speculation.drafter, speculation.look_up),
         )
     return BanditPolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth, seed=0)
 

@@ -21,7 +21,7 @@ from ...core.sample_state import SampleState
 from ...core.weight_records import kind_of
 from ...engine.build import build_engine
 from ...engine.drafters.head.head_weights import HeadWeights
-from ...engine.drafters.record_drafter import RecordDrafter
+from ...engine.drafters.look_up_drafter import LookUpDrafter
 from ...engine.engine import Engine
 from ...engine.model.invariance_probe import KeptVerdicts
 from ...engine.numerics import use_threads
@@ -98,7 +98,6 @@ class Regenerator:
         config = run.config
         self._config, self._sampling, self._models = config, sampling, models
         vocab_size = num_token_ids(tokenizer)
-        self._drafter = RecordDrafter(vocab_size)
         trust = config.models.trust_remote_code
         some = next(iter(models.values())).name
         device = "cuda" if config.decodes_on_gpu else "cpu"
@@ -113,7 +112,7 @@ class Regenerator:
             # no version at all: the first work loads its own
             weight_version=-1,
             policy=policy or FixedPolicy(num_nodes=NUM_NODES, depth=NUM_NODES, branching=1),
-            drafter=None if policy else self._drafter,
+            drafter=None if policy else LookUpDrafter(vocab_size),
             verdicts=KeptVerdicts(Path(config.run.cache_dir).expanduser() / "probes"),
         )
         self.engine.stop_strings = stop_strings(tokenizer) if sampling.stop else None
@@ -124,7 +123,6 @@ class Regenerator:
         Raises OtherWeights: the parameters are not those that the run noted; ModelError, NotFiniteError: the weights
         cannot be loaded.
         """
-        self._drafter.responses = {s.location.key: s.rollout.completion.token_ids for s in work.samples}
         again = {s.location.key: _Again(s, self._sampling, work.weight_version) for s in work.samples}
         refused: dict[SampleKey, str] = {}
         self._load(work.weight_version)
@@ -239,6 +237,7 @@ class _Again:
             sampling=sampling,
             group_id=recorded.group_id,
             history=history if piece.begin else None,
+            draft=recorded.token_ids,
         )
 
     def take(self, completion: Completion) -> None:

@@ -23,8 +23,8 @@ from ..decoding.verify import Verdict
 from ..upload import upload
 from .drafter import Drafter
 from .level_drafter import LevelDrafter
+from .look_up_drafter import LookUpDrafter
 from .refinement import Refinement
-from .suffix_drafter import SuffixDrafter
 
 FOLLOW = 1.0 / 32.0
 "How fast the mean of what the computing drafter gets accepted follows."
@@ -37,7 +37,7 @@ Chosen = tuple[DraftTree | None, Int[np.ndarray, " B"], Int[np.ndarray, " B"]]
 class DrafterList(Drafter):
     """Both, slot by slot beside the target's; the cheaper one is asked first. The cache is the computing drafter's."""
 
-    def __init__(self, looked_up: SuffixDrafter, computed: LevelDrafter) -> None:
+    def __init__(self, looked_up: LookUpDrafter, computed: LevelDrafter) -> None:
         self.looked_up = looked_up
         self.computed = computed
         self._used: Bool[np.ndarray, " B"] | None = None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-LENGTHS = np.array([1, 2, 3, 4, 5, 7, 9, 13, 17, 33])
+OF_ITS_OWN_KEY = 0
+"In the place of a match: what other weights gave under the same noise."
+LENGTHS = np.array([OF_ITS_OWN_KEY, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33])
 "Least match of each class."
 SHARES = np.array([0.0, 0.5, 0.9])
 "Least share of each class."
-PRIOR = np.array([0.15, 0.25, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7])
+PRIOR = np.array([0.95, 0.15, 0.25, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7])
 PRIOR_TABLE = np.repeat(PRIOR[:, None], len(SHARES), axis=1)
 PRIOR_TRIALS = 4.0
 MOST_TRIALS = 200.0
@@ -28,7 +30,7 @@ class MatchAcceptance:
         self._table = PRIOR_TABLE.astype(np.float32)
 
     def classes(self, lengths: np.ndarray, shares: np.ndarray) -> np.ndarray:
-        """Class of each look-up, one number, of match lengths (from 1) and shares of one shape."""
+        """Class of each look-up, one number, of match lengths and shares of one shape."""
         return (np.searchsorted(LENGTHS, lengths, side="right") - 1) * len(SHARES) + (
             np.searchsorted(SHARES, shares, side="right") - 1
         )

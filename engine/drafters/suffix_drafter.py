@@ -1,7 +1,6 @@
 """Drafts what followed the same tokens before: in the prompt, in this response, in others to the same prompt.
 
-A chain for each sample, scored by how such look-ups were accepted so far. With a law that refines drafts only what is
-worth its verification is verified; what is found is learned from whether it is verified or not.
+What a request itself brings goes first (`look_up_drafter`). What is found is learned from, verified or not.
 
 Suffix trees over earlier responses: SuffixDecoding (arXiv 2411.04975), in RL rollouts DAS (2511.13841). Here one
 automaton a prompt holds the prompt and all responses to it, those of the group that are being written among them.
@@ -12,46 +11,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from ...core.decode_records import Budget
 from ...core.records import SampleKey
-from ..decoding.draft_tree import DEAD
-from ..decoding.noise import Noise
 from ..decoding.running_batch import RunningBatch
-from .drafter import Drafter
-from .match_acceptance import MatchAcceptance
-from .refinement import Refinement
+from .look_up_drafter import Found, LookUpDrafter
 from .suffix_automaton import ROOT, SuffixAutomaton
 
 STATE_BYTES = 420
 "Of a state in memory: a dictionary and four numbers, 357 bytes measured over 200,000 tokens, and some room."
 MOST_LEFT = 4096
 "Samples that left before a stop token and may come back: their places in their texts, a few numbers each."
-
-
-class Found(NamedTuple):
-    """What follows one sample's tokens elsewhere: lists of one length."""
-
-    token_ids: list[int]
-    match_lengths: list[int]
-    "tokens before it that match where it was found, at least 1"
-    shares: list[float]
-    "of the times that those tokens went on like this"
-
-
-class LookedUp(NamedTuple):
-    """What was found for all running samples."""
-
-    tokens: Int[np.ndarray, "B n"]
-    "DEAD where nothing was found"
-    classes: Int[np.ndarray, "B n"]
-    num_found: Int[np.ndarray, " B"]
-    path: Float[np.ndarray, "B n"]
-    "estimated acceptance of the whole way to each token, float32"
 
 
 class _Prompt:
@@ -77,18 +49,16 @@ class _Text:
         self.prompt, self.state, self.num_written = prompt, state, num_written
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(LookUpDrafter):
     """Copies what follows most often behind the longest ending that was seen before."""
 
-    def __init__(self, *, memory_mb: float, min_match: int) -> None:
+    def __init__(self, vocab_size: int, *, memory_mb: float, min_match: int) -> None:
         """`min_match`: shorter matches propose nothing.
 
         `memory_mb` is exceeded by no more than the response that is being written. Where running samples alone need
         more, nothing is proposed for those that were admitted longest ago.
         """
-        self.found: LookedUp | None = None
-        "in this step"
-        self._acceptance = MatchAcceptance()
+        super().__init__(vocab_size)
         self._min_match = min_match
         self._most_states = int(memory_mb * 1e6 / STATE_BYTES)
         self._count = 0
@@ -113,6 +83,7 @@ class SuffixDrafter(Drafter):
 
     def admit(self, slots: range, batch: RunningBatch) -> None:
         """Begin with what is known of their prompts; who comes back goes on where it had left."""
+        super().admit(slots, batch)
         for slot in slots:
             num_prompt, length = int(batch.prompt_lengths[slot]), int(batch.lengths[slot])
             prompt = self._of_prompt(batch.tokens[slot, :num_prompt])
@@ -127,10 +98,12 @@ class SuffixDrafter(Drafter):
 
     def move_slot(self, source: int, target: int) -> None:
         """Follow a sample to its new slot."""
+        super().move_slot(source, target)
         self._texts[target] = self._texts.pop(source)
 
     def leave(self, slot: int, batch: RunningBatch) -> None:
         """Write what was not looked up: a last step's tokens, all of them where drafting was suspended."""
+        super().leave(slot, batch)
         self._catch_up(slot, batch)
         text = self._texts.pop(slot)
         prompt = text.prompt
@@ -142,60 +115,11 @@ class SuffixDrafter(Drafter):
             if len(self._left) > MOST_LEFT:
                 self._left.popitem(last=False)
 
-    def propose(
-        self, batch: RunningBatch, budget: Budget, noise: Noise, refinement: Refinement | None = None
-    ) -> Int[np.ndarray, "B n"] | None:
-        """Return one chain per sample; None when nothing is found for any."""
-        started = 0.0 if refinement is None else refinement.clock()
-        found = self.found = self._find(batch, min(budget.num_nodes, budget.look_up or budget.depth))
-        if refinement is not None:
-            path = np.zeros((len(batch), 0), dtype=np.float32) if found is None else found.path
-            refinement.offer(path, refinement.clock() - started)
-        return None if found is None else found.tokens
-
-    def learn(
-        self,
-        batch: RunningBatch,
-        token_ids: np.ndarray,
-        num_accepted: np.ndarray,
-        num_kept: np.ndarray | None,
-    ) -> None:
-        """Learn how far what was found is what was emitted: num_accepted + 1 tokens are known."""
-        found, self.found = self.found, None
-        if found is None:
-            return
-        count = min(found.tokens.shape[1], token_ids.shape[1])
-        level = np.arange(count)
-        judged = level < np.minimum(found.num_found, num_accepted + 1)[:, None]
-        # a token is judged where those before it are right
-        right = ((found.tokens[:, :count] == token_ids[:, :count]) & judged).cumprod(axis=1).astype(bool)
-        judged[:, 1:] &= right[:, :-1]
-        self._acceptance.observe(found.classes[:, :count][judged], right[judged])
-
-    def _find(self, batch: RunningBatch, count: int) -> LookedUp | None:
-        """Look up at most `count` tokens for each running sample; None where nothing is found for any."""
-        found = [self._look_up(slot, batch, count) for slot in range(len(batch))]
-        num_found = np.array([len(each.token_ids) for each in found])
-        longest = int(num_found.max(initial=0))
-        if not longest:
-            return None
-        tokens = np.full((len(batch), longest), DEAD, dtype=np.int64)
-        lengths = np.ones((len(batch), longest), dtype=np.int64)
-        shares = np.zeros((len(batch), longest), dtype=np.float32)
-        for row, (ids, matches, how_often) in enumerate(found):
-            tokens[row, : len(ids)] = ids
-            lengths[row, : len(ids)] = matches
-            shares[row, : len(ids)] = how_often
-        classes = self._acceptance.classes(lengths, shares)
-        acceptance = np.where(tokens != DEAD, self._acceptance.conditional(classes), 0.0)
-        path = np.multiply.accumulate(acceptance, axis=1, dtype=np.float32)
-        return LookedUp(tokens, classes, num_found, path)
-
     def _look_up(self, slot: int, batch: RunningBatch, count: int) -> Found:
         """Return at most `count` tokens that may follow the sample in a slot."""
-        text = self._catch_up(slot, batch)
-        found, automaton = Found([], [], []), text.prompt.automaton
-        if automaton is None:
+        text, found = self._catch_up(slot, batch), super()._look_up(slot, batch, count)
+        automaton = text.prompt.automaton
+        if found.token_ids or automaton is None:
             return found
         state = automaton.elsewhere(text.state)
         match = min(automaton.length[state], text.num_written)

@@ -102,7 +102,7 @@ def pretended(plan: str, monkeypatch: pytest.MonkeyPatch, device: torch.device =
     settings = PLANS[plan]
     drafter = None
     if settings.drafter == "suffix":
-        drafter = SuffixDrafter(memory_mb=1.0, min_match=1)
+        drafter = SuffixDrafter(1 << 40, memory_mb=1.0, min_match=1)
     elif plan != "off":
         drafter = ModelDrafter(runner(2), max_prefill_tokens=8192)
     target, policy = runner(1), build_policy(settings, None)

@@ -34,7 +34,7 @@ class Texts:
     def __init__(self, make_requests: Callable[..., list[SampleRequest]], memory_mb: float = 1.0) -> None:
         self.make_requests = make_requests
         self.batch = RunningBatch(num_slots=4, max_total_tokens=64, device=CPU, noise=own_backend().noise)
-        self.drafter = SuffixDrafter(memory_mb=memory_mb, min_match=1)
+        self.drafter = SuffixDrafter(1 << 40, memory_mb=memory_mb, min_match=1)
 
     def admit(self, *prompts: list[int]) -> None:
         first = len(self.batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny_pool
@@ -9,7 +11,7 @@ import tiny_pool
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import Completion, SampleRequest
 from rlhfspec.engine.build import build_engine
-from rlhfspec.engine.drafters.record_drafter import RecordDrafter
+from rlhfspec.engine.drafters.look_up_drafter import LookUpDrafter
 from rlhfspec.policies.drafting.baselines import FixedPolicy
 
 NODES = 5
@@ -23,8 +25,6 @@ def plain() -> dict:
 
 def again(records: dict) -> tuple[list[Completion], int]:
     """All requests generated beside these records, and the decode steps it took."""
-    drafter = RecordDrafter(tiny_pool.VOCAB_SIZE)
-    drafter.responses = records
     engine = build_engine(
         tiny_pool.target(),
         None,
@@ -32,9 +32,11 @@ def again(records: dict) -> tuple[list[Completion], int]:
         speculation=SpeculationConfig(policy="off"),
         max_total_tokens=tiny_pool.MAX_TOTAL_TOKENS,
         policy=FixedPolicy(num_nodes=NODES, depth=NODES, branching=1),
-        drafter=drafter,
+        drafter=LookUpDrafter(tiny_pool.VOCAB_SIZE),
     )
-    return engine.generate(REQUESTS), engine.stats.num_decode_steps
+    return engine.generate(
+        [replace(r, draft=records.get(r.key)) for r in REQUESTS]
+    ), engine.stats.num_decode_steps
 
 
 def test_an_honest_record_is_accepted_whole(plain) -> None:
