@@ -57,6 +57,8 @@ class GenerationSpec:
     instance: str
     engine: EngineConfig
     speculation: SpeculationConfig
+    takes_drafts: bool = False
+    "requests may bring drafts (`SampleRequest.draft`)"
     dtype: str
     max_total_tokens: int
     "longest prompt + max_new_tokens"

@@ -23,6 +23,7 @@ from .settings.generation import (
     SamplingConfig,
     SpeculationConfig,
     require_draft,
+    require_look_ahead,
     require_schedule,
     require_training_temperature,
 )
@@ -107,6 +108,12 @@ class Config(Section):
         return self.drafter_training.refit and speculation.drafter == "model" and speculation.policy != "off"
 
     @property
+    def takes_drafts(self) -> bool:
+        """True when requests may bring drafts: samples begun ahead, or those of the last evaluation."""
+        evaluates = self.evaluation.every > 0 and not self.evaluation.fresh_keys
+        return evaluates or self.rollout.look_ahead != "off"
+
+    @property
     def trains_head(self) -> bool:
         """True when a draft head drafts and instances are to train it while they have no samples."""
         return trains_head(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
@@ -155,6 +162,7 @@ class Config(Section):
         require_correction(self.algorithm.correction, rollout.max_staleness)
         require_trainer(self.trainer, num_gpus=self.cluster.trainer.num_gpus)
         require_schedule(rollout, environment=environment)
+        require_look_ahead(rollout, environment=environment, dynamic_sampling=self.algorithm.dynamic_sampling)
         require_publication(self.cluster.publication, rollout.max_staleness)
         require_metric(self.evaluation, reward)
         require_reward(reward, environment=environment, max_new_tokens=self.sampling.max_new_tokens)

@@ -19,6 +19,8 @@ class DecodeState:
     num_waiting: int = 0
     weight_version: int = 0
     drafter_version: int = 0
+    num_brought: int = 0
+    "samples whose requests brought a draft that they agree with so far"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -349,6 +349,8 @@ def _drafter(
     takes_drafts: bool,
 ) -> Drafter | None:
     """What the settings name; a look-up beside what computes, where they or the requests ask for one."""
+    if not speculation.drafts and takes_drafts:
+        return LookUpDrafter(runners.vocab_size)
     drafter = _one_drafter(speculation, policy, draft, runner, runners)
     if isinstance(drafter, LevelDrafter) and speculation.look_up != "none":
         return DrafterList(_suffix(speculation, runners.vocab_size), drafter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.config import SpeculationConfig
 from ..core.errors import ConfigError
-from ..policies.drafting.baselines import BanditPolicy, FixedPolicy, OffPolicy
+from ..policies.drafting.baselines import BanditPolicy, BroughtPolicy, FixedPolicy, OffPolicy
 from ..policies.drafting.draft_policy import DraftPolicy
 from ..policies.drafting.look_up_or_draft import AdaptiveDrafting
 from ..profiles.profile import Profile
@@ -15,10 +15,11 @@ def build_policy(
 ) -> DraftPolicy:
     """Return the draft policy a config asks for, over drafts of requests too where they may bring some.
 
-    Raises ConfigError for `goodput` without a profile.
+    Without another drafter all that they bring is verified. Raises ConfigError for `goodput` without a profile.
     """
-    if speculation.policy == "off" or speculation.drafter == "none":
-        return OffPolicy()
+    if not speculation.drafts:
+        most = most_nodes(speculation, takes_drafts=takes_drafts)
+        return BroughtPolicy(num_nodes=most, depth=most, branching=1) if most else OffPolicy()
     if speculation.policy == "fixed":
         return FixedPolicy(
             num_nodes=speculation.num_nodes, depth=speculation.depth, branching=speculation.branching
@@ -39,10 +40,10 @@ def build_policy(
     return BanditPolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth, seed=0)
 
 
-def most_nodes(speculation: SpeculationConfig) -> int:
+def most_nodes(speculation: SpeculationConfig, *, takes_drafts: bool = False) -> int:
     """Return the most draft nodes per sample that a config's policy verifies: what the KV pool reserves."""
-    if speculation.policy == "off" or speculation.drafter == "none":
-        return 0
+    if not speculation.drafts:
+        return min(speculation.max_nodes, speculation.max_depth) if takes_drafts else 0
     if speculation.policy in ("goodput", "bandit"):
         return speculation.max_nodes
     return build_policy(speculation).max_nodes

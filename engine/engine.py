@@ -86,6 +86,8 @@ class Engine:
         self._clock, self._decode = clock, decode
         self._observe_s, self.drafter_alarm = 0.0, ""
         self._waiting: deque[SampleState] = deque()
+        self._attempts: deque[SampleState] = deque()
+        "of the waiting ones those that are made ahead: they have slots that nobody else wants"
         self._unclaimed: list[Completion] = []
         "of a step that raised: the next one returns them"
         self._batch = RunningBatch(
@@ -121,6 +123,11 @@ class Engine:
                 "stop_strings(tokenizer) of rlhfspec.learning.data.chat.end_tokens"
             )
         self.require_version(state)
+        if state.request.is_attempt:
+            self._attempts.append(state)
+            return
+        # the sample itself: what is made ahead of it has come too late
+        self._unclaimed = self.end_attempts({state.request.key})
         self._waiting.append(state)
 
     def require_version(self, state: SampleState) -> None:
@@ -180,6 +187,7 @@ class Engine:
         Raises NotFiniteError for a sample whose logits are not finite. That sample is gone then, the others go on with
         the next step, which also returns those that finished beside it.
         """
+        self.give_way()
         self._preempt()
         self._admit()
         unclaimed, self._unclaimed = self._unclaimed, []
@@ -189,9 +197,11 @@ class Engine:
         remaining = self._batch.remaining_tokens
         state = self._decode_state(int(remaining.max()))
         budget = self.policy.plan(state) if self.drafter is not None else PLAIN
+        # a law is asked over all drafters, whatever they have
+        drafter = self.drafter if self._law or self.drafter is None else self.drafter.working()
         refinement = self._refinement(budget, remaining)
         planned = self._clock()
-        output = self._decode(self.runner, self.drafter, self._batch, budget, self._clock, refinement)
+        output = self._decode(self.runner, drafter, self._batch, budget, self._clock, refinement)
         emitted, finished, broken = self._batch.append(
             output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted
         )
@@ -252,12 +262,13 @@ class Engine:
             num_waiting=len(self._waiting),
             weight_version=self.weight_version,
             drafter_version=self.drafter_version,
+            num_brought=0 if self.drafter is None else self.drafter.num_brought,
         )
 
     @property
     def has_work(self) -> bool:
         """True while a sample is waiting or running, or a completion has not been returned yet."""
-        return bool(self._waiting) or len(self._batch) > 0 or bool(self._unclaimed)
+        return bool(self._waiting or self._attempts or self._unclaimed) or len(self._batch) > 0
 
     @property
     def num_running(self) -> int:
@@ -293,7 +304,7 @@ class Engine:
             instance=self.instance,
             num_running=len(self._batch),
             num_waiting=len(self._waiting),
-            num_free_slots=max(self.exchange.num_free_slots, 0),
+            num_free_slots=max(self.num_free_slots, 0),
             context_tokens=self._batch.context_tokens,
             weight_version=self.weight_version,
             drafter_version=self.drafter_version,
@@ -321,6 +332,33 @@ class Engine:
             self.exchange.drop(state.request.key)
         return ended + [completion_of(one, instance=self.instance, is_cut=True) for one in waiting]
 
+    def end_attempts(self, keys: Collection[SampleKey] | None = None) -> list[Completion]:
+        """End what is made ahead, of these samples or all; return what no step has returned yet."""
+        self._attempts = deque(s for s in self._attempts if keys is not None and s.request.key not in keys)
+        for slot in self._attempt_slots()[::-1]:
+            if keys is None or self._batch.requests[slot].key in keys:
+                self._unclaimed.append(self._finish(slot, is_cut=True))
+        unclaimed, self._unclaimed = self._unclaimed, []
+        return unclaimed
+
+    def give_way(self) -> None:
+        """End attempts, the shortest first, until who waits or is on its way here has a slot and memory."""
+        room = self.exchange.kv_admission
+        while slots := self._attempt_slots():
+            waits = bool(self._waiting) and not room.admits(self._waiting[0].num_committed_tokens)
+            if not waits and self.exchange.num_free_slots >= 0 and room.one_too_many() is None:
+                return
+            shortest = min(slots, key=lambda slot: int(self._batch.lengths[slot]))
+            self._unclaimed.append(self._finish(shortest, is_cut=True))
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that a sample may have: attempts give way."""
+        return self.exchange.num_free_slots + len(self._attempt_slots())
+
+    def _attempt_slots(self) -> list[int]:
+        return [slot for slot, request in enumerate(self._batch.requests) if request.is_attempt]
+
     def so_far(self, keys: Collection[SampleKey]) -> list[Completion]:
         """Return what there is of these samples, of those in slots here; they go on."""
         slots = [slot for slot, request in enumerate(self._batch.requests) if request.key in keys]
@@ -329,8 +367,9 @@ class Engine:
 
     def cancel_all(self) -> list[SampleRequest]:
         """Drop every open sample and return their requests."""
-        cancelled = [*self._batch.requests, *(state.request for state in self._waiting)]
+        cancelled = [*self._batch.requests, *(s.request for s in (*self._waiting, *self._attempts))]
         self._waiting.clear()
+        self._attempts.clear()
         self._unclaimed.clear()
         while len(self._batch):
             self.exchange.vacate(len(self._batch) - 1)
@@ -378,8 +417,10 @@ class Engine:
     def _admit(self) -> None:
         first, room, kept = len(self._batch), self.exchange.kv_admission, []
         free = self.runner.pool.num_slots - first - self.exchange.num_reserved
-        while free > 0 and self._waiting and room.admits(self._waiting[0].num_committed_tokens):
-            kept.append(self.exchange.take_kept(self._batch.add(self._waiting.popleft())))
+        while free > 0 and (line := self._waiting or self._attempts):
+            if not room.admits(line[0].num_committed_tokens):
+                break
+            kept.append(self.exchange.take_kept(self._batch.add(line.popleft())))
             free -= 1
         room.hold()
         if len(self._batch) == first:

@@ -48,6 +48,8 @@ class PolicyOrigin:
 
     speculation: SpeculationConfig
     profile: Profile | None = None
+    takes_drafts: bool = False
+    "of requests"
 
 
 def encode_step_log(records: Iterable[StepRecord], origin: PolicyOrigin) -> bytes:
@@ -56,7 +58,11 @@ def encode_step_log(records: Iterable[StepRecord], origin: PolicyOrigin) -> byte
     Raises DataError when a draft's scores are not float32: they would not come back as they were.
     """
     profile = None if origin.profile is None else asdict(origin.profile)
-    tree = {"speculation": origin.speculation.model_dump(mode="json"), "profile": profile}
+    tree = {
+        "speculation": origin.speculation.model_dump(mode="json"),
+        "profile": profile,
+        "takes_drafts": origin.takes_drafts,
+    }
     schema = _SCHEMA.with_metadata({_VERSION_KEY: VERSION, _ORIGIN_KEY: json.dumps(tree).encode()})
     file = io.BytesIO()
     pq.write_table(pa.Table.from_pylist([_row(record) for record in records], schema=schema), file)
@@ -93,7 +99,11 @@ def _read_part(path: Path) -> tuple[list[StepRecord], PolicyOrigin]:
             raise ValueError(f"its version is {version}, expected {VERSION}")
         tree = json.loads(metadata[_ORIGIN_KEY])
         profile = None if tree["profile"] is None else profile_from_tree(tree["profile"])
-        origin = PolicyOrigin(speculation=SpeculationConfig(**tree["speculation"]), profile=profile)
+        origin = PolicyOrigin(
+            speculation=SpeculationConfig(**tree["speculation"]),
+            profile=profile,
+            takes_drafts=tree.get("takes_drafts", False),
+        )
         return [_record(row) for row in table.to_pylist()], origin
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path} is not a step log this version can read: {one_line(str(error))}") from error

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from ...core.decode_records import InstanceLoad, StepRecord
 from ...core.errors import RlhfSpecError
 from ...core.progress import Progress
-from ...core.records import Completion, SampleKey
+from ...core.records import ATTEMPT_EPOCH, Completion, SampleKey
+from ...core.weight_records import WeightManifest
 from ...policies.migration.move_messages import MoveReport
 from ..actor_messages import HeldSamples, PollReply
 from ..trace_events import TraceLog
@@ -240,6 +241,7 @@ class DecodeLoop:
                 case LoadOrder() if self._is_settling:
                     self._later.append((order, future))
                 case LoadOrder():
+                    self._end_attempts(order.manifest)
                     future.set_result(
                         self._host.load_weights(order.manifest, order.chunks)
                         if order.group is None
@@ -290,9 +292,16 @@ class DecodeLoop:
             )
         for request in order.requests:
             self._host.engine.submit(request)
-            self.open_epochs[request.key] = request.epoch
+            if not request.is_attempt:
+                self.open_epochs[request.key] = request.epoch
         with self._changed:
             self._changed.notify_all()
+
+    def _end_attempts(self, manifest: WeightManifest) -> None:
+        """What was made ahead under the weights before is told, and drafted from under these."""
+        if self._host.engine is not None and manifest.model == "target":
+            if ended := self._host.engine.end_attempts():
+                self._report_state(ended)
 
     def _cut(self, keys: Collection[SampleKey]) -> None:
         """End these samples in the engine; one that is on its way comes up elsewhere, or here at a later order."""
@@ -309,6 +318,7 @@ class DecodeLoop:
 
     def _ended_samples(self, ended: Sequence[Completion]) -> None:
         """Forget samples that have ended here; who moves them is told."""
+        ended = [completion for completion in ended if completion.epoch != ATTEMPT_EPOCH]
         for completion in ended:
             if self.open_epochs.get(completion.key) == completion.epoch:
                 self.open_epochs.pop(completion.key)

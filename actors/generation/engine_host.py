@@ -312,6 +312,7 @@ class ManifestHost:
             profile=self._spec.profile,
             backend=self._backend,
             verdicts=self._verdicts(),
+            takes_drafts=self._spec.takes_drafts,
         )
         self._engine.stop_strings = self._spec.stop_strings
         if self._spec.step_log:

@@ -260,7 +260,11 @@ class GenerationActor:
         from ...profiles.step_log import PolicyOrigin, encode_step_log
 
         records = self._carry_out(StepLogOrder(), timeout_s)
-        origin = PolicyOrigin(speculation=self._spec.speculation, profile=self._spec.profile)
+        origin = PolicyOrigin(
+            speculation=self._spec.speculation,
+            profile=self._spec.profile,
+            takes_drafts=self._spec.takes_drafts,
+        )
         return encode_step_log(records, origin) if records else b""
 
     def _carry_out(self, order: LoopOrder, timeout_s: float) -> Any:

@@ -49,7 +49,7 @@ class MigrationDestination:
             return f"it may get {prepare.most_tokens} tokens, the context here is {engine.max_total_tokens}"
         if prepare.order.key in self._context.open_epochs:
             return f"a copy of sample {prepare.order.key.sample_index} is still open here"
-        if engine.exchange.num_free_slots <= 0:
+        if engine.num_free_slots <= 0:
             return f"no free slot among {engine.runner.pool.num_slots}"
         return ""
 
@@ -82,6 +82,7 @@ class MigrationDestination:
     def _keep_slot(self, *, expect_frames: bool) -> None:
         order, prepare = self.machine.order, self.machine.prepare
         self._context.engine().exchange.num_reserved += 1
+        self._context.engine().give_way()
         self._has_slot = True
         frames = cut_into_frames(prepare.cached_tokens, prepare.token_bytes, frame_bytes=prepare.frame_bytes)
         ticket = None

@@ -38,7 +38,8 @@ def evaluate(
 ) -> int:
     r"""Evaluate a model on a file of prompts.
 
-    Generate and score a model's responses to a file of prompts, as evaluations within a run do. Several are compared.
+    Generate and score a model's responses to a file of prompts, as evaluations within a run do. Several are compared
+    over common noise: they draft from the first one's responses, and what changed is told with its standard error.
 
       rlhfspec eval --model runs/a/checkpoints/best --data test.jsonl --reward gsm8k
       rlhfspec eval --model base runs/a/checkpoints/target --config configs/gsm8k_ppo.yaml --data test.jsonl \
@@ -74,10 +75,10 @@ def evaluate(
             for name in model
         ]
         configs = [with_time(resolve_models(one, report), now) for one in configs]
-        results = []
+        results: list[ModelResult] = []
         for name, one in zip(model, configs, strict=True):
             report.stage(f"evaluating {name}")
-            results.append(evaluate_model(plan_evaluation(one), report))
+            results.append(evaluate_model(plan_evaluation(one), report, next(iter(results), None)))
         report.stop()
         _print(model, results, report)
         if out is not None:

@@ -166,7 +166,8 @@ def replay(
 
     records, origin = read_step_log(log)
     _require_whole(records, log)
-    found = replay_log(build_policy(origin.speculation, origin.profile), records)
+    policy = build_policy(origin.speculation, origin.profile, takes_drafts=origin.takes_drafts)
+    found = replay_log(policy, records)
     if found is None:
         print(
             f"{len(records)} decode steps of policy {origin.speculation.policy}: every decision comes out again"

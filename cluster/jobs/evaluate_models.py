@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..plan.reward_plan import check_reward, reward_columns
 from ..plan.run_plan import RunPlan
 from ..plan.topology import plan_topology
 from ..ray_start.ray_session import ray_session
-from ..run.evaluate import evaluate, evaluation_requests
+from ..run.evaluate import by_key, evaluate, evaluation_requests
 from ..run.stream import RolloutStream
 from ..system.system import running_generation
 
@@ -92,9 +92,12 @@ def with_drafter(tree: dict[str, Any], model: str) -> dict[str, Any]:
     return {"models": models, "speculation": speculation}
 
 
-def evaluate_model(plan: RunPlan, report: Reporter) -> ModelResult:
-    """Evaluate the target of a plan on Ray. Raises what the stream raises."""
-    evaluation = plan.inputs.evaluation
+def evaluate_model(plan: RunPlan, report: Reporter, first: ModelResult | None = None) -> ModelResult:
+    """Evaluate the target of a plan on Ray; of the `first` model's responses it drafts, and is compared with them.
+
+    Raises what the stream raises.
+    """
+    evaluation, plan = plan.inputs.evaluation, replace(plan, brings_drafts=first is not None)
     assert evaluation is not None
     for line in evaluation.lines:
         report.note(line)
@@ -103,7 +106,9 @@ def evaluate_model(plan: RunPlan, report: Reporter) -> ModelResult:
         running_generation(plan, session, note=report.note) as system,
     ):
         report.start(1)
-        done = evaluate(RolloutStream(system, report), evaluation_requests(evaluation, round_number=0))
+        earlier = by_key(first.rollouts) if first is not None else {}
+        requests = evaluation_requests(evaluation, round_number=0, earlier=earlier)
+        done = evaluate(RolloutStream(system, report), requests, earlier)
         report.stop()
     return ModelResult(
         model=plan.config.models.target,
@@ -139,6 +144,7 @@ def plan_evaluation(config: Config) -> RunPlan:
     models.require_served(
         config.speculation,
         max_total_tokens=evaluation.max_total_tokens + config.max_first_words_tokens,
+        takes_drafts=True,
         ranks=config.cluster.generation.tensor_parallel,
     )
     check_reward(config.reward, reward_columns(config.data, config.evaluation))

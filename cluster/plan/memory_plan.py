@@ -199,7 +199,7 @@ class MemoryNeeds:
         self._target_bytes = self._target.weight_bytes(self._dtype)
         self._draft_bytes = self._draft.weight_bytes(self._draft_dtype) if self._draft else 0
         self._num_samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
-        self._num_nodes = most_nodes(config.speculation)
+        self._num_nodes = most_nodes(config.speculation, takes_drafts=config.takes_drafts)
         trainer, auto = config.trainer, config.learns_on_gpu and self._dtype == "bfloat16"
         self._in_bfloat16 = auto if trainer.compute_dtype == "auto" else trainer.compute_dtype == "bfloat16"
         most_rows = min(trainer.minibatch_size, self._num_samples)

@@ -57,15 +57,18 @@ class CheckedModels:
         limits = [limit for one in self.configs.values() if (limit := max_context_tokens(one))]
         return min(limits, default=None)
 
-    def require_served(self, speculation: SpeculationConfig, *, max_total_tokens: int, ranks: int) -> None:
+    def require_served(
+        self, speculation: SpeculationConfig, *, max_total_tokens: int, ranks: int, takes_drafts: bool = False
+    ) -> None:
         """Raise ModelError for a model that the engine of an instance refuses when it is built.
 
         Args:
             speculation: what drafts, and how much.
             max_total_tokens: of a sample.
             ranks: of an instance.
+            takes_drafts: requests may bring drafts.
         """
-        nodes = most_nodes(speculation)
+        nodes = most_nodes(speculation, takes_drafts=takes_drafts)
         if speculation.policy == "goodput" and nodes:
             # the profile's engine drafts more
             nodes = max(nodes, MAX_PROFILED_NODES)

@@ -90,7 +90,8 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
         inputs, models.context_tokens, config.sampling.max_new_tokens, config.max_first_words_tokens
     )
     total, ranks = inputs.max_total_tokens, config.cluster.generation.tensor_parallel
-    models.require_served(config.speculation, max_total_tokens=total, ranks=ranks)
+    drafts = config.takes_drafts
+    models.require_served(config.speculation, max_total_tokens=total, ranks=ranks, takes_drafts=drafts)
     reward = check_reward(config.reward, reward_columns(config.data, config.evaluation))
     environment = _made_environment(config.environment)
     evaluated = inputs.evaluation.prompts if inputs.evaluation is not None else ()

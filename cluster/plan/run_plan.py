@@ -53,6 +53,8 @@ class RunPlan:
     "what a run says at its start"
     takes_any_stop: bool = False
     "requests may name stop strings that the config does not"
+    brings_drafts: bool = False
+    "requests may bring drafts, whatever the config says"
 
     @property
     def reward(self) -> RewardConfig:
@@ -103,6 +105,7 @@ class RunPlan:
             instance=instance,
             engine=config.engine,
             speculation=config.speculation,
+            takes_drafts=config.takes_drafts or self.brings_drafts,
             dtype=config.models.dtype,
             max_total_tokens=self.inputs.max_total_tokens,
             vocab_size=num_token_ids(self.inputs.tokenizer),

@@ -2,23 +2,27 @@
 
 Every evaluation asks for the same samples under the same keys, of a stream of their own: equal weights give equal
 tokens, and training is the same to the bit with evaluations or without. A key that is asked for again comes under
-higher epochs (`core.records.next_round`).
+higher epochs (`core.records.next_round`). Neighbouring weights give nearly equal tokens: the last evaluation's
+responses are drafts, and what changed is told over common noise (`evaluation.fresh_keys`: neither).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...core.files import append_whole, storage_errors
-from ...core.records import EPOCHS_OF_A_ROUND, SampleKey, SampleRequest, Stream
+from ...core.records import EPOCHS_OF_A_ROUND, Rollout, SampleKey, SampleRequest, Stream
 from ...core.settings.evaluation import MAX_SAMPLES_PER_PROMPT
 from ..folder.layout import RunDir
-from ..folder.rollouts import write_rollouts
+from ..folder.rollouts import locations_in, read_recorded, write_rollouts
 from ..observe.console import Reporter
 from ..observe.iteration_metrics import evaluation_metrics
+from ..observe.paired_change import paired_change
 from ..plan.evaluation_prompts import EvaluationPrompts
 from ..resume.checkpoints import save_best
 from ..resume.run_state import EvaluationMarks
@@ -27,6 +31,10 @@ from .recorder import Recorder
 from .stream import Collected, RolloutStream
 
 _ALWAYS_THERE = "eval/reward_mean"
+_MOST_SAMPLES = 1 << 40
+"Of one evaluation: those of another with fresh keys come behind."
+Earlier = Mapping[SampleKey, Rollout]
+"Rollouts of other weights by their keys."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,35 +46,55 @@ class Evaluated:
     seconds: float
 
 
-def evaluation_requests(evaluation: EvaluationPrompts, *, round_number: int) -> list[SampleRequest]:
-    """The samples of an evaluation, those of one prompt side by side; `asking` counts evaluations of a run from 0.
+def evaluation_requests(
+    evaluation: EvaluationPrompts,
+    *,
+    round_number: int,
+    fresh_keys: bool = False,
+    earlier: Earlier | None = None,
+) -> list[SampleRequest]:
+    """The samples of an evaluation, those of one prompt side by side; `round_number` counts those of a run from 0.
 
     A sample's index depends on its prompt's place and its own number alone: more samples a prompt, or more prompts,
-    leave the others as they are.
+    leave the others as they are; with `fresh_keys` on the round, too. `earlier` responses are drafts.
     """
-    return [
-        SampleRequest(
-            key=SampleKey(
-                run_seed=evaluation.run_seed,
-                stream=Stream.EVAL,
-                sample_index=place * MAX_SAMPLES_PER_PROMPT + number,
-            ),
+    first = round_number * _MOST_SAMPLES if fresh_keys else 0
+
+    def request(place: int, number: int) -> SampleRequest:
+        index, prompt = first + place * MAX_SAMPLES_PER_PROMPT + number, evaluation.prompts[place]
+        key = SampleKey(run_seed=evaluation.run_seed, stream=Stream.EVAL, sample_index=index)
+        known = (earlier or {}).get(key)
+        is_same = known is not None and np.array_equal(known.prompt.token_ids, prompt.token_ids)
+        return SampleRequest(
+            key=key,
             prompt=prompt,
             sampling=evaluation.sampling,
             group_id=place,
             epoch=round_number * EPOCHS_OF_A_ROUND,
+            draft=known.completion.token_ids if known is not None and is_same else None,
         )
-        for place, prompt in enumerate(evaluation.prompts)
-        for number in range(evaluation.samples_per_prompt)
-    ]
+
+    places = range(len(evaluation.prompts))
+    return [request(place, number) for place in places for number in range(evaluation.samples_per_prompt)]
 
 
-def evaluate(stream: RolloutStream, requests: Sequence[SampleRequest]) -> Evaluated:
-    """Generate and score the samples with the weights that the instances hold. Raises what the stream raises."""
+def evaluate(
+    stream: RolloutStream, requests: Sequence[SampleRequest], earlier: Earlier | None = None
+) -> Evaluated:
+    """Generate and score the samples with the weights that the instances hold. Raises what the stream raises.
+
+    Of `earlier` rollouts under the same keys the change is told.
+    """
     began_s = time.perf_counter()
     collected = stream.collect(requests, label="evaluate")
     metrics = evaluation_metrics(collected.rollouts, collected.skipped_groups)
+    metrics |= paired_change(collected.rollouts, earlier or {})
     return Evaluated(collected=collected, metrics=metrics, seconds=time.perf_counter() - began_s)
+
+
+def by_key(rollouts: Sequence[Rollout]) -> dict[SampleKey, Rollout]:
+    """The rollouts of an evaluation, for the next one."""
+    return {rollout.completion.key: rollout for rollout in rollouts}
 
 
 class Evaluator:
@@ -88,6 +116,7 @@ class Evaluator:
         marks = marks or EvaluationMarks()
         self._metric = marks.metric or self._settings.metric
         self._num_done, self._best = marks.num_done, marks.best
+        self._earlier = {} if self._settings.fresh_keys or not self._num_done else _last_of(run_dir)
 
     @property
     def marks(self) -> EvaluationMarks:
@@ -119,9 +148,13 @@ class Evaluator:
     def _evaluate(self, evaluation: EvaluationPrompts, *, num_iterations: int) -> dict[str, float]:
         began_s = time.perf_counter()
         system = self._system
-        requests = evaluation_requests(evaluation, round_number=self._num_done)
+        fresh_keys = self._settings.fresh_keys
+        requests = evaluation_requests(
+            evaluation, round_number=self._num_done, fresh_keys=fresh_keys, earlier=self._earlier
+        )
         self._num_done += 1
-        done = evaluate(self._stream, requests)
+        done = evaluate(self._stream, requests, self._earlier)
+        self._earlier = {} if fresh_keys else by_key(done.collected.rollouts)
         self._recorder.pass_over(system.generation.instances)
         self._write_samples(done, num_iterations)
         is_best = self._take_mark(done.metrics) and num_iterations > 0
@@ -159,10 +192,19 @@ class Evaluator:
         write_rollouts(path, done.collected.rollouts)
 
 
+def _last_of(run_dir: RunDir) -> dict[SampleKey, Rollout]:
+    """What the run evaluated last before it was stopped."""
+    files = sorted(run_dir.evaluated_file(0).parent.glob("evaluation_*.parquet"))
+    return by_key([one.rollout for file in files[-1:] for one in read_recorded(locations_in(file))])
+
+
 def _line(num_iterations: int, done: Evaluated, metric: str, *, is_best: bool) -> str:
     shown = dict.fromkeys([metric, "eval/reward_mean", "eval/accuracy", "eval/pass_at_k"])
     metrics = "  ".join(
         f"{name.removeprefix('eval/')} {done.metrics[name]:.3f}" for name in shown if name in done.metrics
     )
+    if (change := done.metrics.get("eval/reward_change")) is not None:
+        stderr = done.metrics["eval/reward_change_stderr"]
+        metrics += f"  change {change:+.3f} (standard error {stderr:.3f})"
     when = f"after iteration {num_iterations}" if num_iterations else "before the first iteration"
     return f"evaluation {when}: {metrics}  ({done.seconds:.1f} s{', the best so far' if is_best else ''})"

@@ -31,6 +31,9 @@ class EvaluationConfig(Section):
     temperature: float = Field(default=0.0, ge=0.0)
     "0: greedy"
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    fresh_keys: bool = False
+    """every evaluation draws noise of its own; else all draw the same: changes show best, and the last one's responses
+    are drafts"""
     max_new_tokens: int | None = Field(default=None, ge=1)
     "null: sampling.max_new_tokens"
     keep_best: bool = True

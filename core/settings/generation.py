@@ -66,6 +66,11 @@ class SpeculationConfig(Section):
     "suffix: responses to look up in, of each instance; the prompts used longest ago go first"
 
     @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted but what requests bring."""
+        return self.policy != "off" and self.drafter != "none"
+
+    @property
     def names_draft(self) -> bool:
         """Whether models.draft must name what drafts: a model of its own, or a head."""
         return self.drafter in ("model", "head")
@@ -83,7 +88,7 @@ class SpeculationConfig(Section):
     @property
     def needs_profile(self) -> bool:
         """Whether the policy needs a profile of what drafts."""
-        return self.policy == "goodput" and self.drafter != "none"
+        return self.policy == "goodput" and self.drafts
 
     @property
     def remembers(self) -> bool:
@@ -177,9 +182,32 @@ class RolloutConfig(Section):
     schedule: Literal["recorded", "free"] = "recorded"
     """max_staleness above 0; recorded: what decodes from which version follows from counts of tokens, and two runs are
     equal; free: a version is taken when it is there, at whatever token a response has reached"""
+    look_ahead: Annotated[
+        Literal["off", "auto"] | Annotated[int, Field(ge=1)],
+        BeforeValidator(lambda one: "off" if one is False else one),
+    ] = "off"
+    """max_staleness 0: free slots, those beside the update too, begin the next batch under the weights that there are;
+    what comes of it is a draft for the same samples under the new ones. auto: where that is predicted to pay; a number:
+    so many samples of each instance at most, whatever is predicted"""
     over_provisioning: float | None = Field(default=None, gt=0.0, le=8.0)
     """schedule free: batches of prompts that run beyond the next update's, 1 by default; those that end first are
     learned from, none later than max_staleness allows"""
+
+
+def require_look_ahead(rollout: RolloutConfig, *, environment: str | None, dynamic_sampling: bool) -> None:
+    """Raise ValueError where no next batch can be begun ahead of an update."""
+    if rollout.look_ahead == "off":
+        return
+    for setting, is_so in (
+        (f"rollout.max_staleness {rollout.max_staleness}", rollout.max_staleness > 0),
+        ("algorithm.dynamic_sampling true", dynamic_sampling),
+        (f"environment.kind {environment}", environment is not None),
+    ):
+        if is_so:
+            raise ValueError(
+                f"rollout.look_ahead is {rollout.look_ahead} and {setting}: the next batch is not known ahead, or "
+                "sampled ahead anyway; set look_ahead to off, or leave the other at its default"
+            )
 
 
 def require_schedule(rollout: RolloutConfig, *, environment: str | None) -> None:

@@ -105,6 +105,15 @@ class Drafter:
         return
 
     @property
+    def num_brought(self) -> int:
+        """Running samples whose requests brought a draft that they agree with so far."""
+        return 0
+
+    def working(self) -> Drafter:
+        """Itself, or of a list the one drafter that can have anything to propose in this step."""
+        return self
+
+    @property
     def parts(self) -> tuple[Drafter, ...]:
         """The drafters that this one is a list of: itself."""
         return (self,)

@@ -48,6 +48,15 @@ class DrafterList(Drafter):
         "nodes are, in this step"
         self._mean_accepted = FIRST_MEAN
 
+    def working(self) -> Drafter:
+        """See `Drafter`: the one that computes where nothing can be looked up."""
+        return self if self.looked_up.may_find else self.computed
+
+    @property
+    def num_brought(self) -> int:
+        """See `Drafter`."""
+        return self.looked_up.num_brought
+
     @property
     def parts(self) -> tuple[Drafter, ...]:
         """In the order that they are asked in."""

@@ -72,6 +72,16 @@ class LookUpDrafter(Drafter):
         """Forget what its request brought."""
         self._brought.pop(slot, None)
 
+    @property
+    def num_brought(self) -> int:
+        """See `Drafter`."""
+        return len(self._brought)
+
+    @property
+    def may_find(self) -> bool:
+        """Whether there is anything to look up in."""
+        return bool(self._brought)
+
     def draft(
         self, batch: RunningBatch, budget: Budget, noise: Noise, refinement: Refinement | None = None
     ) -> DraftTree | None:

@@ -75,6 +75,11 @@ class SuffixDrafter(LookUpDrafter):
         held = (*self._idle.values(), *self._running.values())
         return sum(len(prompt.automaton) for prompt in held if prompt.automaton is not None)
 
+    @property
+    def may_find(self) -> bool:
+        """See `LookUpDrafter`: what was said before."""
+        return True
+
     def remember(self, responses: Iterable[tuple[Int[np.ndarray, " P"], Int[np.ndarray, " T"]]]) -> None:
         """Take finished responses, of other instances or earlier iterations: token ids of prompt and response."""
         for token_ids, response in responses:

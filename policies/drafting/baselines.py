@@ -131,6 +131,14 @@ WINDOW = 300
 Shape = tuple[int, int, int]
 
 
+class BroughtPolicy(FixedPolicy):
+    """Drafts what requests bring and nothing else: plain decoding where none of them has anything left."""
+
+    def plan(self, state: DecodeState) -> Budget:
+        """Return the constant budget, or a plain one."""
+        return super().plan(state) if state.num_brought else PLAIN
+
+
 class BanditPolicy:
     """Epsilon-greedy over chains and trees, by batch size."""
 

@@ -26,7 +26,7 @@ from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.observe.summary import STEP_PARTS, UPDATE_PARTS
 from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.ray_start.ray_session import RaySession
-from rlhfspec.cluster.run.evaluate import evaluate, evaluation_requests
+from rlhfspec.cluster.run.evaluate import by_key, evaluate, evaluation_requests
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.run.recorder import Recorder
 from rlhfspec.cluster.run.stream import RolloutStream
@@ -290,9 +290,13 @@ def evaluations(trained: Trained) -> list[dict]:
 
 def test_the_same_weights_give_the_same_samples_and_the_samples_differ_among_themselves(trained):
     system, before = trained.system, rows_of(trained.run_dir.evaluated_file(ITERATIONS))
-    again = evaluate(
-        RolloutStream(system, Reporter()), evaluation_requests(system.evaluation, round_number=900)
-    )
+    asked = evaluation_requests(system.evaluation, round_number=900)
+    again = evaluate(RolloutStream(system, Reporter()), asked)
+    earlier = by_key(again.collected.rollouts)
+    asked = evaluation_requests(system.evaluation, round_number=901, earlier=earlier)
+    drafted = evaluate(RolloutStream(system, Reporter()), asked, earlier)
+    assert drafted.metrics["eval/responses_equal"] == 1.0
+    assert drafted.collected.stats.num_decode_steps < 0.5 * again.collected.stats.num_decode_steps
     assert [row["response_token_ids"] for row in before] == [
         rollout.completion.token_ids.tolist() for rollout in again.collected.rollouts
     ]
@@ -306,6 +310,7 @@ def test_the_first_weights_every_second_and_the_last_are_evaluated_and_said(trai
     assert [one["weight_version"] for one in told] == [0, 2, 3]
     metrics = read_metrics(trained.run_dir.metrics_file)
     assert ["eval/reward_mean" in row for row in metrics] == [False, True, True]
+    assert ["eval/reward_change" in one for one in told] == [False, True, True]
     assert metrics[1]["eval/reward_mean"] == told[1]["eval/reward_mean"]
     assert metrics[1]["time/iteration_s"] > metrics[1]["time/evaluate_s"] > 0.0
     # a share of vowels is neither right nor wrong

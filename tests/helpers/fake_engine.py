@@ -84,6 +84,9 @@ class FakeEngine:
                 done.append(self.completion(request))
         return done
 
+    def end_attempts(self) -> list[Completion]:
+        return []
+
     def cut(self, keys: Collection[SampleKey]) -> list[Completion]:
         ended = [self.running.pop(key) for key in list(self.running) if key in keys]
         return [self.completion(request, cut_at=length) for request, length in ended]
