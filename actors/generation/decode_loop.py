@@ -299,9 +299,9 @@ class DecodeLoop:
 
     def _end_attempts(self, manifest: WeightManifest) -> None:
         """What was made ahead under the weights before is told, and drafted from under these."""
-        if self._host.engine is not None and manifest.model == "target":
-            if ended := self._host.engine.end_attempts():
-                self._report_state(ended)
+        engine = self._host.engine
+        if engine is not None and manifest.model == "target" and (ended := engine.end_attempts()):
+            self._report_state(ended)
 
     def _cut(self, keys: Collection[SampleKey]) -> None:
         """End these samples in the engine; one that is on its way comes up elsewhere, or here at a later order."""
