@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 533
+MAX_SOURCE_FILES = 535
 MAX_LINES_OF_A_ROOM = {
     "core": 2474,
     "core/settings": 2122,
@@ -252,7 +252,7 @@ MAX_LINES_OF_A_ROOM = {
     "policies/migration": 564,
     "policies/reallocation": 1281,
     "policies/scaling": 353,
-    "policies/scheduling": 1456,
+    "policies/scheduling": 1810,
     "policies/simulate": 2967,
     "policies/staleness": 689,
     "engine": 2332,

@@ -24,6 +24,16 @@ class SamplesArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptsArrived:
+    """The next batch's samples, which may be begun under the weights that there are; once this batch was asked for.
+
+    It takes the place of what was announced before.
+    """
+
+    requests: tuple[SampleRequest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceJoined:
     """An instance with loaded weights offers `num_slots` running samples."""
 
@@ -85,7 +95,16 @@ class Cut:
     "None: all, those too that arrive until none is open"
 
 
-Event = SamplesArrived | InstanceJoined | InstanceReported | InstanceGone | InstanceLeaves | ClockTicked | Cut
+Event = (
+    SamplesArrived
+    | AttemptsArrived
+    | InstanceJoined
+    | InstanceReported
+    | InstanceGone
+    | InstanceLeaves
+    | ClockTicked
+    | Cut
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

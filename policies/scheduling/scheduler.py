@@ -16,15 +16,17 @@ from dataclasses import replace
 
 from ...core.awake import AwakeClock
 from ...core.errors import RlhfSpecError
-from ...core.records import Completion, SampleKey, SampleRequest, next_round
+from ...core.records import ATTEMPT_EPOCH, Completion, SampleKey, SampleRequest, next_round
 from ..migration.move_messages import MoveOutcome
 from ..reallocation.pool_records import Move, ReallocationPolicy
 from ..scaling.scaling_policy import ScalingPolicy
 from ..scaling.scaling_records import Starts
 from .accepted import Accepted, compare
+from .attempts import AttemptCounts, Attempts
 from .ending_samples import cut
 from .events import (
     Alarm,
+    AttemptsArrived,
     ClockTicked,
     Cut,
     Deliver,
@@ -42,6 +44,7 @@ from .events import (
 )
 from .leaving import let_go, moves_away
 from .ledger import Binding, Ledger, verdict_for
+from .look_ahead import LookAheadLaw
 from .lost_instances import lose, lose_silent, why_stuck
 from .members import InstanceState, Member, Members
 from .open_samples import OpenSample, digest, is_whole
@@ -64,6 +67,7 @@ class Scheduler:
         binding: Binding = "pull",
         reallocation: ReallocationPolicy | None = None,
         scaling: ScalingPolicy | None = None,
+        look_ahead: LookAheadLaw | None = None,
         term: int = 0,
     ) -> None:
         """A scheduler of no instances.
@@ -74,6 +78,7 @@ class Scheduler:
                 systems that split a batch up front; a baseline.
             reallocation: which running samples to move; None moves none.
             scaling: how many instances there should be; None: the pool's size is left as it is.
+            look_ahead: how many attempts at the next batch run in slots that no sample wants; None: none.
             term: number of schedulers before this one in the run.
         """
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -83,6 +88,7 @@ class Scheduler:
         self._starts, self._may_leave = Starts(), frozenset[str]()
         self._ledger = Ledger(binding=binding, prefix=f"{term}-")
         self._accepted = Accepted()
+        self._attempts = Attempts(look_ahead)
         self._max_new_tokens = 1
         self._cut_keys: Set[SampleKey] = frozenset()
         self._is_cutting = self._is_settled = False
@@ -102,6 +108,11 @@ class Scheduler:
     def num_delivered(self) -> int:
         """Samples delivered so far."""
         return self._accepted.num_delivered
+
+    @property
+    def attempt_counts(self) -> AttemptCounts:
+        """Of attempts, so far."""
+        return self._attempts.counts
 
     @property
     def awake_s(self) -> float:
@@ -136,6 +147,9 @@ class Scheduler:
             case SamplesArrived():
                 self._arrive(event.requests)
                 orders: list[Order] = []
+            case AttemptsArrived():
+                self._attempts.announce(event.requests, self._ledger.samples)
+                orders = []
             case InstanceJoined():
                 self._join(event)
                 orders = []
@@ -161,6 +175,9 @@ class Scheduler:
             self._cut_keys &= self._ledger.samples.keys()
         if not (self._is_settled and isinstance(event, InstanceReported)):
             orders += self._ledger.pull() + let_go(self._ledger)
+            # a report frees slots of its own instance, and moves those of others
+            freed = [event.instance] if isinstance(event, InstanceReported) and not event.moves else None
+            orders += [] if self._is_cutting else self._attempts.place(self._ledger, freed)
             self._is_settled = True
         if isinstance(event, ClockTicked):
             self._look_at_activity()
@@ -232,6 +249,7 @@ class Scheduler:
         binding: Binding = "pull",
         reallocation: ReallocationPolicy | None = None,
         scaling: ScalingPolicy | None = None,
+        look_ahead: LookAheadLaw | None = None,
         term: int = 0,
     ) -> tuple[Scheduler, list[Order]]:
         """A scheduler that goes on where a dead one stopped.
@@ -247,6 +265,7 @@ class Scheduler:
             binding=binding,
             reallocation=reallocation,
             scaling=scaling,
+            look_ahead=look_ahead,
             term=term,
         )
         machine._arrive(tuple(requests))
@@ -286,7 +305,7 @@ class Scheduler:
                     "once, or again under the epochs of a next asking; the data cursor must never reuse one"
                 )
             self._accepted.ask_again(request.key)
-            self._ledger.add(request)
+            self._ledger.add(self._attempts.draft_for(request))
             self._max_new_tokens = max(self._max_new_tokens, request.sampling.max_new_tokens)
 
     def _join(self, event: InstanceJoined) -> None:
@@ -371,6 +390,9 @@ class Scheduler:
 
     def _complete(self, instance: str, completion: Completion) -> list[Order]:
         key, epoch = completion.key, completion.epoch
+        if epoch == ATTEMPT_EPOCH:
+            self._attempts.take(instance, completion)
+            return []
         if (accepted := self._accepted.get(key)) is not None:
             is_of_another_round = next_round(epoch) != next_round(accepted[0])
             return [] if is_of_another_round else compare(accepted, key, instance, epoch, digest(completion))
@@ -392,6 +414,7 @@ class Scheduler:
         self.members[instance].owned.remove(key)
         delivered = (epoch, digest(completion))
         self._accepted.add(key, *delivered)
+        self._attempts.compare(sample.request, completion)
         for policy in (self._reallocation, self._scaling):
             # lengths that forecasts go by are those of whole responses
             if policy is not None and is_whole(sample.request, completion):
