@@ -23,7 +23,9 @@ from ..policies.migration.move_messages import MoveReport
 from ..policies.reallocation.pool_records import ReallocationPolicy
 from ..policies.scaling.scaling_policy import ScalingPolicy
 from ..policies.scaling.scaling_records import Resize
+from ..policies.scheduling.attempts import AttemptCounts
 from ..policies.scheduling.events import Alarm, Left, MoveRecord
+from ..policies.scheduling.look_ahead import LookAheadLaw
 from ..profiles.profile import Profile
 
 if TYPE_CHECKING:
@@ -156,6 +158,8 @@ class SchedulerSettings:
     reallocation_interval_s: float
     scaling: ScalingPolicy | None = None
     "None: the pool's size is left as it is"
+    look_ahead: LookAheadLaw | None = None
+    "None: the next batch is not begun ahead"
     term: int = 0
     "counts the schedulers of a run: instances take no samples from an older one than they know of"
 
@@ -304,5 +308,9 @@ class Taken:
     planning_s: float = 0.0
     "seconds the scheduler has spent on deciding moves since it began"
     num_open: int = 0
+    attempts: AttemptCounts = field(default_factory=AttemptCounts)
+    "at the next batch, since it began"
+    why_look_ahead: str = ""
+    "whether there are any and why, in one line; empty where it was told of no next batch"
     stats: Mapping[str, GenerationStats] = field(default_factory=dict)
     "sums by instance since it began; lost ones included that this scheduler has known"

@@ -28,6 +28,7 @@ from ...policies.scaling.scaling_records import Starts
 from ...policies.scheduling.events import (
     Abandon,
     Alarm,
+    AttemptsArrived,
     ClockTicked,
     Cut,
     CutOwned,
@@ -107,6 +108,7 @@ class SchedulerActor:
             # arrays that came through the object store are read-only, and the policy learns
             "reallocation": copy.deepcopy(settings.reallocation),
             "scaling": copy.deepcopy(settings.scaling),
+            "look_ahead": copy.deepcopy(settings.look_ahead),
             "term": settings.term,
         }
 
@@ -157,6 +159,11 @@ class SchedulerActor:
         with self._changed:
             self._progress_at_s = self._machine.awake_s
             self._handle(SamplesArrived(requests=requests))
+
+    @ray.method(concurrency_group="control")
+    def look_ahead(self, requests: tuple[SampleRequest, ...]) -> None:
+        """Take note of the next batch's samples, which may be begun in free slots."""
+        self._handle(AttemptsArrived(requests=requests))
 
     @ray.method(concurrency_group="control")
     def cut(self, keys: frozenset[SampleKey] | None = None) -> None:
@@ -227,11 +234,7 @@ class SchedulerActor:
             if self._failure is not None:
                 raise self._failure
             updates, self._updates = self._updates, SchedulerUpdates()
-            return updates.taken(
-                planning_s=self._planning_s,
-                num_open=self._machine.num_open,
-                stats=self._machine.members.stats,
-            )
+            return updates.taken(planning_s=self._planning_s, machine=self._machine)
 
     def _refs_in_flight(self) -> list[Any]:
         """Start a poll where none is in flight; return all references that may answer."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...core.decode_records import GenerationStats
 from ...core.records import Completion
 from ...policies.scaling.scaling_records import Resize
 from ...policies.scheduling.events import Alarm, Left, MoveRecord
 from ...policies.scheduling.members import Members
+from ...policies.scheduling.scheduler import Scheduler
 from ..actor_messages import InstanceView, LostInstance, Taken
 from ..remote import run_metrics
 
@@ -31,7 +30,7 @@ class SchedulerUpdates:
         """Whether the loop is waiting for any of it."""
         return bool(self.completions or self.lost or self.left)
 
-    def taken(self, *, planning_s: float, num_open: int, stats: Mapping[str, GenerationStats]) -> Taken:
+    def taken(self, *, planning_s: float, machine: Scheduler) -> Taken:
         """All of it, beside how things stand."""
         return Taken(
             completions=tuple(self.completions),
@@ -42,8 +41,10 @@ class SchedulerUpdates:
             drafter_alarms=tuple(self.drafter_alarms),
             moves=tuple(self.moves),
             planning_s=planning_s,
-            num_open=num_open,
-            stats=stats,
+            num_open=machine.num_open,
+            attempts=machine.attempt_counts,
+            why_look_ahead=machine.why_look_ahead,
+            stats=machine.members.stats,
         )
 
 

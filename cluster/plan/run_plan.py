@@ -20,6 +20,7 @@ from ...policies.reallocation.pool_records import ReallocationPolicy
 from ...policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
 from ...policies.scaling.scaling_policy import ScalingPolicy
 from ...policies.scaling.scaling_records import Limits
+from ...policies.scheduling.look_ahead import LookAheadLaw, rows_of_curve, rows_of_profile
 from ...profiles.profile import Profile
 from .drafts import what_drafts
 from .inputs import Inputs
@@ -161,7 +162,19 @@ class RunPlan:
             else None,
             reallocation_interval_s=reallocation.interval_s,
             scaling=self._scaling(),
+            look_ahead=self._look_ahead(),
         )
+
+    def _look_ahead(self) -> LookAheadLaw | None:
+        """The law of attempts at the next batch; None where there are none."""
+        wanted, slots = self.config.rollout.look_ahead, self.config.engine.max_running_samples
+        if wanted == "off":
+            return None
+        curve = self._rate_curve()
+        rows = rows_of_curve(curve, slots) if self.profile is None else rows_of_profile(self.profile)
+        # the trainer has cores of its own only where it has a device of its own
+        shares = not self.config.learns_on_gpu or self.config.cluster.trainer.num_gpus < 1
+        return LookAheadLaw(curve, rows, most=None if wanted == "auto" else wanted, is_shared=shares)
 
     @property
     def _moves(self) -> bool:

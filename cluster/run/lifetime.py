@@ -88,6 +88,14 @@ def schedule_of(system: System) -> Schedule:
             )
             if config.algorithm.dynamic_sampling
             else None,
+            peek=partial(
+                system.cursor.peek,
+                rollout.prompts_per_iteration,
+                rollout.samples_per_prompt,
+                system.sampling,
+            )
+            if rollout.look_ahead != "off"
+            else None,
         )
     if rollout.schedule == "free":
         admission = FreeAdmission(

@@ -274,6 +274,7 @@ def _pool_metrics(run: Run, phase: Collected, num_skipped: int) -> dict[str, flo
         "rollout/invariant": float(system.generation.is_invariant),
         "reward/num_skipped": float(num_skipped),
         "data/epoch": system.cursor.num_passes,
+        **system.scheduler.attempt_metrics(),
         **phase.environment,
         **system.generation.metrics(),
     }

@@ -123,6 +123,8 @@ class RolloutStream:
         phase = self._new_phase(schedule, beside)
         phase.moves += moves
         self._ask(phase, schedule.begin(number), is_first=True)
+        if ahead := schedule.ahead(number):
+            system.scheduler.look_ahead(tuple(ahead))
         self._unsent += [(r, c, response_text(system.tokenizer, c)) for r, c in schedule.unsent()]
         while True:
             if beside is not None:

@@ -24,6 +24,7 @@ from ...core.decode_records import GenerationStats
 from ...core.errors import InstanceLost, SchedulerLost, WaitTimeout
 from ...core.records import Completion, SampleKey, SampleRequest
 from ...policies.scaling.scaling_records import Starts
+from ...policies.scheduling.attempts import AttemptCounts
 from ...policies.scheduling.members import InstanceState
 from .instance_table import InstanceTable
 
@@ -64,9 +65,12 @@ class SchedulerClient:
         self._expected: tuple[Starts, tuple[str, ...]] = (Starts(), ())
         self._planning_s = 0.0
         self._planning_before_s = 0.0
+        self._attempts = self._attempts_before = AttemptCounts()
         self._ahead: Any = None
         "a `take` on its way: the future of its answer"
         self._asked_at_s = 0.0
+        self.why_look_ahead = ""
+        "whether the next batch is begun ahead and why, in one line, as the scheduler told last"
         self._handle = make(settings)
         self._sentinel = self._handle.run.remote()
 
@@ -120,6 +124,27 @@ class SchedulerClient:
         self._asked.update((request.key, request) for request in requests)
         self._send("enqueue", requests)
 
+    def look_ahead(self, requests: tuple[SampleRequest, ...]) -> None:
+        """Tell of the next batch's samples, which may be begun in free slots. Raises SchedulerLost.
+
+        It is no wish: a new scheduler knows nothing of it, and nothing is lost.
+        """
+        self._send("look_ahead", requests)
+
+    def attempt_metrics(self) -> dict[str, float]:
+        """What became of attempts since the last call, as of the last `take`; nothing where there are none."""
+        done, self._attempts_before = self._attempts - self._attempts_before, self._attempts
+        if self._settings.look_ahead is None:
+            return {}
+        metrics = {
+            "rollout/num_attempts": float(done.num_attempts),
+            "rollout/attempted_tokens": float(done.num_attempted_tokens),
+            "rollout/num_attempt_drafts": float(done.num_drafts),
+        }
+        if done.num_draft_tokens:
+            metrics["rollout/attempts_proved"] = done.num_proved_tokens / done.num_draft_tokens
+        return metrics
+
     def cut(self, keys: frozenset[SampleKey] | None = None) -> None:
         """Have samples end where they are; `take` brings what there is of each. Raises SchedulerLost.
 
@@ -148,7 +173,8 @@ class SchedulerClient:
         """
         ahead, self._ahead = self._ahead, None
         taken = self._send("take", wait_s, ref=ahead and ahead.object_ref) or Taken()
-        self._planning_s = taken.planning_s
+        self._planning_s, self._attempts = taken.planning_s, taken.attempts
+        self.why_look_ahead = taken.why_look_ahead or self.why_look_ahead
         self._delivered.update((completion.key, completion) for completion in taken.completions)
         for name, stats in taken.stats.items():
             if name in self._instances:
@@ -203,6 +229,7 @@ class SchedulerClient:
                 )
             self._settings = replace(self._settings, term=self._settings.term + 1)
             self._planning_before_s, self._planning_s = self.planning_s, 0.0
+            self._attempts = self._attempts_before = AttemptCounts()
             self._ahead = None
             # It may be alive and out of reach only: two schedulers must not give out one sample.
             ray.kill(self._handle)

@@ -63,6 +63,15 @@ class PromptCursor:
             self._next_group_id += 1
         return requests
 
+    def peek(
+        self, num_prompts: int, samples_per_prompt: int, sampling: SamplingParams
+    ) -> list[SampleRequest]:
+        """Return what `next_requests` will, and hand out nothing."""
+        before = self.state()
+        requests = self.next_requests(num_prompts, samples_per_prompt, sampling)
+        self.restore(before)
+        return requests
+
     @property
     def num_passes(self) -> float:
         """Passes over the prompts so far."""

@@ -29,6 +29,8 @@ class AttemptCounts:
     "that instances reported of them"
     num_drafts: int = 0
     "samples that were delivered and had one"
+    num_draft_tokens: int = 0
+    "of these drafts"
     num_proved_tokens: int = 0
     "of the drafts' tokens, those before the first that differs from the sample's"
 
@@ -54,7 +56,8 @@ class Attempts:
         self._drafts: dict[SampleKey, np.ndarray] = {}
         self._drafted: set[SampleKey] = set()
         "open samples whose draft is from an attempt"
-        self._batch = self._attempts = self._tokens = self._num_drafts = self._proved = 0
+        self._batch = self._attempts = self._tokens = 0
+        self._num_drafts = self._draft_tokens = self._proved = 0
 
     @property
     def counts(self) -> AttemptCounts:
@@ -63,6 +66,7 @@ class Attempts:
             num_attempts=self._attempts,
             num_attempted_tokens=self._tokens,
             num_drafts=self._num_drafts,
+            num_draft_tokens=self._draft_tokens,
             num_proved_tokens=self._proved,
         )
 
@@ -160,6 +164,7 @@ class Attempts:
         different = np.flatnonzero(draft[:num_same] != tokens[:num_same])
         num_proved = int(different[0]) if len(different) else num_same
         self._num_drafts += 1
+        self._draft_tokens += len(draft)
         self._proved += num_proved
         self.law.observe(len(draft), num_proved)
 

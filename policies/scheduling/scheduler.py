@@ -115,6 +115,12 @@ class Scheduler:
         return self._attempts.counts
 
     @property
+    def why_look_ahead(self) -> str:
+        """One line: whether the next batch is begun ahead and why; empty where none was announced."""
+        law = self._attempts.law
+        return "" if law is None else law.why()
+
+    @property
     def awake_s(self) -> float:
         """Seconds of its clock at the last event, its own pauses left out; only differences mean something."""
         return self._ledger.now_s

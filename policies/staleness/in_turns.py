@@ -111,10 +111,14 @@ class InTurns(Schedule):
         *,
         num_iterations: int = 1,
         useful_groups: Callable[[Sequence[SampleRequest]], UsefulGroups] | None = None,
+        peek: Callable[[], list[SampleRequest]] | None = None,
     ) -> None:
-        """`next_requests`: a further batch's; `useful_groups`: of a batch, where useless groups are replaced."""
+        """`next_requests`: a further batch's; `useful_groups`: of a batch, where useless groups are replaced.
+
+        `peek`: what `next_requests` will give, where attempts are to be made at it; None: none are.
+        """
         super().__init__(num_iterations=num_iterations, max_staleness=0)
-        self._next_requests, self._useful_groups = next_requests, useful_groups
+        self._next_requests, self._useful_groups, self._peek = next_requests, useful_groups, peek
         self._groups: UsefulGroups | None = None
 
     def begin(self, phase: int) -> list[SampleRequest]:
@@ -123,6 +127,10 @@ class InTurns(Schedule):
         if self._useful_groups is not None:
             self._groups = self._useful_groups(requests)
         return self._whole_turns(self._begin_batch(phase, requests).values())
+
+    def ahead(self, phase: int) -> list[SampleRequest]:
+        """See `Schedule.ahead`."""
+        return self._peek() if self._peek is not None and phase + 1 < self.num_iterations else []
 
     def ended(self, key: SampleKey, outcome: Rollout | Unscored) -> list[SampleRequest]:
         """See `Schedule.ended`."""

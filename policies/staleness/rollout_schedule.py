@@ -90,6 +90,10 @@ class Schedule(ABC):
         every sample was left out.
         """
 
+    def ahead(self, phase: int) -> list[SampleRequest]:
+        """What the next phase will ask for, where that is known and may be begun under the weights that there are."""
+        return []
+
     def needs_filling(self, batch: int) -> bool:
         """Whether instances have to sample for a batch before the phase of its update begins."""
         return False
