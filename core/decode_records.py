@@ -39,7 +39,7 @@ class Budget:
     refined: bool = False
     "the policy is asked after every level whether to draft another, and at the end which nodes to verify"
     look_up: int = 0
-    "refined: tokens looked up for a sample, at most, to stand in place of what is computed for it"
+    "tokens looked up for a sample, at most, to stand in place of what is computed for it"
 
     @property
     def deepest(self) -> int:

@@ -102,7 +102,7 @@ class LookUpDrafter(Drafter):
     ) -> Int[np.ndarray, "B n"] | None:
         """Return one chain per sample; None when nothing is found for any."""
         started = 0.0 if refinement is None else refinement.clock()
-        found = self.found = self._find(batch, min(budget.num_nodes, budget.look_up or budget.depth))
+        found = self.found = self._find(batch, budget.look_up or min(budget.num_nodes, budget.depth))
         if refinement is not None:
             path = np.zeros((len(batch), 0), dtype=np.float32) if found is None else found.path
             refinement.offer(path, refinement.clock() - started)

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from .draft_policy import DraftPolicy
 
 
 class OffPolicy:
@@ -64,6 +65,28 @@ class FixedPolicy:
 
     def observe(self, record: StepRecord) -> None:
         """Learn nothing."""
+
+
+class WithBrought:
+    """Another policy, with room for what requests bring while some of them has anything left."""
+
+    def __init__(self, policy: DraftPolicy, *, most: int) -> None:
+        """`most`: tokens of a chain."""
+        self._policy, self._most = policy, most
+        self.max_nodes = max(policy.max_nodes, most)
+
+    def plan(self, state: DecodeState) -> Budget:
+        """Return the policy's budget, or a chain where that is plain."""
+        budget, room = self._policy.plan(state), min(self._most, state.max_remaining_tokens - 1)
+        if not state.num_brought or room < 1:
+            return budget
+        if not budget.is_plain:
+            return replace(budget, look_up=room)
+        return Budget(num_nodes=room, depth=room, branching=1, width=1, reason="drafts that requests bring")
+
+    def observe(self, record: StepRecord) -> None:
+        """Let the policy learn."""
+        self._policy.observe(record)
 
 
 def clip_depth(budget: Budget, max_depth: int) -> Budget:
@@ -129,14 +152,6 @@ WINDOW = 300
 "Decode steps of one arm in one bucket that count; TLT's server's."
 
 Shape = tuple[int, int, int]
-
-
-class BroughtPolicy(FixedPolicy):
-    """Drafts what requests bring and nothing else: plain decoding where none of them has anything left."""
-
-    def plan(self, state: DecodeState) -> Budget:
-        """Return the constant budget, or a plain one."""
-        return super().plan(state) if state.num_brought else PLAIN
 
 
 class BanditPolicy:

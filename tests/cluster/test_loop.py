@@ -296,7 +296,8 @@ def test_the_same_weights_give_the_same_samples_and_the_samples_differ_among_the
     asked = evaluation_requests(system.evaluation, round_number=901, earlier=earlier)
     drafted = evaluate(RolloutStream(system, Reporter()), asked, earlier)
     assert drafted.metrics["eval/responses_equal"] == 1.0
-    assert drafted.collected.stats.num_decode_steps < 0.5 * again.collected.stats.num_decode_steps
+    assert drafted.collected.stats.num_decode_steps < again.collected.stats.num_decode_steps
+    assert drafted.collected.stats.num_accepted_looked_up > 10
     assert [row["response_token_ids"] for row in before] == [
         rollout.completion.token_ids.tolist() for rollout in again.collected.rollouts
     ]
