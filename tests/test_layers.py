@@ -252,7 +252,7 @@ MAX_LINES_OF_A_ROOM = {
     "policies/migration": 564,
     "policies/reallocation": 1281,
     "policies/scaling": 353,
-    "policies/scheduling": 1821,
+    "policies/scheduling": 1825,
     "policies/simulate": 2967,
     "policies/staleness": 701,
     "engine": 2339,

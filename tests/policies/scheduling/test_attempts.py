@@ -115,7 +115,9 @@ def test_what_came_of_one_is_the_draft_of_its_sample_and_is_proved():
     assert before == AttemptCounts(num_attempts=2, num_attempted_tokens=6)
     orders = scheduler.handle(report("a", complete(one, "a")))
     assert isinstance(orders[0], Deliver)
-    assert scheduler.attempt_counts - before == AttemptCounts(num_drafts=1, num_proved_tokens=2)
+    assert scheduler.attempt_counts - before == AttemptCounts(
+        num_drafts=1, num_draft_tokens=4, num_proved_tokens=2
+    )
 
 
 def test_a_draft_that_a_request_brings_is_left_alone_and_not_counted():
