@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 535
+MAX_SOURCE_FILES = 536
 MAX_LINES_OF_A_ROOM = {
     "core": 2474,
-    "core/settings": 2122,
+    "core/settings": 2131,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -253,7 +253,7 @@ MAX_LINES_OF_A_ROOM = {
     "policies/reallocation": 1281,
     "policies/scaling": 353,
     "policies/scheduling": 1825,
-    "policies/simulate": 2967,
+    "policies/simulate": 3295,
     "policies/staleness": 701,
     "engine": 2339,
     "engine/attention": 457,
@@ -283,7 +283,7 @@ MAX_LINES_OF_A_ROOM = {
     "actors/transport": 1664,
     "actors/workers": 824,
     "cluster": 155,
-    "cluster/commands": 2453,
+    "cluster/commands": 2459,
     "cluster/folder": 2199,
     "cluster/jobs": 1449,
     "cluster/observe": 2458,

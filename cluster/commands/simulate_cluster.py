@@ -161,6 +161,12 @@ def _table(made: ClusterResult) -> Any:
 def _lines(made: ClusterResult, *, has_draft: bool) -> list[str]:
     training, memory = made.training, made.memory
     lines = []
+    if made.speculative.steps.why_attempted:
+        ahead = made.speculative.steps
+        lines.append(
+            f"look-ahead: {ahead.attempted_tokens:,.0f} tokens attempted a step, {ahead.proved_tokens:,.0f} proved; "
+            f"{ahead.why_attempted}"
+        )
     if has_draft:
         lines.append(
             f"speed-up: rollout {made.rollout_speedup:.2f}, step {made.step_speedup:.2f}; in turns at most "

@@ -200,6 +200,10 @@ class SimulatedStepConfig(Section):
     "with staleness, as `rollout.schedule`. recorded: phases by counts; free: no instance waits for the slowest sample"
     over_provisioning: float | None = Field(default=None, gt=0.0, le=64.0)
     "free: batches that run beyond the next update's, as `rollout.over_provisioning`; null: 1"
+    look_ahead: Literal["off", "auto"] | Annotated[int, Field(ge=1, le=10**5)] = "off"
+    "as `rollout.look_ahead`: free slots begin the next batch; auto: as many as its law says; a number: at most so many"
+    agreement_tokens: float = Field(default=2800.0, ge=1.0, le=1e9)
+    "look_ahead: mean tokens before the first that one update changes, of samples of equal noise"
     publication_s: float | None = Field(default=None, ge=0.0, le=1e6)
     "seconds from the update to new weights in the instances; null: from bytes and links"
     other_s: float = Field(default=2.0, ge=0.0, le=1e6)
@@ -228,6 +232,11 @@ class SimulatedClusterConfig(Section):
             raise ValueError(
                 "step.staleness above 0 overlaps generation with training; pools.colocated has them take turns: "
                 "set one of them to 0 or false"
+            )
+        if self.step.look_ahead != "off" and self.step.staleness:
+            raise ValueError(
+                f"step.look_ahead {self.step.look_ahead} begins batches beside updates so that no sample is stale: set "
+                "step.staleness to 0, or look_ahead to off"
             )
         if self.lengths.samples % self.lengths.group_samples:
             raise ValueError(

@@ -16,7 +16,7 @@ from ...profiles.cost import CostModel, Shape
 from ...profiles.profile import Profile, YieldCurve
 from ..drafting.cost_view import BatchCosts, CostView
 from ..drafting.recalibration import TrackRecord
-from ..drafting.shape_search import ShapeTable
+from ..drafting.shape_search import Choice, ShapeTable
 from ..reallocation.rate_curve import RateCurve
 from .roofline import Roofline
 
@@ -87,6 +87,14 @@ class AnalyticInstance:
         table = ShapeTable((chain,), deepest)
         choice = table.best({1: view}, np.diff(self.draft.accepted), TrackRecord(doubt=0.0))
         return choice.levels, choice.goodput
+
+    def step_tokens(self, samples: int, context_tokens: float, speculation: str) -> float:
+        """Tokens of each sample in a decode step."""
+        if self.draft is None or speculation == "off":
+            return 1.0
+        if speculation == "fixed":
+            return self.draft.tokens
+        return 1.0 + float(self.draft.accepted[self.best_chain(samples, context_tokens)[0]])
 
     def rate(self, samples: int, context_tokens: float, speculation: Speculation) -> float:
         """Tokens a second of the whole batch."""
@@ -160,6 +168,17 @@ def last_step_tokens(profile: Profile, *, samples: int, context_tokens: int) -> 
 
     A response ends anywhere within a step of X tokens, and a long step is met more often: (E[X^2] / E[X] - 1) / 2.
     """
+    choice, path = profiled_choice(profile, samples=samples, context_tokens=context_tokens)
+    if choice.branching > 1:
+        # of trees only the mean is known
+        return (choice.tokens - 1.0) / 2.0
+    at_least = np.concatenate([[1.0], path[: choice.levels]])
+    squares = float(((2.0 * np.arange(len(at_least)) + 1.0) * at_least).sum())
+    return (squares / float(at_least.sum()) - 1.0) / 2.0
+
+
+def profiled_choice(profile: Profile, *, samples: int, context_tokens: int) -> tuple[Choice, np.ndarray]:
+    """The drafts that the project chooses by a profile, and the acceptance by level that it goes by."""
     shapes = ShapeTable(profile.yields, MOST_NODES)
     path = np.clip(np.diff(profile.yields[0].curve)[:MOST_NODES], 0.0, 1.0)
     views = {
@@ -168,13 +187,7 @@ def last_step_tokens(profile: Profile, *, samples: int, context_tokens: int) -> 
         ).at(samples * context_tokens)
         for width in shapes.widths
     }
-    choice = shapes.best(views, path, TrackRecord(doubt=0.0))
-    if choice.branching > 1:
-        # of trees only the mean is known
-        return (choice.tokens - 1.0) / 2.0
-    at_least = np.concatenate([[1.0], path[: choice.levels]])
-    squares = float(((2.0 * np.arange(len(at_least)) + 1.0) * at_least).sum())
-    return (squares / float(at_least.sum()) - 1.0) / 2.0
+    return shapes.best(views, path, TrackRecord(doubt=0.0)), path
 
 
 def _verify_s(cost: CostModel, rows: int) -> np.ndarray:

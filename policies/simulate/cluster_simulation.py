@@ -19,11 +19,13 @@ from ...profiles.profile import Profile
 from ..reallocation.by_name import make_reallocation_policy
 from ..reallocation.pool_records import ReallocationPolicy
 from ..reallocation.rate_curve import rate_curve_from_profile
+from ..scheduling.look_ahead import CHAIN, LookAheadLaw, rows_of_profile
 from ..staleness.free import Free, FreeAdmission
 from ..staleness.in_turns import InTurns
 from ..staleness.recorded import PhasePlan, Recorded
 from ..staleness.rollout_schedule import Schedule
-from .analytic_instance import Speculation, last_step_tokens, prompt_cost
+from .analytic_instance import Speculation, last_step_tokens, profiled_choice, prompt_cost
+from .attempting_pool import LookAhead
 from .compare import least_finish_s
 from .described_cluster import DescribedCluster
 from .scheduled_run import Batches, simulate_phases
@@ -44,6 +46,8 @@ LEAST_FREE = 6
 "Batches that a free schedule plays at least, those that fill and empty it aside."
 Progress = Callable[[int], Callable[[int], None] | None]
 "Of the number of a rollout, from 1 on: what is told how many of its samples are done."
+LEAST_AHEAD = 2
+"Batches that a run that looks ahead plays at least before those that are looked at."
 MOST_SAMPLES = 20_000_000
 "Of all rollouts together: an hour or two on one core."
 
@@ -58,6 +62,12 @@ class SimulatedSteps:
     busy_s: float
     "of an instance, a step"
     moves: float
+    attempted_tokens: float = 0.0
+    "of a step"
+    proved_tokens: float = 0.0
+    "of a step, those of them that were the samples' own"
+    why_attempted: str = ""
+    "what the law of look-ahead says of it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +88,14 @@ class Phase:
 
     def tree(self) -> dict[str, float]:
         """For JSON."""
+        ahead = {name: getattr(self.steps, name) for name in ("attempted_tokens", "proved_tokens")}
         return {
             "rollout_s": self.rollout_s,
             "step_s": self.step_s,
             "trainer_idle": self.trainer_idle,
             "instances_idle": self.instances_idle,
             "moves": self.moves,
+            **(ahead if self.steps.why_attempted else {}),
         }
 
 
@@ -154,7 +166,7 @@ class RolloutSimulation:
         self._slots, self._earlier = slots, earlier
         prompt = cluster.config.lengths.prompt_tokens
         # on its way a sample has half of its response
-        context = max(int(prompt + (mean_tokens - prompt) / 2), 1)
+        context = self._context = max(int(prompt + (mean_tokens - prompt) / 2), 1)
         if profile is not None:
             self._curve = rate_curve_from_profile(
                 profile, context_tokens=context, speculation=speculation != "off"
@@ -182,6 +194,7 @@ class RolloutSimulation:
         step, size = self._cluster.config.step, self._cluster.config.lengths.group_samples
         own = Batches([self._own(batch) for batch in batches], training_s, group_samples=size)
         schedule, steps = self._schedule(own, batches)
+        ahead = self._look_ahead()
         phases = simulate_phases(
             schedule,
             own,
@@ -189,6 +202,7 @@ class RolloutSimulation:
             policy=self._policy,
             binding=self._binding,
             progress=progress_of,
+            look_ahead=ahead,
         )
         made = [*islice(phases, steps.start, steps.stop)]
         busy_s = [float(phase.result.busy_s.mean()) for phase in made]
@@ -199,13 +213,53 @@ class RolloutSimulation:
             step_s=tuple(phase.seconds + publication_s + step.other_s for phase in made),
             busy_s=float(np.mean(busy_s)),
             moves=float(np.mean([phase.result.num_moves for phase in made])),
+            attempted_tokens=float(np.mean([phase.attempts.num_attempted_tokens for phase in made])),
+            proved_tokens=float(np.mean([phase.attempts.num_proved_tokens for phase in made])),
+            why_attempted="" if ahead is None else ahead.law.why(),
+        )
+
+    def _look_ahead(self) -> LookAhead | None:
+        """How the run begins batches ahead; None: it does not."""
+        config, instance, slots = self._cluster.config, self._cluster.instance, self._slots
+        step, pools, machine, context = config.step, config.pools, self._cluster.machine, self._context
+        if step.look_ahead == "off":
+            return None
+        if self._profile is None:
+            counts = np.arange(1, slots + 1)
+            plain, verified = (
+                np.array(
+                    [instance.target.forward_s(count, rows, count * context) for count in counts.tolist()]
+                )
+                for rows in (1.0, CHAIN + 1.0)
+            )
+            row_s = (verified - plain) / (CHAIN * counts)
+            tokens = instance.step_tokens(slots, slots * context, self._speculation)
+        else:
+            measured = rows_of_profile(self._profile, context_tokens=context)
+            row_s = np.pad(measured, (0, max(slots - len(measured), 0)), mode="edge")[:slots]
+            row_s = row_s * (1.0 if machine is None else machine.factor(pools.instances))
+            choice, _ = profiled_choice(self._profile, samples=slots, context_tokens=context)
+            tokens = choice.tokens if self._speculation != "off" else 1.0
+        most = None if step.look_ahead == "auto" else step.look_ahead
+        is_shared = pools.colocated or machine is not None
+        return LookAhead(
+            law=LookAheadLaw(self._curve.copy(), row_s, most=most, is_shared=is_shared),
+            agreement_tokens=step.agreement_tokens,
+            row_s=row_s,
+            step_tokens=tokens,
+            # an engine that shares the trainer's GPUs has given its memory to it
+            beside_s=None if pools.colocated else step.other_s,
+            seed=config.lengths.seed,
         )
 
     def _schedule(self, own: Batches, batches: Sequence[Samples]) -> tuple[Schedule, range]:
         """The run's schedule, and its steps that are looked at."""
         step, lengths, count = self._cluster.config.step, self._cluster.config.lengths, len(batches)
         if not step.staleness:
-            return InTurns(own.next_batch, num_iterations=count), range(count)
+            first = num_ahead(self._cluster.config)
+            # one more than are looked at: the last begins another's batch too
+            schedule = InTurns(own.next_batch, num_iterations=first + count + 1, peek=own.peek)
+            return schedule, range(first, first + count)
         if step.schedule == "free":
             # the first batches fill the pipeline, the last ones have nothing behind them
             num_batches, first = num_free_batches(count, step.staleness), step.staleness + 1
@@ -407,7 +461,7 @@ def num_simulated(config: SimulatedClusterConfig) -> int:
     """Samples of all rollouts; each is played plainly, and once more where something drafts."""
     step = config.step
     is_free = step.staleness > 0 and step.schedule == "free"
-    batches = num_free_batches(step.steps, step.staleness) if is_free else step.steps
+    batches = num_free_batches(step.steps, step.staleness) if is_free else step.steps + num_ahead(config)
     return config.lengths.samples * batches * (1 if config.drafter.kind == "none" else 2)
 
 
@@ -423,6 +477,12 @@ def require_bounded(configs: Sequence[SimulatedClusterConfig]) -> int:
             "of them, or try fewer combinations"
         )
     return total
+
+
+def num_ahead(config: SimulatedClusterConfig) -> int:
+    """Batches before those that are looked at: whole passes over all, until each has what the one before attempted."""
+    step = config.step
+    return 0 if step.look_ahead == "off" else -(-LEAST_AHEAD // step.steps) * step.steps
 
 
 def num_free_batches(steps: int, staleness: int) -> int:

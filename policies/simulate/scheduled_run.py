@@ -8,7 +8,9 @@ and their caches computed anew, as in a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,15 +25,17 @@ from ...core.records import (
     WeightSpan,
 )
 from ..reallocation.pool_records import ReallocationPolicy
+from ..scheduling.attempts import AttemptCounts
 from ..staleness.recorded import FILL, PhasePlan
 from ..staleness.rollout_schedule import Schedule
-from .simulated_pool import SimulatedPool
+from .attempting_pool import AttemptingPool, LookAhead
 from .simulation_records import (
     Binding,
     PoolSetup,
     Samples,
     SimulationResult,
     completion_of,
+    joined,
     unread_tokens,
 )
 
@@ -60,6 +64,10 @@ class Batches:
     def next_groups(self, count: int) -> list[SampleRequest]:
         """Those of so many further groups."""
         return self._next(count * self._group_samples)
+
+    def peek(self) -> list[SampleRequest]:
+        """What `next_batch` will give."""
+        return copy(self).next_batch()
 
     def of_turns(self, turns: Sequence[SampleRequest]) -> Samples:
         """What instances decode of these turns: what went before belongs to the prompt."""
@@ -110,6 +118,7 @@ class SimulatedPhase:
 
     result: SimulationResult
     learned: Sequence[Rollout]
+    attempts: AttemptCounts
 
     @property
     def seconds(self) -> float:
@@ -125,6 +134,7 @@ def simulate_phases(
     policy: Callable[[], ReallocationPolicy | None],
     binding: Binding,
     progress: Callable[[int], Callable[[int], None] | None] = lambda number: None,
+    look_ahead: LookAhead | None = None,
 ) -> Iterator[SimulatedPhase]:
     """Play a schedule's phases from the first on, as many as are asked for.
 
@@ -135,36 +145,44 @@ def simulate_phases(
         policy: makes what moves samples, which starts afresh with every phase.
         binding: of samples to instances.
         progress: of a phase, counted from 1: told the number of its finished samples.
+        look_ahead: how a phase in turns begins the batch of the next; None: it does not.
     """
     if schedule.needs_filling(0):
         # what a phase brings depends on counts of tokens alone: no pool has to play the one that fills the pipeline
         filling = schedule.begin(FILL)
         for turn, num_tokens in zip(filling, batches.of_turns(filling).response_tokens, strict=True):
             _take(schedule, batches, turn, FILL, int(num_tokens), is_cut=False)
+    drafts: dict[int, int] = {}
     for number in range(schedule.num_iterations):
         turns = schedule.begin(number)
         samples = batches.of_turns(turns)
         report = progress(number + 1)
-        phase = _Phase(samples, setup(samples), policy(), binding, report, schedule, batches, number, turns)
-        yield SimulatedPhase(result=phase.run(), learned=phase.learned)
+        phase = _Phase(
+            schedule,
+            batches,
+            number,
+            turns,
+            samples=samples,
+            setup=setup(samples),
+            policy=policy(),
+            binding=binding,
+            progress=report,
+            look_ahead=look_ahead,
+            following=None if look_ahead is None else batches.of_turns(schedule.ahead(number)),
+            drafts=drafts,
+        )
+        result = phase.run()
+        drafts = {} if look_ahead is None else phase.next_drafts()
+        yield SimulatedPhase(result=result, learned=phase.learned, attempts=phase.counts)
 
 
-class _Phase(SimulatedPool):
+class _Phase(AttemptingPool):
     """The events of one phase."""
 
     def __init__(
-        self,
-        samples: Samples,
-        setup: PoolSetup,
-        policy: ReallocationPolicy | None,
-        binding: Binding,
-        progress: Callable[[int], None] | None,
-        schedule: Schedule,
-        batches: Batches,
-        number: int,
-        turns: Sequence[SampleRequest],
+        self, schedule: Schedule, batches: Batches, number: int, turns: Sequence[SampleRequest], **pool: Any
     ) -> None:
-        super().__init__(samples, setup, policy, binding, progress)
+        super().__init__(number=number, **pool)
         self._schedule, self._batches, self._number = schedule, batches, number
         self._open = dict(enumerate(turns))
         "by the pool's own number of the sample"
@@ -228,18 +246,3 @@ def _take(
 
 def _num_done(turn: SampleRequest) -> int:
     return len(turn.history.token_ids) if turn.history is not None else 0
-
-
-def joined(parts: Sequence[Samples]) -> Samples:
-    """All of them in one, in this order; no group is in two of them."""
-    groups, first = [], 0
-    for part in parts:
-        group = part.groups
-        groups.append(np.where(group >= 0, group + first, -1))
-        first = max(first, int(groups[-1].max(initial=-1)) + 1)
-    return Samples(
-        response_tokens=np.concatenate([part.response_tokens for part in parts]),
-        prompt_tokens=np.concatenate([part.prompt_tokens for part in parts]),
-        speed=np.concatenate([part.speed for part in parts]),
-        group=np.concatenate(groups),
-    )

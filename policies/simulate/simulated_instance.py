@@ -25,6 +25,8 @@ class PaceLine:
 
     base_s: Sequence[float]
     context_token_s: Sequence[float]
+    chain_s: Sequence[float] = ()
+    "more of each of B samples that verifies a long chain; nothing where none does"
 
     @classmethod
     def of(cls, curve: RateCurve, num_slots: int) -> PaceLine:
@@ -34,7 +36,8 @@ class PaceLine:
 
     def times(self, factor: float) -> PaceLine:
         """The same with everything so many times as long."""
-        return PaceLine([factor * s for s in self.base_s], [factor * s for s in self.context_token_s])
+        parts = self.base_s, self.context_token_s, self.chain_s
+        return PaceLine(*([factor * s for s in part] for part in parts))
 
 
 class SimulatedInstance:
@@ -61,6 +64,10 @@ class SimulatedInstance:
         self.num_transfers = 0
         self.running: dict[int, float] = {}
         "sample -> progress at which it is done"
+        self.attempts: list[int] = []
+        "of these the ones that any other may take the slot of, in the order in which they began"
+        self.proving: set[int] = set()
+        "of these the ones that verify long chains"
         self._ends: list[tuple[float, int]] = []
         self._contexts: dict[int, tuple[float, float]] = {}
         "sample -> context tokens less its speed times progress; speed"
@@ -103,6 +110,8 @@ class SimulatedInstance:
         """Seconds per token now, and what they grow by with each."""
         token_s = self.line.context_token_s[len(self.running)]
         pace = self.line.base_s[len(self.running)] + token_s * self.context_tokens
+        if self.proving:
+            pace += len(self.proving) * self.line.chain_s[len(self.running)]
         return pace, token_s * self._speed
 
     def _line(self) -> tuple[float, float]:
@@ -151,6 +160,7 @@ class SimulatedInstance:
     def remove(self, sample: int) -> tuple[float, float]:
         """Give a sample up; returns what it still needs, and its context tokens."""
         context = self.context_of(sample)
+        self.proving.discard(sample)
         before, speed = self._contexts.pop(sample)
         self._context, self._speed = self._context - before, self._speed - speed
         if not self._contexts:

@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.records import (
-    SampleKey,
-)
+from ...core.records import SampleKey
 from ..migration.move_messages import Claim, MoveOrder, MoveReport
 from ..reallocation.pool_records import MoveMode, ReallocationPolicy
 from ..scaling.scaling_policy import ScalingPolicy
@@ -35,6 +33,7 @@ from ..scheduling.events import (
     StartMove,
     Submit,
 )
+from ..scheduling.look_ahead import LookAheadLaw
 from ..scheduling.scheduler import Scheduler
 from .simulated_instance import PaceLine, SimulatedInstance, TrainerWork
 from .simulation_records import (
@@ -96,6 +95,7 @@ class SimulatedPool:
         policy: ReallocationPolicy | None,
         binding: Binding,
         progress: Callable[[int], None] | None,
+        look_ahead: LookAheadLaw | None = None,
     ) -> None:
         self._samples, self._setup, self._progress = samples, setup, progress
         # samples that are bound beforehand leave nothing for whoever comes later
@@ -104,6 +104,7 @@ class SimulatedPool:
             heartbeat_timeout_s=math.inf,
             binding=binding,
             reallocation=policy,
+            look_ahead=look_ahead,
             scaling=elastic
             and ScalingPolicy(
                 setup.curve.copy(),
@@ -124,6 +125,7 @@ class SimulatedPool:
         self._requests = requests_of(samples, setup.max_new_tokens)
         "of each sample, under the epoch that it has where it is"
         self._to_go = samples.response_tokens / samples.speed + setup.last_step_tokens
+        self._until, self._speed = samples.response_tokens, samples.speed
         self._learner = TrainerWork()
         self._factor = 1.0 if setup.machine is None else setup.machine.factor(setup.num_instances)
         "how many times as long everything takes now as with one at work"
@@ -245,8 +247,8 @@ class SimulatedPool:
         here = np.fromiter(instance.running, dtype=np.int64)
         to_go = np.fromiter(instance.running.values(), dtype=float) - instance.progress
         # what is not quite done has not ended
-        left = np.ceil(to_go * self._samples.speed[here] - 1e-9)
-        done = np.maximum(self._samples.response_tokens[here] - left, 0.0).astype(np.int64)
+        left = np.ceil(to_go * self._speed[here] - 1e-9)
+        done = np.maximum(self._until[here] - left, 0.0).astype(np.int64)
         keys = (self._requests[sample].key for sample in here.tolist())
         return dict(zip(keys, done.tolist(), strict=True))
 
@@ -315,8 +317,7 @@ class SimulatedPool:
         return any(group[other] == group[sample] for other in instance.running)
 
     def _add(self, instance: SimulatedInstance, sample: int, to_go: float, context_tokens: float) -> None:
-        speed = float(self._samples.speed[sample])
-        instance.add(sample, to_go, context_tokens=context_tokens, speed=speed)
+        instance.add(sample, to_go, context_tokens=context_tokens, speed=float(self._speed[sample]))
 
     def _reschedule(self, instance: SimulatedInstance) -> None:
         """The instance has changed: what was expected of it no longer holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal
@@ -52,6 +53,21 @@ class Samples:
     def context_tokens(self) -> np.ndarray:
         """[n] tokens of each sample at its end."""
         return self.prompt_tokens + self.response_tokens
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """All of them in one, in this order; no group is in two of them."""
+    groups, first = [], 0
+    for part in parts:
+        group = part.groups
+        groups.append(np.where(group >= 0, group + first, -1))
+        first = max(first, int(groups[-1].max(initial=-1)) + 1)
+    return Samples(
+        response_tokens=np.concatenate([part.response_tokens for part in parts]),
+        prompt_tokens=np.concatenate([part.prompt_tokens for part in parts]),
+        speed=np.concatenate([part.speed for part in parts]),
+        group=np.concatenate(groups),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

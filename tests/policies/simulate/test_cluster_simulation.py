@@ -90,6 +90,7 @@ def test_measured_seconds_replace_modelled_ones() -> None:
         ({"drafter": {"kind": "model"}}, "needs config"),
         ({"model": {"config": "x", "dimensions": {}}}, "give one of them"),
         ({"pools": {"colocated": True}, "step": {"staleness": 1}}, "take turns"),
+        ({"step": {"staleness": 1, "look_ahead": "auto"}}, "set step.staleness to 0"),
         ({"pools": {"colocated": True, "trainer_gpus": 3}}, "must be instances x tensor_parallel = 2"),
         ({"device": {"name": "H900"}}, "H100"),
     ],

@@ -12,8 +12,8 @@ from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
 from rlhfspec.policies.reallocation.rate_curve import RateCurve
 from rlhfspec.policies.simulate.cluster_simulation import simulate_cluster
 from rlhfspec.policies.simulate.described_cluster import describe
-from rlhfspec.policies.simulate.scheduled_run import Batches, joined, simulate_phases
-from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, samples_of
+from rlhfspec.policies.simulate.scheduled_run import Batches, simulate_phases
+from rlhfspec.policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, joined, samples_of
 from rlhfspec.policies.staleness.free import Free, FreeAdmission
 from rlhfspec.policies.staleness.recorded import PhasePlan, Recorded
 
