@@ -16,13 +16,14 @@ from ..policies.simulate.cluster_simulation import RolloutSimulation
 from ..policies.simulate.described_cluster import describe
 from .published.papers import Row, nemo_8b_rows, nemo_235b_rows, rlhfspec_rows, tlt_rows
 from .simulated_runs.compared_runs import own_runs
+from .simulated_runs.look_ahead import look_ahead_rows, look_ahead_table
 from .support.harness import Bench
 
 LARGE = {"instances": 1024, "samples": 100_000}
 
 
 def run(bench: Bench) -> int:
-    """Run the benchmark; always returns 0. `data` is not used; `quick` leaves the projections for 235B out.
+    """Run the benchmark; always returns 0. `data` is not used; `quick` leaves out the projections for 235B, look-ahead.
 
     Of the runs of this machine `quick` has those with a core each for instance and trainer.
     """
@@ -38,10 +39,13 @@ def run(bench: Bench) -> int:
         figures[row.name] = row.simulated
         bench.figures.intervals[row.name] = (row.low, row.high)
     console.print(_table(rows))
+    ahead = [] if bench.is_quick else [*look_ahead_rows()]
+    if ahead:
+        console.print(look_ahead_table(ahead))
     # runs that break off leave what is known by then
     for own in chain([{}], own_runs(bench.out, bench.mode, console)):
         figures |= own
-        bench.write(published=[row.tree() for row in rows])
+        bench.write(published=[row.tree() for row in rows], look_ahead=ahead)
     return 0
 
 

@@ -27,8 +27,8 @@ RETURN = 0.05
 "Of the way to the prior that p goes with a batch of which nothing was attempted: it is tried again some time."
 LEAST_SAVED = 0.05
 "Of a decoded token's seconds; to save less is within what costs are wrong by."
-LEAST_AGREEMENT = 0.75
-"Beside samples: below it their steps got longer in the simulator, by up to 3%; above it shorter, by up to 28%."
+LEAST_AGREEMENT = 0.5
+"Beside samples: below it steps got longer in the simulator, by up to 3%; above it shorter, by up to 28%."
 CHAIN = 16
 "Draft tokens in a step that proves."
 ROWS_A_TOKEN = (CHAIN + 1) / 12.7
