@@ -25,8 +25,8 @@ FADE = 0.3
 "Of p, that a batch's own share replaces."
 RETURN = 0.05
 "Of the way to the prior that p goes with a batch of which nothing was attempted: it is tried again some time."
-LEAST_SAVED = 0.05
-"Of a decoded token's seconds; to save less is within what costs are wrong by."
+LEAST_SAVED = 0.15
+"Of a decoded token's seconds: costs are wrong by some of it, and an attempt's prompt is computed for nothing else."
 LEAST_AGREEMENT = 0.5
 "Beside samples: below it steps got longer in the simulator, by up to 3%; above it shorter, by up to 28%."
 CHAIN = 16

@@ -7,6 +7,7 @@ from hand_profile import hand_cost, hand_profile
 from rlhfspec.policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
 from rlhfspec.policies.scheduling.look_ahead import (
     PRIOR,
+    ROWS_A_TOKEN,
     LookAheadLaw,
     rows_of_curve,
     rows_of_profile,
@@ -14,8 +15,10 @@ from rlhfspec.policies.scheduling.look_ahead import (
 
 FLAT = RateCurve([1, 8, 32], [n / 7.1e-3 for n in (1, 8, 32)])
 "An H100's plain step of the 8B shape: 7.1 ms at 1, 8 and 32 samples."
-ROWS = RateCurve([1, 8, 16], [33.0, 116.0, 122.0])
-"Two cores: from 8 samples on they are busy with rows."
+SMOLLM2 = RateCurve([1, 8, 16], [1910 / seconds for seconds in (68.4, 15.3, 14.7)])
+"A core, decoding 1,910 tokens: from 8 samples on it is busy with rows."
+SMOLLM2_ROWS = np.interp(np.arange(1, 17), [1, 8, 16], [14.4, 14.2, 13.7]) / 1910 / ROWS_A_TOKEN
+"Proving the same with chains of 16."
 
 
 def law(curve: RateCurve, **how) -> LookAheadLaw:
@@ -36,9 +39,11 @@ def test_where_a_step_waits_for_memory_every_slot_is_filled_but_not_beside_a_tra
 
 
 def test_where_rows_are_what_a_step_costs_nothing_is_attempted_at_any_batch_from_eight_on():
-    busy = law(ROWS)
+    busy = LookAheadLaw(SMOLLM2, SMOLLM2_ROWS)
     assert {asked(busy, running, 8, batch=batch) for running in (0, 1, 8) for batch in (8, 16)} == {0}
     assert "no attempts" in busy.why() and "16 samples at once" in busy.why()
+    # one sample at a time it is proved in a fifth of the time
+    assert asked(busy, 0, 1, batch=1) == 1
 
 
 def test_between_the_two_as_many_as_their_rows_are_worth():
@@ -60,7 +65,7 @@ def test_a_profile_says_the_same_of_its_costs():
 
 
 def test_a_number_is_taken_whatever_the_law_says():
-    forced = law(ROWS, most=3)
+    forced = LookAheadLaw(SMOLLM2, SMOLLM2_ROWS, most=3)
     assert [asked(forced, 8, free, batch=8) for free in (8, 3, 1, 0, -1)] == [3, 3, 1, 0, 0]
     assert "up to 3 attempts" in forced.why()
 
