@@ -24,6 +24,7 @@ from .settings.generation import (
     SpeculationConfig,
     require_draft,
     require_look_ahead,
+    require_record,
     require_schedule,
     require_training_temperature,
 )
@@ -111,7 +112,7 @@ class Config(Section):
     def takes_drafts(self) -> bool:
         """True when requests may bring drafts: samples begun ahead, or those of the last evaluation."""
         evaluates = self.evaluation.every > 0 and not self.evaluation.fresh_keys
-        return evaluates or self.rollout.look_ahead != "off"
+        return evaluates or self.rollout.look_ahead != "off" or self.rollout.record is not None
 
     @property
     def trains_head(self) -> bool:
@@ -155,6 +156,7 @@ class Config(Section):
         """What sections ask of one another; the checks stand beside the section that they speak of."""
         rollout, reward, environment = self.rollout, self.reward, self.environment.kind
         require_training_temperature(self.sampling.temperature)
+        require_record(rollout, environment=environment, dynamic_sampling=self.algorithm.dynamic_sampling)
         require_draft(self.speculation, self.models.draft)
         require_spot(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
         require_cotrain(self.drafter_training, self.speculation)

@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 536
+MAX_SOURCE_FILES = 537
 MAX_LINES_OF_A_ROOM = {
-    "core": 2474,
-    "core/settings": 2131,
+    "core": 2476,
+    "core/settings": 2147,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -283,15 +283,15 @@ MAX_LINES_OF_A_ROOM = {
     "actors/transport": 1664,
     "actors/workers": 824,
     "cluster": 155,
-    "cluster/commands": 2459,
+    "cluster/commands": 2471,
     "cluster/folder": 2199,
     "cluster/jobs": 1449,
     "cluster/observe": 2458,
     "cluster/ray_start": 816,
     "cluster/plan": 2647,
     "cluster/report": 639,
-    "cluster/resume": 1206,
-    "cluster/run": 2026,
+    "cluster/resume": 1208,
+    "cluster/run": 2222,
     "cluster/serving": 1766,
     "cluster/system": 2619,
     "cluster/verify": 1383,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..ray_start.origin import ROOT
@@ -37,6 +38,15 @@ def train(
         ),
     ]
     | None = None,
+    rollouts: Annotated[
+        Path,
+        Arg(
+            "RUN",
+            "an earlier run whose responses are taken over, and scored by this run's reward, while its weights were "
+            "this run's; from there on they are drafts (rollout.record)",
+        ),
+    ]
+    | None = None,
 ) -> int:
     r"""Run RLHF from a config.
 
@@ -51,7 +61,9 @@ def train(
     from ..run.prepared_run import prepare_run
 
     with Reporter() as report:
-        prepared = prepare_run(config, overrides, report, out=out, resume=resume, dry_run=dry_run)
+        prepared = prepare_run(
+            config, overrides, report, out=out, resume=resume, record=rollouts, dry_run=dry_run
+        )
         if dry_run:
             _tell_plan(prepared.plan, report)
         else:

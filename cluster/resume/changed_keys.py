@@ -25,6 +25,8 @@ _MAY_CHANGE = (
     "run.copy_to",
     # prompts are compared as such (`PromptCursor.restore`), wherever they lie
     "data.path",
+    # what is taken over is what would be generated
+    "rollout.record",
     "speculation",
     "drafter_training.spot",
     "trainer.gradient_checkpointing",

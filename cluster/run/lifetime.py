@@ -22,6 +22,7 @@ from ..resume.save_state import Boundary, StateKeeper, take_up
 from ..resume.trainer_restarts import as_trainer_lost, noting_trainer_loss
 from ..system.system import System
 from .evaluate import Evaluator
+from .recorded_rollouts import RecordedRollouts
 from .recorder import Recorder
 from .run_log import RunLog
 from .stream import RolloutStream
@@ -33,7 +34,8 @@ class Run:
     def __init__(self, system: System, run_dir: RunDir, report: Reporter, resume: RunState | None) -> None:
         """Of a system that goes on from `resume`, where there is one."""
         self.system, self.run_dir, self.report = system, run_dir, report
-        self.schedule, self.stream = schedule_of(system), RolloutStream(system, report)
+        self.schedule = schedule_of(system)
+        self.stream = RolloutStream(system, report, RecordedRollouts.of(system, report.note))
         if resume is not None:
             with noting_trainer_loss(system):
                 take_up(system, resume, self.schedule)

@@ -215,6 +215,10 @@ def step(run: Run, iteration: int) -> dict[str, float]:
             "time/update_hidden_s": update.seconds - min(seconds["update"], update.seconds),
             "time/batch_wait_s": update.began_s - began_s,
         }
+    if not phases[-1].stats.num_decode_steps:
+        # the last update has nothing beside it, or all samples were taken over
+        for name in ("goodput_tokens_per_s", "mean_acceptance_length", "acceptance_rate"):
+            del metrics[f"rollout/{name}"]
     kept = run.log.record(iteration, update.learned, learned)
     num_skipped = num_late_skipped + sum(phase.num_skipped for phase in phases)
     of_pool = _pool_metrics(run, phases[-1], num_skipped)
@@ -260,10 +264,6 @@ def _ahead(metrics: dict[str, float], phases: Sequence[Collected]) -> dict[str, 
     """Where generation runs ahead: of what was decoded here, which is not what was learned from here."""
     decoded = sum(phase.stats.num_emitted_tokens for phase in phases)
     metrics["rollout/goodput_tokens_per_s"] = decoded / max(metrics["time/generate_s"], 1e-9)
-    if not phases[-1].stats.num_decode_steps:
-        # the last update has nothing beside it
-        for name in ("goodput_tokens_per_s", "mean_acceptance_length", "acceptance_rate"):
-            del metrics[f"rollout/{name}"]
     return metrics
 
 
@@ -273,6 +273,7 @@ def _pool_metrics(run: Run, phase: Collected, num_skipped: int) -> dict[str, flo
     return {
         "rollout/invariant": float(system.generation.is_invariant),
         "reward/num_skipped": float(num_skipped),
+        "rollout/num_taken_over": float(phase.num_taken_over),
         "data/epoch": system.cursor.num_passes,
         **system.scheduler.attempt_metrics(),
         **phase.environment,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -36,9 +37,12 @@ def prepare_run(
     *,
     out: Path | None = None,
     resume: str | None = None,
+    record: Path | None = None,
     dry_run: bool,
 ) -> PreparedRun:
     """Open a config, or the run to `resume`, and check it; nothing is written or started.
+
+    `record`: a run folder whose rollouts are taken over, as `rollout.record`.
 
     Raises InputError for all that a run is refused for before Ray starts.
     """
@@ -48,6 +52,8 @@ def prepare_run(
         raise ConfigError(
             f"--out {out} names a new run's folder; expected none beside --resume, which goes on in the run's own"
         )
+    if record is not None:
+        overrides = [*overrides, f"rollout.record={json.dumps(str(record))}"]
     if resume is None or resume == AUTO:
         config, resumed = _of_config(file, overrides, report, may_resume=resume == AUTO)
     else:
@@ -60,7 +66,9 @@ def prepare_run(
     config = with_time(resolve_models(config, report))
     report.stage("checking models, data and memory")
     from ..plan.run_check import check_run
+    from .recorded_rollouts import require_record
 
+    require_record(config)
     # one that goes on has the end tokens that it began with
     plan = check_run(config, output_dir=path, keeps_ends=resumed is not None)
     if resumed is not None:

@@ -15,13 +15,14 @@ from ...actors.actor_messages import Taken
 from ...actors.remote.watch import OpenWait
 from ...core.decode_records import GenerationStats
 from ...core.errors import NodeDied, RewardError, RlhfSpecError
-from ...core.records import ResponseFacts, Reward, Rollout, SampleKey, SampleRequest, Unscored
+from ...core.records import Completion, ResponseFacts, Reward, Rollout, SampleKey, SampleRequest, Unscored
 from ...learning.data.chat.written_text import response_text
 from ...policies.scheduling.events import MoveRecord
 from ...policies.staleness.in_turns import InTurns
 from ...policies.staleness.rollout_schedule import Schedule, in_order, require_fresh
 from ..observe.console import Reporter
 from ..system.system import GeneratingSystem, Scored
+from .recorded_rollouts import RecordedRollouts
 from .update import Update
 
 _WAIT_S = 0.2
@@ -52,6 +53,8 @@ class Collected:
     "samples without a reward (`on_error: skip` of `reward` or `environment`)"
     skipped_groups: tuple[int, ...] = ()
     "the group of each of these"
+    num_taken_over: int = 0
+    "samples of the record of another run"
     environment: dict[str, float] = field(default_factory=dict)
     "metrics of its episodes; empty without an environment"
 
@@ -68,6 +71,7 @@ class _Phase:
     moves: list[MoveRecord] = field(default_factory=list)
     num_asked: int = 0
     num_completed: int = 0
+    num_taken_over: int = 0
     missing: set[SampleKey] = field(default_factory=set)
     "asked for, and neither scored nor left out"
     rollouts: list[Rollout] = field(default_factory=list)
@@ -86,8 +90,10 @@ class _Phase:
 class RolloutStream:
     """Of one system. What comes between two phases is kept for the next one."""
 
-    def __init__(self, system: GeneratingSystem, report: Reporter) -> None:
-        self._system, self._report = system, report
+    def __init__(
+        self, system: GeneratingSystem, report: Reporter, record: RecordedRollouts | None = None
+    ) -> None:
+        self._system, self._report, self._record = system, report, record
         self.failure: RlhfSpecError | None = None
         "of rewards that no update waited for: the next phase raises it"
         self._unsent: list[Scored] = []
@@ -144,6 +150,7 @@ class RolloutStream:
             score_s=time.perf_counter() - phase.generated_s,
             num_skipped=len(phase.skipped_groups),
             skipped_groups=tuple(phase.skipped_groups),
+            num_taken_over=phase.num_taken_over,
             environment=system.episodes.metrics() if system.episodes is not None else {},
         )
 
@@ -187,6 +194,10 @@ class RolloutStream:
         phase.num_asked += len(requests)
         phase.missing |= {request.key.sample for request in requests}
         episodes = self._system.episodes
+        if self._record is not None:
+            taken, requests = self._record.split(requests, self._system.target.manifest)
+            phase.num_taken_over += len(taken)
+            self._complete(phase, taken)
         if episodes is None:
             self._system.scheduler.enqueue(tuple(requests))
         else:
@@ -210,9 +221,7 @@ class RolloutStream:
             phase.wait.restart()
         phase.wait.look()
         if episodes is None:
-            whole = [one for c in taken.completions if (one := phase.schedule.whole(c)) is not None]
-            self._unsent += [(request, c, response_text(system.tokenizer, c)) for request, c in whole]
-            phase.num_completed += len(taken.completions)
+            self._complete(phase, taken.completions)
         else:
             ended, refused = episodes.advance(taken.completions, system.scheduler.enqueue), episodes.skipped()
             self._unsent += ended
@@ -222,6 +231,11 @@ class RolloutStream:
         phase.stats, phase.generated_s = system.scheduler.stats, time.perf_counter()
         if not phase.is_generating:
             phase.wait.rest()
+
+    def _complete(self, phase: _Phase, completions: Sequence[Completion]) -> None:
+        whole = [one for c in completions if (one := phase.schedule.whole(c)) is not None]
+        self._unsent += [(request, c, response_text(self._system.tokenizer, c)) for request, c in whole]
+        phase.num_completed += len(completions)
 
     def _score(self, phase: _Phase) -> None:
         if self.failure is not None:

@@ -192,6 +192,22 @@ class RolloutConfig(Section):
     over_provisioning: float | None = Field(default=None, gt=0.0, le=8.0)
     """schedule free: batches of prompts that run beyond the next update's, 1 by default; those that end first are
     learned from, none later than max_staleness allows"""
+    record: UserPath | None = None
+    """folder of an earlier run, which is only read: its responses are taken over while its weights were this run's, and
+    are drafts for those of the same keys from there on; `train --rollouts` sets it"""
+
+
+def require_record(rollout: RolloutConfig, *, environment: str | None, dynamic_sampling: bool) -> None:
+    """Raise ValueError where samples could not be taken from the record of another run."""
+    for key, is_set in (
+        ("environment.kind", environment is not None),
+        ("rollout.max_staleness", rollout.max_staleness > 0),
+        ("algorithm.dynamic_sampling", dynamic_sampling),
+    ):
+        if rollout.record is not None and is_set:
+            raise ValueError(
+                f"rollout.record takes whole responses of a run in turns and goes with no {key}; take one of them out"
+            )
 
 
 def require_look_ahead(rollout: RolloutConfig, *, environment: str | None, dynamic_sampling: bool) -> None:
