@@ -43,6 +43,7 @@ def commands() -> dict[str, Command | Group]:
     from .commands.declare import Group
     from .commands.evaluate import evaluate, profile
     from .commands.observe import explain, monitoring, report, status, trace
+    from .commands.recorded import rescore
     from .commands.show import show
     from .commands.simulate import simulate
     from .commands.simulate_cluster import cluster
@@ -73,6 +74,7 @@ def commands() -> dict[str, Command | Group]:
         "explain": explain,
         "compare": compare,
         "verify": verify,
+        "rescore": rescore,
         "replay": replay,
         "status": status,
         "trace": trace,

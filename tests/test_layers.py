@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 537
+MAX_SOURCE_FILES = 539
 MAX_LINES_OF_A_ROOM = {
     "core": 2476,
     "core/settings": 2147,
@@ -282,8 +282,8 @@ MAX_LINES_OF_A_ROOM = {
     "actors/scheduling": 468,
     "actors/transport": 1664,
     "actors/workers": 824,
-    "cluster": 155,
-    "cluster/commands": 2471,
+    "cluster": 157,
+    "cluster/commands": 2545,
     "cluster/folder": 2199,
     "cluster/jobs": 1449,
     "cluster/observe": 2458,
@@ -294,7 +294,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/run": 2222,
     "cluster/serving": 1766,
     "cluster/system": 2619,
-    "cluster/verify": 1383,
+    "cluster/verify": 1581,
     "cluster/weights": 306,
     "integrations": 793,
 }

@@ -9,7 +9,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...core.config import EnvironmentConfig, RewardConfig
 from ...core.errors import InputError
-from ...core.records import Completion, Prompt, ResponseFacts, Reward
+from ...core.records import Completion, Prompt, ResponseFacts, Reward, Unscored
 from ...learning.data.prompts import load_prompts
 from ...learning.rewards.reward_function import build_reward
 from ..folder.rollouts import Recorded
@@ -24,10 +24,13 @@ _RULES = ("chain", "one_sentence", "gsm8k", "format")
 class RewardsAgain:
     """The run's reward function, and its prompts by number."""
 
-    def __init__(self, run: RecordedRun, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, run: RecordedRun, tokenizer: PreTrainedTokenizerBase, *, to_the_bit: bool = True
+    ) -> None:
         """Build both. Raises InputError: they are not to be had here; its message says why."""
         config = run.config
-        if why := _why_not(config.reward, config.environment, on_gpu=config.cluster.reward.num_gpus > 0):
+        on_gpu = to_the_bit and config.cluster.reward.num_gpus > 0
+        if why := _why_not(config.reward, config.environment, on_gpu=on_gpu):
             raise InputError(why)
         # whoever cannot be scored is a difference, and no end
         reward = resolved_reward(config.reward, config.sampling.max_new_tokens).model_copy(
@@ -53,8 +56,7 @@ class RewardsAgain:
             prompt = self.prompts.get(recorded.prompt_id, recorded)
             prompts.append(prompt)
             found += _prompt_differences(file, sample.location.key.sample_index, recorded, prompt)
-        facts = [ResponseFacts.of(completion) for completion in completions]
-        for sample, again in zip(samples, self._stage.score_each(prompts, texts, facts), strict=True):
+        for sample, again in zip(samples, self._score(prompts, texts, completions), strict=True):
             index, recorded = sample.location.key.sample_index, sample.rollout.reward
             if isinstance(again, Reward):
                 found += reward_differences(file, index, recorded, again)
@@ -65,6 +67,18 @@ class RewardsAgain:
                     )
                 )
         return found
+
+    def of(self, samples: Sequence[Recorded]) -> list[Reward | Unscored]:
+        """The rewards of recorded responses; of one that cannot be scored, why."""
+        rollouts = [sample.rollout for sample in samples]
+        prompts = [self.prompts.get(one.prompt.prompt_id, one.prompt) for one in rollouts]
+        texts = [one.response_text for one in rollouts]
+        return self._score(prompts, texts, [one.completion for one in rollouts])
+
+    def _score(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], completions: Sequence[Completion]
+    ) -> list[Reward | Unscored]:
+        return self._stage.score_each(prompts, texts, [ResponseFacts.of(one) for one in completions])
 
 
 def _why_not(reward: RewardConfig, environment: EnvironmentConfig, *, on_gpu: bool) -> str:

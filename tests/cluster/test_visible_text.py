@@ -58,6 +58,7 @@ FAILING = {
     "serve engine": ["serve", "engine", "--model", f"./{NAME}"],
     "show": ["show", NAME],
     "verify": ["verify", NAME],
+    "rescore": ["rescore", NAME, "--set", "reward.mean=1"],
     "replay": ["replay", NAME],
     "status": ["status", NAME],
     "trace": ["trace", NAME],

@@ -1,0 +1,184 @@
+"""Another reward over the samples that a run has recorded: old and new side by side. Nothing is generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from ...core.errors import ConfigError, DataError
+from ...core.files import write_whole
+from ...core.outside import visible
+from ...core.records import Reward, Unscored
+from ...learning.training.objectives.advantages import group_advantages
+from ..folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
+from ..plan.inputs import read_tokenizer
+from .choice import RecordedRun
+from .rewards_again import RewardsAgain
+
+_SHOWN = 5
+"Samples that changed most."
+_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RescoredSample:
+    """A sample with both rewards; advantages are GRPO's."""
+
+    iteration: int
+    "from 1"
+    run_seed: int
+    stream: str
+    sample_index: int
+    group_id: int
+    prompt_id: int
+    old: float
+    new: float
+    old_advantage: float
+    new_advantage: float
+    response: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RescoredRun:
+    """The samples in the order of iterations and rows, and why others have no new reward."""
+
+    samples: Sequence[RescoredSample]
+    unscored: Sequence[str]
+
+    def lines(self) -> list[str]:
+        """What to print."""
+        old, new = self._values("old"), self._values("new")
+        gaps = np.abs(self._values("new_advantage") - self._values("old_advantage"))
+        changed = np.flatnonzero(old != new)
+        varies = bool(np.ptp(old) and np.ptp(new))
+        correlation = f"{np.corrcoef(old, new)[0, 1]:.3f}" if varies else "none: one of them never varies"
+        rows = [
+            ("samples", f"{len(old):,} of iterations {self.samples[0].iteration} to {self.samples[-1].iteration}"),
+            ("mean", f"{old.mean():.4g} old, {new.mean():.4g} new"),
+            ("standard deviation", f"{old.std():.4g} old, {new.std():.4g} new"),
+            ("correlation", correlation),
+            ("changed", f"{len(changed):,} samples, {len(changed) / len(old):.1%}"),
+            *self._group_rows(),
+            ("advantages", f"change by {gaps.mean():.3g} on average (GRPO's)"),
+        ]  # fmt: skip
+        if self.unscored:
+            rows.insert(1, ("without a new reward", f"{len(self.unscored):,}; the first: {self.unscored[0]}"))
+        lines = [f"{label:<22}{value}" for label, value in rows]
+        most = sorted(changed.tolist(), key=lambda at: -abs(new[at] - old[at]))[:_SHOWN]
+        for one in (self.samples[at] for at in most):
+            text = visible(one.response[:_SHOWN_CHARS])
+            lines.append(f"  sample {one.sample_index}: {one.old:.4g} -> {one.new:.4g}  {text!r}")
+        return lines
+
+    def write(self, file: Path) -> None:
+        """Write all samples as Parquet, or as JSON lines. Raises StorageError."""
+        rows = [asdict(sample) for sample in self.samples]
+        if file.suffix == ".jsonl":
+            write_whole(file, "".join(f"{json.dumps(row)}\n" for row in rows))
+            return
+        whole = BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows), whole, compression="zstd")
+        write_whole(file, whole.getvalue())
+
+    def _values(self, name: str) -> np.ndarray:
+        return np.array([getattr(sample, name) for sample in self.samples])
+
+    def _group_rows(self) -> Iterator[tuple[str, str]]:
+        """How the order within groups changed, and which groups begin or cease to have advantages."""
+        groups: dict[int, list[RescoredSample]] = {}
+        for sample in self.samples:
+            groups.setdefault(sample.group_id, []).append(sample)
+        num_pairs = swapped = other = reordered = began = ceased = taught = 0
+        for group in groups.values():
+            of_pairs = np.triu_indices(len(group), 1)
+            before, after = (
+                np.sign(np.subtract.outer(values, values))[of_pairs]
+                for values in (np.array([one.old for one in group]), np.array([one.new for one in group]))
+            )
+            num_pairs, swapped = num_pairs + len(before), swapped + int((before * after < 0).sum())
+            other, reordered = other + int((before != after).sum()), reordered + bool((before != after).any())
+            taught += bool(before.any())
+            began += bool(after.any() and not before.any())
+            ceased += bool(before.any() and not after.any())
+        if not num_pairs:
+            yield "groups", "none: one sample a prompt"
+            return
+        yield (
+            "order in groups",
+            f"another in {reordered:,} of {len(groups):,} groups: of {num_pairs:,} pairs {swapped:,} are swapped, "
+            f"{other - swapped:,} tied or parted",
+        )
+        yield (
+            "groups that teach",
+            f"{taught:,} old, {taught + began - ceased:,} new: {began:,} begin, {ceased:,} cease",
+        )
+
+
+def rescore_run(
+    run: RecordedRun, *, iterations: tuple[int, int] | None, tick: Callable[[str, float], None]
+) -> RescoredRun:
+    """Score the samples of a run, or of iterations from the one to the other, by the reward of its config.
+
+    The run is opened with the overrides that name the reward. Raises InputError: that reward is not to be had here;
+    DataError: a file cannot be read, or no sample can be scored.
+    """
+    first, last = iterations or (1, 1 << 62)
+    files = [one for one in rollout_files(run.folder) if first <= _iteration(one) <= last]
+    if not files:
+        raise ConfigError(
+            f"{run.folder} keeps no rollouts of iterations {first} to {last}; it has "
+            f"{len(rollout_files(run.folder))} files in rollouts/: name others"
+        )
+    config = run.config
+    scorer = RewardsAgain(run, read_tokenizer(config.models, config.run.template_time), to_the_bit=False)
+    samples: list[RescoredSample] = []
+    unscored: list[str] = []
+    for number, file in enumerate(files):
+        tick("scoring again", number / len(files))
+        recorded = read_recorded(locations_in(file))
+        rewards = scorer.of(recorded)
+        unscored += [reward.reason for reward in rewards if isinstance(reward, Unscored)]
+        both = [
+            (one, one.rollout.reward.value, reward.value)
+            for one, reward in zip(recorded, rewards, strict=True)
+            if isinstance(reward, Reward)
+        ]
+        groups = torch.tensor([one.rollout.completion.group_id for one, *_ in both])
+        values = torch.tensor([pair for _, *pair in both]).reshape(-1, 2).T
+        advantages = [group_advantages(of_all, groups).tolist() for of_all in values]
+        for row, *gained in zip(both, *advantages, strict=True):
+            samples.append(_row(_iteration(file), *row, *gained))
+    if not samples:
+        raise DataError(f"none of the {len(unscored)} samples can be scored again; the first: {unscored[:1]}")
+    return RescoredRun(samples=samples, unscored=unscored)
+
+
+def _row(
+    iteration: int, one: Recorded, old: float, new: float, old_advantage: float, new_advantage: float
+) -> RescoredSample:
+    key, rollout = one.location.key, one.rollout
+    return RescoredSample(
+        iteration=iteration,
+        run_seed=key.run_seed,
+        stream=str(key.stream),
+        sample_index=key.sample_index,
+        group_id=rollout.completion.group_id,
+        prompt_id=rollout.prompt.prompt_id,
+        old=old,
+        new=new,
+        old_advantage=old_advantage,
+        new_advantage=new_advantage,
+        response=rollout.response_text,
+    )
+
+
+def _iteration(file: Path) -> int:
+    return int(file.stem.rpartition("_")[2]) + 1
