@@ -43,7 +43,7 @@ def commands() -> dict[str, Command | Group]:
     from .commands.declare import Group
     from .commands.evaluate import evaluate, profile
     from .commands.observe import explain, monitoring, report, status, trace
-    from .commands.recorded import rescore
+    from .commands.recorded import fork, rescore
     from .commands.show import show
     from .commands.simulate import simulate
     from .commands.simulate_cluster import cluster
@@ -54,6 +54,7 @@ def commands() -> dict[str, Command | Group]:
     return {
         "demo": demo,
         "train": train,
+        "fork": fork,
         "sft": sft,
         "train-reward": train_reward,
         "eval": evaluate,

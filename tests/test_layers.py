@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 539
+MAX_SOURCE_FILES = 540
 MAX_LINES_OF_A_ROOM = {
     "core": 2476,
     "core/settings": 2147,
@@ -282,16 +282,16 @@ MAX_LINES_OF_A_ROOM = {
     "actors/scheduling": 468,
     "actors/transport": 1664,
     "actors/workers": 824,
-    "cluster": 157,
-    "cluster/commands": 2545,
+    "cluster": 158,
+    "cluster/commands": 2583,
     "cluster/folder": 2199,
     "cluster/jobs": 1449,
     "cluster/observe": 2458,
     "cluster/ray_start": 816,
     "cluster/plan": 2647,
     "cluster/report": 639,
-    "cluster/resume": 1208,
-    "cluster/run": 2222,
+    "cluster/resume": 1312,
+    "cluster/run": 2239,
     "cluster/serving": 1766,
     "cluster/system": 2619,
     "cluster/verify": 1581,

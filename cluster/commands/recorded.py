@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from .arguments import COUNT, set_flag
+from .arguments import COUNT, Overrides, RunFolder, number, set_flag
 from .declare import Arg
+from .train import DryRun, run_prepared, tell_plan
 
 
 def _iterations(flag: str, text: str) -> tuple[int, int]:
@@ -71,4 +72,40 @@ def rescore(
             done.write(out)
     for line in done.lines():
         report.note(line)
+    return 0
+
+
+def fork(
+    run_dir: Annotated[Path, Arg("RUN", "folder that the run printed first, which is only read")],
+    *,
+    at: Annotated[
+        int,
+        Arg(
+            "N",
+            "go on from the run's state after N iterations; 0: begin anew with its config",
+            parse=number("a whole number from 0 on", int, lambda value: value >= 0),
+        ),
+    ],
+    overrides: Overrides,
+    out: RunFolder | None = None,
+    dry_run: DryRun = False,
+) -> int:
+    """Go on from a run's state with other settings, as a new run.
+
+    Begin a new run from a state of another, with changed keys: reward, algorithm, learning rate, whatever leaves keys
+    and prompts as they are. Responses of RUN are taken over while weights are equal, and are drafts from there on
+    (rollout.record). `rlhfspec report` shows both.
+
+      rlhfspec fork runs/RUN --at 10 --set trainer.learning_rate=1.0e-6
+      rlhfspec fork runs/RUN --at 0 --set reward.kind=rewards.py:mended
+    """
+    from ..observe.console import Reporter
+    from ..run.prepared_run import prepare_run
+
+    with Reporter() as report:
+        prepared = prepare_run(None, overrides, report, out=out, fork=(run_dir, at), dry_run=dry_run)
+        if dry_run:
+            tell_plan(prepared.plan, report)
+        else:
+            run_prepared(prepared, report)
     return 0

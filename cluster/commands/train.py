@@ -65,9 +65,9 @@ def train(
             config, overrides, report, out=out, resume=resume, record=rollouts, dry_run=dry_run
         )
         if dry_run:
-            _tell_plan(prepared.plan, report)
+            tell_plan(prepared.plan, report)
         else:
-            _run(prepared, report)
+            run_prepared(prepared, report)
     return 0
 
 
@@ -91,9 +91,9 @@ def demo(
     with Reporter() as report:
         prepared = prepare_run(config, overrides, report, out=out, dry_run=dry_run)
         if dry_run:
-            _tell_plan(prepared.plan, report)
+            tell_plan(prepared.plan, report)
             return 0
-        run_dir = _run(prepared, report)
+        run_dir = run_prepared(prepared, report)
         from ...core.errors import DataError
         from ..observe.explanation import explain_run
         from ..observe.run_record import RunRecord
@@ -111,7 +111,8 @@ def demo(
     return 0
 
 
-def _tell_plan(plan: RunPlan, report: Reporter) -> None:
+def tell_plan(plan: RunPlan, report: Reporter) -> None:
+    """Print config and plan."""
     import yaml
 
     report.note(yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False))
@@ -153,7 +154,7 @@ def check(
     return 0
 
 
-def _run(prepared: PreparedRun, report: Reporter) -> RunDir:
+def run_prepared(prepared: PreparedRun, report: Reporter) -> RunDir:
     """Train; the run folder."""
     from ...core.config_io import config_text
     from ..folder.layout import RunDir
@@ -172,7 +173,7 @@ def _run(prepared: PreparedRun, report: Reporter) -> RunDir:
     for line in sweep_run_folders(path.parent):
         report.note(line)
     with copying(run_dir, config.run.copy_to, report.note):
-        _train(plan, run_dir, report, None if resumed is None else resumed.state)
+        _train(plan, run_dir, report, None if resumed is None else resumed.state.within(run_dir))
     return run_dir
 
 

@@ -46,6 +46,16 @@ _MAY_CHANGE = (
 )
 _DECIDE = ("cluster.trainer.num_actors", "cluster.trainer.num_gpus", "cluster.generation.num_gpus")
 "Of those, what rounds otherwise."
+_OF_SAMPLES = (
+    "run.seed",
+    "run.template_time",
+    "models",
+    "data",
+    "environment",
+    "rollout.samples_per_prompt",
+    "rollout.max_staleness",
+)
+"What keys, their prompts and the weights that a run begins with come of."
 _SHOWN = 5
 "Differences that are spelled out."
 
@@ -63,6 +73,11 @@ def deciding_changes(before: Config | SupervisedConfig, after: Config | Supervis
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and (_is_in(key, decide) or not _is_in(key, _MAY_CHANGE))
     ]
+
+
+def changed_samples(before: Config, after: Config) -> list[str]:
+    """Those of the deciding changes after which a key is another sample."""
+    return [change for change in deciding_changes(before, after) if _is_in(change.split(" ")[0], _OF_SAMPLES)]
 
 
 def _is_in(key: str, named: tuple[str, ...]) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,10 @@ class RunState:
     draft_checksum: str | None
     cursor: dict[str, int | str]
     evaluations: EvaluationMarks = field(default_factory=EvaluationMarks)
+
+    def within(self, run_dir: RunDir) -> RunState:
+        """The same state of another run's folder, which has a copy, or of its own."""
+        return replace(self, folder=run_dir.checkpoints_folder / self.folder.name)
 
     @property
     def config_file(self) -> Path:

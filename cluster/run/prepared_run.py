@@ -38,11 +38,13 @@ def prepare_run(
     out: Path | None = None,
     resume: str | None = None,
     record: Path | None = None,
+    fork: tuple[Path, int] | None = None,
     dry_run: bool,
 ) -> PreparedRun:
     """Open a config, or the run to `resume`, and check it; nothing is written or started.
 
-    `record`: a run folder whose rollouts are taken over, as `rollout.record`.
+    `record`: a run folder whose rollouts are taken over, as `rollout.record`. `fork`: a run and how many of its
+    iterations a new one goes on behind.
 
     Raises InputError for all that a run is refused for before Ray starts.
     """
@@ -54,7 +56,9 @@ def prepare_run(
         )
     if record is not None:
         overrides = [*overrides, f"rollout.record={json.dumps(str(record))}"]
-    if resume is None or resume == AUTO:
+    if fork is not None:
+        config, resumed = _forked(*fork, overrides, out, report, dry_run=dry_run)
+    elif resume is None or resume == AUTO:
         config, resumed = _of_config(file, overrides, report, may_resume=resume == AUTO)
     else:
         config, resumed = _named_run(resume, file, overrides, report)
@@ -96,6 +100,19 @@ def _named_run(
         folder = fetch_run(resume, run_base(RunConfig(), caller_dir=Path.cwd()), report.note)
     resumed = open_run(folder, overrides, report.note)
     return resumed.config, resumed
+
+
+def _forked(
+    run: Path, at: int, overrides: list[str], out: Path | None, report: Reporter, *, dry_run: bool
+) -> tuple[Config, ResumedRun | None]:
+    from ..folder.layout import RunDir
+    from ..resume.forked_run import ForkedRun, open_fork
+
+    config, state = open_fork(run, at, overrides)
+    if state is None:
+        return config, None
+    path = _path(config.run, out, report, dry_run=dry_run)
+    return config, ForkedRun(config=config, run_dir=RunDir(path=path), state=state)
 
 
 def _of_config(

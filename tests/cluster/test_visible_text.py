@@ -59,6 +59,7 @@ FAILING = {
     "show": ["show", NAME],
     "verify": ["verify", NAME],
     "rescore": ["rescore", NAME, "--set", "reward.mean=1"],
+    "fork": ["fork", NAME, "--at", "0"],
     "replay": ["replay", NAME],
     "status": ["status", NAME],
     "trace": ["trace", NAME],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -208,3 +209,72 @@ def test_a_run_of_another_reward_takes_over_until_its_weights_part(
     assert main(["train", "--config", config, *mended, "--out", str(alone)]) == 0
     assert learned(alone) == learned(run), "drafts and what is taken over change nothing"
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_fork_goes_on_from_a_state_and_leaves_the_run_as_it_is(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()}
+    steps, same, other = counting(monkeypatch), tmp_path / "same", tmp_path / "other"
+    fork = ["fork", str(parent), "--at", "2"]
+    assert main([*fork, "--out", str(same)]) == 0
+    assert learned(same) == learned(parent) and steps == [0], "the third iteration is taken over"
+    faster = [
+        "--set",
+        "trainer.learning_rate=2.0e-3",
+        "--set",
+        "run.iterations=4",
+        "--set",
+        "run.keep_states=3",
+    ]
+    assert main([*fork, *faster, "--out", str(other)]) == 0
+    theirs = learned(parent)
+    assert (
+        learned(other) | {3: ""} == theirs | {3: "", 4: learned(other)[4]} and learned(other)[3] != theirs[3]
+    )
+    rows = read_metrics(other / "metrics.jsonl")
+    assert [row["rollout/num_taken_over"] for row in rows] == [0.0, 0.0, 6.0, 0.0]
+    assert [row["reward/mean"] for row in rows[:3]] == [
+        row["reward/mean"] for row in read_metrics(parent / "metrics.jsonl")
+    ]
+    assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
+    # its first state is its own: it is gone on with from there
+    for number in (3, 4):
+        shutil.rmtree(other / "checkpoints" / f"state_000{number}", ignore_errors=True)
+    RunDir(path=other).set_status("interrupted", "killed")
+    capsys.readouterr()
+    assert main(["train", "--resume", str(other), "--dry-run"]) == 0
+    assert "resumed after iteration 2 of 4" in capsys.readouterr().out
+    for more, said in (
+        (["--set", "algorithm.kl_coef=0.0"], "the state's trainers hold (critic, reference, trainer.lora)"),
+        (["--set", "run.iterations=2"], "nothing is left to do after iteration 2 of 2"),
+    ):
+        assert main([*fork, *more, "--dry-run"]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("at", "setting", "said"),
+    [
+        ("7", "run.name=x", "keeps no state after iteration 7: expected --at 0, got 7; run.state_every"),
+        ("0", "run.seed=9", "this changes them: run.seed was 5, now 9; leave it out"),
+        ("0", "data.limit=3", "data.limit was 40, now 3"),
+        ("0", "rollout.samples_per_prompt=2", "rollout.samples_per_prompt was 1, now 2"),
+        ("-1", "run.name=x", "--at expects a whole number from 0 on, got -1"),
+    ],
+)
+def test_what_is_no_fork_is_refused(
+    made: Path, at: str, setting: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fork", str(made), "--at", at, "--set", setting, "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_fork_at_zero_begins_anew_with_the_config_and_the_record(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fork", str(made), "--at", "0", "--set", "reward.mean=1.0", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert f"record: {made}" in out and "mean: 1.0" in out and "seed: 5" in out
