@@ -131,7 +131,7 @@ def read_page(run_dir: RunDir, iteration: int | None = None) -> dict[str, Any]:
         raise no_iteration(run_dir)
     num_starts = len([*run_dir.path.glob("owners/*.json")])
     resumed = [f"resumed {num_starts - 1} times"] if num_starts > 1 else []
-    charts, depths = _charts(run), _depths(samples)
+    charts, depths = _charts(run, _parent(run, notes.append)), _depths(samples)
     if not isinstance(depths, str):
         lines = {f"iteration {one.iteration}": list(enumerate(one.depths or (), start=1)) for one in samples}
         by_depth = draw("Accepted in a row, share of decode steps", lines, x_label="depth", from_zero=True)
@@ -181,10 +181,23 @@ def _achieved(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return kept
 
 
-def _charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
+def _parent(run: RunRecord, note: Callable[[str], None]) -> RunRecord | None:
+    """The run whose record this one goes by."""
+    try:
+        rollout = read_tree(run.run_dir.config_file).get("rollout")
+        record = rollout.get("record") if isinstance(rollout, dict) else None
+        return RunRecord.read(record, note) if isinstance(record, str) else None
+    except ConfigError as error:
+        note(f"the run of rollout.record is not drawn: {error}")
+        return None
+
+
+def _charts(run: RunRecord, parent: RunRecord | None) -> dict[str, list[dict[str, Any]]]:
     charts: dict[str, list[dict[str, Any]]] = {}
     for section, title, metrics, from_zero in _CHARTS:
         lines = {name: list(zip(*run.series(metric), strict=True)) for name, metric in metrics.items()}
+        if parent is not None and "reward/mean" in metrics.values():
+            lines[f"mean of {parent.name}"] = list(zip(*parent.series("reward/mean"), strict=True))
         chart = draw(title, lines, x_label="iteration", from_zero=from_zero)
         if chart is not None:
             charts.setdefault(section, []).append(chart)

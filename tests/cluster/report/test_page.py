@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from browser import require_good_page
 from made_moves import three_moves, two_instances
 from made_rollouts import rollout
@@ -73,6 +74,24 @@ def page(run: RunDir, *arguments: str) -> str:
 
 def sections(html: str) -> list[str]:
     return re.findall(r'<section id="(\w+)">', html)
+
+
+def test_a_run_of_a_record_stands_beside_the_run_that_it_is_of(run: RunDir) -> None:
+    parent = RunDir(path=run.path.rename(run.path.parent / "parent"))
+    shutil.copytree(parent.path, run.path)
+    tree = yaml.safe_load(run.config_file.read_text())
+    tree["rollout"]["record"] = str(parent.path)
+    run.config_file.write_text(yaml.safe_dump(tree))
+    run.metrics_file.write_text(
+        parent.metrics_file.read_text().replace('"reward/mean": 0.75', '"reward/mean": 0.5')
+    )
+    html = page(run)
+    assert (
+        "mean: 0.25 at iteration 1, 0.5 at 2" in html
+        and "mean of parent: 0.25 at iteration 1, 0.75 at 2" in html
+    )
+    shutil.rmtree(parent.path)
+    assert "the run of rollout.record is not drawn: " in page(run)
 
 
 def test_a_run_fills_every_section(run: RunDir) -> None:
