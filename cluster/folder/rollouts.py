@@ -141,7 +141,7 @@ class Recorded:
 
 def rollout_files(run: Path) -> list[Path]:
     """The rollout files of a run, by iteration."""
-    return sorted((run / "rollouts").glob("iteration_*.parquet"), key=_iteration)
+    return sorted((run / "rollouts").glob("iteration_*.parquet"), key=iteration_of)
 
 
 def locations_in(file: Path) -> list[SampleLocation]:
@@ -152,7 +152,7 @@ def locations_in(file: Path) -> list[SampleLocation]:
             SampleLocation(
                 file=file,
                 row=row,
-                iteration=_iteration(file),
+                iteration=iteration_of(file),
                 key=SampleKey(
                     run_seed=one["run_seed"], stream=Stream(one["stream"]), sample_index=one["sample_index"]
                 ),
@@ -297,7 +297,8 @@ def _weight_spans(location: SampleLocation, lists: dict[str, np.ndarray]) -> tup
     )
 
 
-def _iteration(file: Path) -> int:
+def iteration_of(file: Path) -> int:
+    """The iteration of a rollout file, counted from 0; -1 of another file."""
     found = re.fullmatch(r"iteration_(\d+)", file.stem)
     return int(found[1]) if found else -1
 

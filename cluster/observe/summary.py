@@ -261,6 +261,10 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
     tokens = [
         n * row.get("rollout/response_tokens_mean", 0.0) for n, row in zip(samples, metrics, strict=True)
     ]
+    taken_over = [
+        row.get("rollout/num_taken_over", 0.0) * row.get("rollout/response_tokens_mean", 0.0)
+        for row in metrics
+    ]
     # the last update of a run ahead has nothing beside it
     decoded = [row for row in metrics if "rollout/acceptance_rate" in row]
     promised = [row["rollout/invariant"] == 1.0 for row in metrics if "rollout/invariant" in row]
@@ -279,7 +283,7 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         acceptance_rate=_mean(metrics, "rollout/acceptance_rate") or 0.0,
         acceptance_first=_mean(decoded[:fifth], "rollout/acceptance_rate") or 0.0,
         acceptance_last=_mean(decoded[-fifth:], "rollout/acceptance_rate") or 0.0,
-        goodput_tokens_per_s=sum(tokens) / max(part_s["generate"], 1e-9),
+        goodput_tokens_per_s=(sum(tokens) - sum(taken_over)) / max(part_s["generate"], 1e-9),
         num_moved=round(_total(metrics, "moves/num_moved")),
         is_invariant=all(promised) if promised else None,
         total_s=total_s,

@@ -18,7 +18,7 @@ from ...core.files import write_whole
 from ...core.outside import visible
 from ...core.records import Reward, Unscored
 from ...learning.training.objectives.advantages import group_advantages
-from ..folder.rollouts import Recorded, locations_in, read_recorded, rollout_files
+from ..folder.rollouts import Recorded, iteration_of, locations_in, read_recorded, rollout_files
 from ..plan.inputs import read_tokenizer
 from .choice import RecordedRun
 from .rewards_again import RewardsAgain
@@ -131,7 +131,7 @@ def rescore_run(
     DataError: a file cannot be read, or no sample can be scored.
     """
     first, last = iterations or (1, 1 << 62)
-    files = [one for one in rollout_files(run.folder) if first <= _iteration(one) <= last]
+    files = [one for one in rollout_files(run.folder) if first <= iteration_of(one) + 1 <= last]
     if not files:
         raise ConfigError(
             f"{run.folder} keeps no rollouts of iterations {first} to {last}; it has "
@@ -155,9 +155,10 @@ def rescore_run(
         values = torch.tensor([pair for _, *pair in both]).reshape(-1, 2).T
         advantages = [group_advantages(of_all, groups).tolist() for of_all in values]
         for row, *gained in zip(both, *advantages, strict=True):
-            samples.append(_row(_iteration(file), *row, *gained))
+            samples.append(_row(iteration_of(file) + 1, *row, *gained))
     if not samples:
-        raise DataError(f"none of the {len(unscored)} samples can be scored again; the first: {unscored[:1]}")
+        why = unscored[0] if unscored else "there are none"
+        raise DataError(f"none of the {len(unscored)} samples of {run.folder} can be scored again: {why}")
     return RescoredRun(samples=samples, unscored=unscored)
 
 
@@ -178,7 +179,3 @@ def _row(
         new_advantage=new_advantage,
         response=rollout.response_text,
     )
-
-
-def _iteration(file: Path) -> int:
-    return int(file.stem.rpartition("_")[2]) + 1

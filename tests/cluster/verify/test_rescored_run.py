@@ -82,6 +82,7 @@ def test_a_key_of_the_reward_is_changed_and_the_rest_of_it_stays(
     [
         ([], "expected another reward, got none"),
         (["--reward", "nothing.py:at_all"], "nothing.py"),
+        (["--reward", "gsm8k"], "none of the 12 samples of"),
         (["--set", "reward.kind=serve", "--set", "reward.url=http://a/b"], "a reward server gave them"),
         (["--set", "reward.mean=1", "--iterations", "7-9"], "keeps no rollouts of iterations 7 to 9"),
         (["--set", "reward.mean=1", "--iterations", "x"], "--iterations expects a whole number above 0, got x"),
