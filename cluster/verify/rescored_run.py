@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from ...core.files import write_whole
 from ...core.outside import visible
 from ...core.records import Reward, Unscored
 from ...learning.training.objectives.advantages import group_advantages
-from ..folder.rollouts import Recorded, iteration_of, locations_in, read_recorded, rollout_files
+from ..folder.rollouts import iteration_of, locations_in, read_recorded, rollout_files
 from ..plan.inputs import read_tokenizer
 from .choice import RecordedRun
 from .rewards_again import RewardsAgain
@@ -29,28 +30,10 @@ _SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RescoredSample:
-    """A sample with both rewards; advantages are GRPO's."""
-
-    iteration: int
-    "from 1"
-    run_seed: int
-    stream: str
-    sample_index: int
-    group_id: int
-    prompt_id: int
-    old: float
-    new: float
-    old_advantage: float
-    new_advantage: float
-    response: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RescoredRun:
-    """The samples in the order of iterations and rows, and why others have no new reward."""
+    """Samples in the order of iterations and rows, with both rewards and GRPO's advantages; why others have none."""
 
-    samples: Sequence[RescoredSample]
+    samples: Sequence[Mapping[str, Any]]
     unscored: Sequence[str]
 
     def lines(self) -> list[str]:
@@ -60,54 +43,51 @@ class RescoredRun:
         changed = np.flatnonzero(old != new)
         varies = bool(np.ptp(old) and np.ptp(new))
         correlation = f"{np.corrcoef(old, new)[0, 1]:.3f}" if varies else "none: one of them never varies"
+        first, last = (self.samples[at]["iteration"] for at in (0, -1))
         rows = [
-            ("samples", f"{len(old):,} of iterations {self.samples[0].iteration} to {self.samples[-1].iteration}"),
+            ("samples", f"{len(old):,} of iterations {first} to {last}"),
             ("mean", f"{old.mean():.4g} old, {new.mean():.4g} new"),
             ("standard deviation", f"{old.std():.4g} old, {new.std():.4g} new"),
             ("correlation", correlation),
             ("changed", f"{len(changed):,} samples, {len(changed) / len(old):.1%}"),
             *self._group_rows(),
             ("advantages", f"change by {gaps.mean():.3g} on average (GRPO's)"),
-        ]  # fmt: skip
+        ]
         if self.unscored:
             rows.insert(1, ("without a new reward", f"{len(self.unscored):,}; the first: {self.unscored[0]}"))
         lines = [f"{label:<22}{value}" for label, value in rows]
         most = sorted(changed.tolist(), key=lambda at: -abs(new[at] - old[at]))[:_SHOWN]
         for one in (self.samples[at] for at in most):
-            text = visible(one.response[:_SHOWN_CHARS])
-            lines.append(f"  sample {one.sample_index}: {one.old:.4g} -> {one.new:.4g}  {text!r}")
+            text = visible(one["response"][:_SHOWN_CHARS])
+            lines.append(f"  sample {one['sample_index']}: {one['old']:.4g} -> {one['new']:.4g}  {text!r}")
         return lines
 
     def write(self, file: Path) -> None:
         """Write all samples as Parquet, or as JSON lines. Raises StorageError."""
-        rows = [asdict(sample) for sample in self.samples]
         if file.suffix == ".jsonl":
-            write_whole(file, "".join(f"{json.dumps(row)}\n" for row in rows))
+            write_whole(file, "".join(f"{json.dumps(row)}\n" for row in self.samples))
             return
         whole = BytesIO()
-        pq.write_table(pa.Table.from_pylist(rows), whole, compression="zstd")
+        pq.write_table(pa.Table.from_pylist([*self.samples]), whole, compression="zstd")
         write_whole(file, whole.getvalue())
 
     def _values(self, name: str) -> np.ndarray:
-        return np.array([getattr(sample, name) for sample in self.samples])
+        return np.array([sample[name] for sample in self.samples])
 
     def _group_rows(self) -> Iterator[tuple[str, str]]:
         """How the order within groups changed, and which groups begin or cease to have advantages."""
-        groups: dict[int, list[RescoredSample]] = {}
-        for sample in self.samples:
-            groups.setdefault(sample.group_id, []).append(sample)
+        groups: dict[int, list[tuple[float, float]]] = {}
+        for one in self.samples:
+            groups.setdefault(one["group_id"], []).append((one["old"], one["new"]))
         num_pairs = swapped = other = reordered = began = ceased = taught = 0
         for group in groups.values():
-            of_pairs = np.triu_indices(len(group), 1)
-            before, after = (
-                np.sign(np.subtract.outer(values, values))[of_pairs]
-                for values in (np.array([one.old for one in group]), np.array([one.new for one in group]))
-            )
-            num_pairs, swapped = num_pairs + len(before), swapped + int((before * after < 0).sum())
-            other, reordered = other + int((before != after).sum()), reordered + bool((before != after).any())
-            taught += bool(before.any())
-            began += bool(after.any() and not before.any())
-            ceased += bool(before.any() and not after.any())
+            # of each pair of samples, which one has more
+            pairs, values = np.triu_indices(len(group), 1), np.array(group).T
+            old, new = (np.sign(np.subtract.outer(of_all, of_all))[pairs] for of_all in values)
+            num_pairs, swapped = num_pairs + len(old), swapped + int((old * new < 0).sum())
+            other, reordered = other + int((old != new).sum()), reordered + bool((old != new).any())
+            taught += bool(old.any())
+            began, ceased = began + bool(new.any() > old.any()), ceased + bool(old.any() > new.any())
         if not num_pairs:
             yield "groups", "none: one sample a prompt"
             return
@@ -139,7 +119,7 @@ def rescore_run(
         )
     config = run.config
     scorer = RewardsAgain(run, read_tokenizer(config.models, config.run.template_time), to_the_bit=False)
-    samples: list[RescoredSample] = []
+    samples: list[dict[str, Any]] = []
     unscored: list[str] = []
     for number, file in enumerate(files):
         tick("scoring again", number / len(files))
@@ -154,28 +134,24 @@ def rescore_run(
         groups = torch.tensor([one.rollout.completion.group_id for one, *_ in both])
         values = torch.tensor([pair for _, *pair in both]).reshape(-1, 2).T
         advantages = [group_advantages(of_all, groups).tolist() for of_all in values]
-        for row, *gained in zip(both, *advantages, strict=True):
-            samples.append(_row(iteration_of(file) + 1, *row, *gained))
+        for (one, old, new), before, after in zip(both, *advantages, strict=True):
+            key, rollout = one.location.key, one.rollout
+            samples.append(
+                {
+                    "iteration": iteration_of(file) + 1,
+                    "run_seed": key.run_seed,
+                    "stream": str(key.stream),
+                    "sample_index": key.sample_index,
+                    "group_id": rollout.completion.group_id,
+                    "prompt_id": rollout.prompt.prompt_id,
+                    "old": old,
+                    "new": new,
+                    "old_advantage": before,
+                    "new_advantage": after,
+                    "response": rollout.response_text,
+                }
+            )
     if not samples:
         why = unscored[0] if unscored else "there are none"
         raise DataError(f"none of the {len(unscored)} samples of {run.folder} can be scored again: {why}")
     return RescoredRun(samples=samples, unscored=unscored)
-
-
-def _row(
-    iteration: int, one: Recorded, old: float, new: float, old_advantage: float, new_advantage: float
-) -> RescoredSample:
-    key, rollout = one.location.key, one.rollout
-    return RescoredSample(
-        iteration=iteration,
-        run_seed=key.run_seed,
-        stream=str(key.stream),
-        sample_index=key.sample_index,
-        group_id=rollout.completion.group_id,
-        prompt_id=rollout.prompt.prompt_id,
-        old=old,
-        new=new,
-        old_advantage=old_advantage,
-        new_advantage=new_advantage,
-        response=rollout.response_text,
-    )
