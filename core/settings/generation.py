@@ -197,33 +197,21 @@ class RolloutConfig(Section):
     are drafts for those of the same keys from there on; `train --rollouts` sets it"""
 
 
-def require_record(rollout: RolloutConfig, *, environment: str | None, dynamic_sampling: bool) -> None:
-    """Raise ValueError where samples could not be taken from the record of another run."""
-    for key, is_set in (
-        ("environment.kind", environment is not None),
-        ("rollout.max_staleness", rollout.max_staleness > 0),
-        ("algorithm.dynamic_sampling", dynamic_sampling),
-    ):
-        if rollout.record is not None and is_set:
-            raise ValueError(
-                f"rollout.record takes whole responses of a run in turns and goes with no {key}; take one of them out"
-            )
-
-
-def require_look_ahead(rollout: RolloutConfig, *, environment: str | None, dynamic_sampling: bool) -> None:
-    """Raise ValueError where no next batch can be begun ahead of an update."""
-    if rollout.look_ahead == "off":
-        return
-    for setting, is_so in (
-        (f"rollout.max_staleness {rollout.max_staleness}", rollout.max_staleness > 0),
-        ("algorithm.dynamic_sampling true", dynamic_sampling),
+def require_known_batches(rollout: RolloutConfig, *, environment: str | None, dynamic_sampling: bool) -> None:
+    """Raise ValueError where a batch has to be known beforehand and is not."""
+    wishes = (("look_ahead", rollout.look_ahead != "off"), ("record", rollout.record is not None))
+    others = (
         (f"environment.kind {environment}", environment is not None),
+        (f"rollout.max_staleness {rollout.max_staleness}", rollout.max_staleness > 0),
+        ("algorithm.dynamic_sampling", dynamic_sampling),
+    )
+    for name, other in (
+        (name, other) for name, wanted in wishes for other, is_set in others if wanted and is_set
     ):
-        if is_so:
-            raise ValueError(
-                f"rollout.look_ahead is {rollout.look_ahead} and {setting}: the next batch is not known ahead, or "
-                "sampled ahead anyway; set look_ahead to off, or leave the other at its default"
-            )
+        raise ValueError(
+            f"rollout.{name} takes whole responses of batches that are known beforehand, in turns, and goes with no "
+            f"{other}; take one of them out"
+        )
 
 
 def require_schedule(rollout: RolloutConfig, *, environment: str | None) -> None:
