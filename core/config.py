@@ -155,6 +155,9 @@ class Config(Section):
         """What sections ask of one another; the checks stand beside the section that they speak of."""
         rollout, reward, environment = self.rollout, self.reward, self.environment.kind
         require_training_temperature(self.sampling.temperature)
+        require_known_batches(
+            rollout, environment=environment, dynamic_sampling=self.algorithm.dynamic_sampling
+        )
         require_draft(self.speculation, self.models.draft)
         require_spot(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
         require_cotrain(self.drafter_training, self.speculation)
@@ -162,9 +165,6 @@ class Config(Section):
         require_correction(self.algorithm.correction, rollout.max_staleness)
         require_trainer(self.trainer, num_gpus=self.cluster.trainer.num_gpus)
         require_schedule(rollout, environment=environment)
-        require_known_batches(
-            rollout, environment=environment, dynamic_sampling=self.algorithm.dynamic_sampling
-        )
         require_publication(self.cluster.publication, rollout.max_staleness)
         require_metric(self.evaluation, reward)
         require_reward(reward, environment=environment, max_new_tokens=self.sampling.max_new_tokens)
