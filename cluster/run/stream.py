@@ -129,7 +129,8 @@ class RolloutStream:
         phase = self._new_phase(schedule, beside)
         phase.moves += moves
         self._ask(phase, schedule.begin(number), is_first=True)
-        if ahead := schedule.ahead(number):
+        # what is taken over needs no attempt
+        if not phase.num_taken_over and (ahead := schedule.ahead(number)):
             system.scheduler.look_ahead(tuple(ahead))
         self._unsent += [(r, c, response_text(system.tokenizer, c)) for r, c in schedule.unsent()]
         while True:
