@@ -109,7 +109,7 @@ class Config(Section):
 
     @property
     def takes_drafts(self) -> bool:
-        """True when requests may bring drafts: samples begun ahead, or those of the last evaluation."""
+        """True when requests may bring drafts: samples begun ahead, of the last evaluation, or of a record."""
         evaluates = self.evaluation.every > 0 and not self.evaluation.fresh_keys
         return evaluates or self.rollout.look_ahead != "off" or self.rollout.record is not None
 

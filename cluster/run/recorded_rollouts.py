@@ -159,7 +159,7 @@ class RecordedRollouts:
                 self._say(f"of {run} some samples are generated: {reason}")
         elif not self._is_live:
             self._is_live = True
-            where = f" in iterations {self._first} to {self._last}" if self._num_taken else ""
+            where = f" (iterations {self._first}-{self._last})" if self._num_taken else ""
             self._say(
                 f"{self._num_taken} samples of {run} were taken over{where}; iteration {iteration} and later ones are "
                 f"generated: {'; '.join(why)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -35,6 +36,8 @@ class RescoredRun:
 
     samples: Sequence[Mapping[str, Any]]
     unscored: Sequence[str]
+    seconds: float
+    "of reading and scoring, without the start"
 
     def lines(self) -> list[str]:
         """What to print."""
@@ -52,6 +55,7 @@ class RescoredRun:
             ("changed", f"{len(changed):,} samples, {len(changed) / len(old):.1%}"),
             *self._group_rows(),
             ("advantages", f"change by {gaps.mean():.3g} on average (GRPO's)"),
+            ("scored in", f"{self.seconds:.1f} s"),
         ]
         if self.unscored:
             rows.insert(1, ("without a new reward", f"{len(self.unscored):,}; the first: {self.unscored[0]}"))
@@ -119,6 +123,7 @@ def rescore_run(
         )
     config = run.config
     scorer = RewardsAgain(run, read_tokenizer(config.models, config.run.template_time), to_the_bit=False)
+    began_s = time.perf_counter()
     samples: list[dict[str, Any]] = []
     unscored: list[str] = []
     for number, file in enumerate(files):
@@ -154,4 +159,4 @@ def rescore_run(
     if not samples:
         why = unscored[0] if unscored else "there are none"
         raise DataError(f"none of the {len(unscored)} samples of {run.folder} can be scored again: {why}")
-    return RescoredRun(samples=samples, unscored=unscored)
+    return RescoredRun(samples=samples, unscored=unscored, seconds=time.perf_counter() - began_s)

@@ -72,7 +72,7 @@ def test_what_came_of_equal_weights_is_taken_over_and_the_rest_is_a_draft(made: 
     assert [one.draft.tolist() for one in live[1]] == [one.token_ids.tolist() for one in whole[1]]
     assert notes == [
         f"samples of {made} are taken over while weights are equal, from iteration 1 on",
-        f"{SAMPLES} samples of {made} were taken over in iterations 1 to 1; iteration 2 and later ones are generated: "
+        f"{SAMPLES} samples of {made} were taken over (iterations 1-1); iteration 2 and later ones are generated: "
         "weights are others: version 1 here is not its version 1",
     ]
 
@@ -128,6 +128,11 @@ def test_settings_that_a_record_does_not_go_with_are_refused(
         tree[section] = (tree[section] if section == "rollout" else {}) | values
     with pytest.raises(ConfigError, match=f"goes with no {named}"):
         config_from_dict(tree)
+
+
+def test_a_run_with_a_record_takes_drafts(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    assert not run_config(tiny_pair, tmp_path).takes_drafts
+    assert run_config(tiny_pair, tmp_path, rollout={"record": "RUN"}).takes_drafts
 
 
 def test_a_record_of_another_seed_and_what_is_no_run_are_refused(
