@@ -62,6 +62,11 @@ def test_a_file_and_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     # a forward of 10 ms, so tens of tokens take tenths of seconds, and no data sheet does
     assert 0.16 < tree["plain"]["rollout_s"] < 0.6
     assert "measured costs" in capsys.readouterr().out
+    ahead = ("--set", "step.look_ahead=auto", "--out", str(out))
+    assert main(["simulate", "cluster", "--config", str(file), *ahead]) == 0
+    sooner = json.loads(out.read_text())["plain"]
+    assert 0 < sooner["proved_tokens"] <= sooner["attempted_tokens"]
+    assert sooner["rollout_s"] < tree["plain"]["rollout_s"] and "look-ahead: " in capsys.readouterr().out
 
 
 def test_a_sweep_names_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
