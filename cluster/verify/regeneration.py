@@ -97,6 +97,7 @@ class Regenerator:
         """
         config = run.config
         self._config, self._sampling, self._models = config, sampling, models
+        self._drafts_record = policy is None
         vocab_size = num_token_ids(tokenizer)
         trust = config.models.trust_remote_code
         some = next(iter(models.values())).name
@@ -138,6 +139,8 @@ class Regenerator:
         """Generate everything; what is refused leaves `again`."""
         while requests := [r for one in again.values() if (r := one.next_request()) is not None]:
             requests = self._admissible(requests, refused)
+            if not self._drafts_record:
+                requests = [replace(request, draft=None) for request in requests]
             for key in refused:
                 again.pop(key, None)
             # the longest first: no tail of few

@@ -191,6 +191,10 @@ class _WatchedDrafter:
         self._drafter = drafter
         self.steps: list[Step] = []
 
+    def working(self) -> _WatchedDrafter:
+        """See `Drafter`: itself."""
+        return self
+
     def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> object:
         """Note the verdict."""
         count = int(verdict.num_accepted[0])

@@ -244,7 +244,7 @@ def test_the_loss_of_the_machine_itself_waits_for_nothing() -> None:
 
 
 def test_no_evaluation_asks_for_rewards_that_cannot_be_had() -> None:
-    settings = SimpleNamespace(every=1, metric="reward")
+    settings = SimpleNamespace(every=1, metric="reward", fresh_keys=False)
     report = made.Report()
     one: Any = SimpleNamespace(
         config=SimpleNamespace(evaluation=settings, run=SimpleNamespace(iterations=3)),
