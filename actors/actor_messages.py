@@ -310,7 +310,7 @@ class Taken:
     num_open: int = 0
     attempts: AttemptCounts = field(default_factory=AttemptCounts)
     "at the next batch, since it began"
-    why_look_ahead: str = ""
-    "whether there are any and why, in one line; empty where it was told of no next batch"
+    proving_cost: float = 0.0
+    "of an attempted token over decoding it, as predicted; 0 where nothing is begun ahead"
     stats: Mapping[str, GenerationStats] = field(default_factory=dict)
     "sums by instance since it began; lost ones included that this scheduler has known"

@@ -43,7 +43,7 @@ class SchedulerUpdates:
             planning_s=planning_s,
             num_open=machine.num_open,
             attempts=machine.attempt_counts,
-            why_look_ahead=machine.why_look_ahead,
+            proving_cost=0.0 if machine.look_ahead is None else machine.look_ahead.proving_cost,
             stats=machine.members.stats,
         )
 

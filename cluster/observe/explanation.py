@@ -39,7 +39,8 @@ class Explained:
 
     def mechanisms(self) -> list[tuple[str, str]]:
         """What instances waited for, and what drafting and moves gave and cost."""
-        return [("waiting", self._waiting()), ("drafting", self._drafting()), ("moves", self._moves())]
+        rows = [("waiting", self._waiting()), ("drafting", self._drafting()), ("moves", self._moves())]
+        return rows + ([("ahead", self._ahead())] if self.config.rollout.look_ahead != "off" else [])
 
     def rows(self) -> list[tuple[str, str]]:
         """These, what a comparison measured, and what to change next."""
@@ -98,6 +99,15 @@ class Explained:
             return "no seconds recorded"
         refit_share = self.summary.part_s["refit"] / max(self.summary.total_s, 1e-9)
         return f"{self._of_decoding('rollout/draft_s'):.0%} of decoding; the draft's refit {refit_share:.0%} of all"
+
+    def _ahead(self) -> str:
+        num_attempts = self._total("rollout/num_attempts")
+        if not num_attempts:
+            cost = self.metrics[-1].get("rollout/proving_cost", 0.0)
+            return f"nothing begun: to prove a token would cost {cost:.2f} of decoding it, as predicted"
+        shares = [row["rollout/attempts_proved"] for row in self.metrics if "rollout/attempts_proved" in row]
+        proved = f"{sum(shares) / len(shares):.0%}" if shares else "none so far"
+        return f"{num_attempts:.0f} samples begun under the weights before; of their tokens proved: {proved}"
 
     def _moves(self) -> str:
         if self.config.reallocation.policy in ("pull", "static"):

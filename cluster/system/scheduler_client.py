@@ -69,8 +69,7 @@ class SchedulerClient:
         self._ahead: Any = None
         "a `take` on its way: the future of its answer"
         self._asked_at_s = 0.0
-        self.why_look_ahead = ""
-        "whether the next batch is begun ahead and why, in one line, as the scheduler told last"
+        self._proving_cost = 0.0
         self._handle = make(settings)
         self._sentinel = self._handle.run.remote()
 
@@ -140,6 +139,7 @@ class SchedulerClient:
             "rollout/num_attempts": float(done.num_attempts),
             "rollout/attempted_tokens": float(done.num_attempted_tokens),
             "rollout/num_attempt_drafts": float(done.num_drafts),
+            "rollout/proving_cost": self._proving_cost,
         }
         if done.num_draft_tokens:
             metrics["rollout/attempts_proved"] = done.num_proved_tokens / done.num_draft_tokens
@@ -174,7 +174,7 @@ class SchedulerClient:
         ahead, self._ahead = self._ahead, None
         taken = self._send("take", wait_s, ref=ahead and ahead.object_ref) or Taken()
         self._planning_s, self._attempts = taken.planning_s, taken.attempts
-        self.why_look_ahead = taken.why_look_ahead or self.why_look_ahead
+        self._proving_cost = taken.proving_cost
         self._delivered.update((completion.key, completion) for completion in taken.completions)
         for name, stats in taken.stats.items():
             if name in self._instances:

@@ -87,6 +87,12 @@ class LookAheadLaw:
         self._num_compared = self._num_proved = 0
         self._known.clear()
 
+    @property
+    def proving_cost(self) -> float:
+        """Seconds of proving an attempted token over those of decoding it, as predicted."""
+        decoded_s, proved_s = self._seconds(self._batch)
+        return proved_s / max(decoded_s, 1e-12)
+
     def why(self) -> str:
         """One line: whether it looks ahead at the batch of late, and why."""
         decoded_s, proved_s = self._seconds(self._batch)

@@ -115,10 +115,9 @@ class Scheduler:
         return self._attempts.counts
 
     @property
-    def why_look_ahead(self) -> str:
-        """One line: whether the next batch is begun ahead and why; empty where none was announced."""
-        law = self._attempts.law
-        return "" if law is None else law.why()
+    def look_ahead(self) -> LookAheadLaw | None:
+        """The law of attempts; to be read."""
+        return self._attempts.law
 
     @property
     def awake_s(self) -> float:
