@@ -66,8 +66,8 @@ CHAOS = (
     "cluster.max_trainer_restarts=1000",
 )
 "A state and weights an iteration, limits of silence that a long freeze passes, restarts that do not run out."
-GROUPED = ("cluster.generation.tensor_parallel=2", "cluster.generation.num_cpus=0.25")
-"Of the disturbed run."
+GROUPED = ("cluster.generation.tensor_parallel=2", "cluster.generation.num_cpus=0.25", "rollout.look_ahead=4")
+"Of the disturbed run: groups, and the next batch begun ahead."
 RESUMED_KINDS = {
     "ppo": (PPO, ()),
     "grpo": (GRPO, ()),
