@@ -49,7 +49,7 @@ class Budget:
     @property
     def is_plain(self) -> bool:
         """True when nothing is drafted."""
-        return self.num_nodes == 0
+        return self.num_nodes == self.look_up == 0
 
 
 PLAIN = Budget(num_nodes=0, depth=0, branching=0, width=0, reason="plain decoding")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.decode_records import PLAIN, Budget, DecodeState, GenerationStats, InstanceLoad, StepRecord
 from ..core.errors import ConfigError, WeightsError
 from ..core.progress import Progress
-from ..core.records import Completion, SampleKey, SampleRequest
+from ..core.records import Completion, SampleKey, SampleRequest, as_asked
 from ..core.sample_state import SampleState
 from ..core.weight_records import WeightManifest
 from ..policies.drafting.draft_policy import DraftLaw, DraftPolicy
@@ -126,8 +126,7 @@ class Engine:
         if state.request.is_attempt:
             self._attempts.append(state)
             return
-        # the sample itself: what is made ahead of it has come too late
-        self._unclaimed = self.end_attempts({state.request.key})
+        self.supersede(state.request.key)
         self._waiting.append(state)
 
     def require_version(self, state: SampleState) -> None:
@@ -234,7 +233,12 @@ class Engine:
         # from the back: the last sample moves into a slot that is left
         for slot in sorted({*finished, *broken}, reverse=True):
             if slot in broken:
-                failures.append(self._break(slot))
+                request, failure = self._batch.requests[slot], self._break(slot)
+                if request.is_attempt:
+                    # nobody has asked for it: weights that are to come may be sound
+                    completions.append(as_asked(request))
+                else:
+                    failures.append(failure)
             else:
                 completions.append(self._finish(slot))
         return completions, failures
@@ -340,6 +344,10 @@ class Engine:
                 self._unclaimed.append(self._finish(slot, is_cut=True))
         unclaimed, self._unclaimed = self._unclaimed, []
         return unclaimed
+
+    def supersede(self, key: SampleKey) -> None:
+        """The sample itself comes: what is made ahead of it is too late, and a key stands for one sample here."""
+        self._unclaimed = self.end_attempts({key})
 
     def give_way(self) -> None:
         """End attempts, the shortest first, until who waits or is on its way here has a slot and memory."""

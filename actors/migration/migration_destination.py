@@ -125,6 +125,7 @@ class MigrationDestination:
         state = replace(message.state, request=replace(message.state.request, epoch=epoch))
         self._free_slot()
         began_s = self._context.clock()
+        engine.supersede(state.request.key)
         computed = engine.exchange.attach(state, pieces)
         ended_s = self._context.clock()
         self._context.note("attach", began_s, ended_s, message.order.move_id)

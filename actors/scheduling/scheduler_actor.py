@@ -29,6 +29,7 @@ from ...policies.scheduling.events import (
     Abandon,
     Alarm,
     AttemptsArrived,
+    AttemptsEnd,
     ClockTicked,
     Cut,
     CutOwned,
@@ -162,8 +163,8 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def look_ahead(self, requests: tuple[SampleRequest, ...]) -> None:
-        """Take note of the next batch's samples, which may be begun in free slots."""
-        self._handle(AttemptsArrived(requests=requests))
+        """Take note of the next batch's samples, which may be begun in free slots; of none: new weights come."""
+        self._handle(AttemptsArrived(requests=requests) if requests else AttemptsEnd())
 
     @ray.method(concurrency_group="control")
     def cut(self, keys: frozenset[SampleKey] | None = None) -> None:

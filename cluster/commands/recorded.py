@@ -54,6 +54,8 @@ def rescore(
         raise ConfigError(
             f"--out {out}: expected a file .parquet or .jsonl, got '{out.suffix}'; name another"
         )
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: expected a folder that is there, got {out.parent}; make it first")
     if reward is None and not overrides:
         raise ConfigError(
             "expected another reward, got none; name it by --reward KIND, or by --set reward.KEY=..."

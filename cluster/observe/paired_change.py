@@ -1,7 +1,7 @@
 """What changed between two evaluations of the same keys: under common noise most responses are equal, and cancel.
 
-Standard errors are of means over prompts, whose samples are not independent. The unpaired one is what two evaluations
-with noise of their own would have.
+Standard errors are of means over prompts, whose samples are not independent. The unpaired one is that of evaluations
+with prompts and noise of their own: common prompts alone, with other noise, lie between.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class RunPlan:
         rows = rows_of_curve(curve, slots) if self.profile is None else rows_of_profile(self.profile)
         # the trainer has cores of its own only where it has a device of its own
         shares = not self.config.learns_on_gpu or self.config.cluster.trainer.num_gpus < 1
-        return LookAheadLaw(curve, rows, most=None if wanted == "auto" else wanted, is_shared=shares)
+        return LookAheadLaw(curve, rows, most=None if wanted == "auto" else int(wanted), is_shared=shares)
 
     @property
     def _moves(self) -> bool:

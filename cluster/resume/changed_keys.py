@@ -27,6 +27,7 @@ _MAY_CHANGE = (
     "data.path",
     # what is taken over is what would be generated
     "rollout.record",
+    "rollout.look_ahead",
     "speculation",
     "drafter_training.spot",
     "trainer.gradient_checkpointing",

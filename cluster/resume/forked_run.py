@@ -36,6 +36,10 @@ class ForkedRun(ResumedRun):
         with whole_folder(state.within(run_dir).folder) as partial:
             shutil.copytree(state.folder, partial, dirs_exist_ok=True)
             write_whole(partial / state.config_file.name, config_text)
+            tree = json.loads((partial / "state.json").read_text())
+            # of its own reward, and there is no copy of what was best
+            tree["evaluations"] = {**tree.get("evaluations", {}), "best": None, "metric": None}
+            write_whole(partial / "state.json", json.dumps(tree))
             write_manifest(
                 partial,
                 model="state",
@@ -62,6 +66,11 @@ def open_fork(folder: Path, at: int, settings: Sequence[str]) -> tuple[Config, R
         raise ConfigError(
             f"a fork keeps the run's keys and prompts, and this changes them: {'; '.join(changes)}; leave it out, or "
             "begin a new run (--config)"
+        )
+    if before.algorithm.kind != config.algorithm.kind:
+        raise ConfigError(
+            f"a fork keeps algorithm.kind {before.algorithm.kind}, got {config.algorithm.kind}: the config of a run "
+            "spells out what follows from its kind; begin a new run of its record (train --config FILE --rollouts RUN)"
         )
     if at == 0:
         return config, None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...core.errors import DataError
 from ...core.files import append_whole, storage_errors
 from ...core.records import EPOCHS_OF_A_ROUND, Rollout, SampleKey, SampleRequest, Stream
 from ...core.settings.evaluation import MAX_SAMPLES_PER_PROMPT
@@ -116,7 +117,7 @@ class Evaluator:
         marks = marks or EvaluationMarks()
         self._metric = marks.metric or self._settings.metric
         self._num_done, self._best = marks.num_done, marks.best
-        self._earlier = {} if self._settings.fresh_keys or not self._num_done else _last_of(run_dir)
+        self._earlier = {} if self._settings.fresh_keys or not self._num_done else _last_of(run_dir, report)
 
     @property
     def marks(self) -> EvaluationMarks:
@@ -192,10 +193,15 @@ class Evaluator:
         write_rollouts(path, done.collected.rollouts)
 
 
-def _last_of(run_dir: RunDir) -> dict[SampleKey, Rollout]:
-    """What the run evaluated last before it was stopped."""
-    files = sorted(run_dir.evaluated_file(0).parent.glob("evaluation_*.parquet"))
-    return by_key([one.rollout for file in files[-1:] for one in read_recorded(locations_in(file))])
+def _last_of(run_dir: RunDir, report: Reporter) -> dict[SampleKey, Rollout]:
+    """What the run evaluated last before it was stopped; what cannot be read is told, and left out."""
+    files = run_dir.evaluated_file(0).parent.glob("evaluation_*.parquet")
+    last = max(files, key=lambda file: (len(file.name), file.name), default=None)
+    try:
+        return by_key([one.rollout for one in read_recorded(locations_in(last))]) if last else {}
+    except DataError as error:
+        report.note(f"the next evaluation has neither drafts nor a change to tell: {error}")
+        return {}
 
 
 def _line(num_iterations: int, done: Evaluated, metric: str, *, is_best: bool) -> str:

@@ -244,6 +244,8 @@ def _publish(run: Run, learned: UpdateReport) -> dict[str, float]:
     """Bring every instance the trainers' version; no sample is open. The metrics of what it took."""
     system = run.system
     run.report.progress("publish", 0, 1)
+    if system.config.rollout.look_ahead != "off":
+        system.scheduler.look_ahead(())
     before = system.target.manifest.checksum
     # an instance may join while the trainer is further on: what instances decode from must be at hand then
     broadcast = (

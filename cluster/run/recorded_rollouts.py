@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ...core.config import Config
+from ...core.config import Config, EngineConfig, ModelsConfig
 from ...core.errors import ConfigError, DataError
 from ...core.records import (
     Completion,
@@ -25,6 +26,7 @@ from ...core.records import (
     WeightSpan,
 )
 from ...core.weight_records import WeightManifest
+from ...learning.data.chat.written_text import response_text
 from ...learning.data.prompts import sampling_params
 from ..folder.iteration_logs import read_weights_log
 from ..folder.layout import RunDir
@@ -33,6 +35,10 @@ from ..verify.choice import RecordedRun
 
 if TYPE_CHECKING:
     from ..system.system import System
+
+
+_ROUNDS = ("numerics", "attention", "forward", "kernels", "device")
+"Keys of `engine` that decide how a response is rounded: with others the same weights give other bits."
 
 
 def require_record(config: Config) -> None:
@@ -50,9 +56,19 @@ def require_record(config: Config) -> None:
 class RecordedRollouts:
     """Of one run folder. Files are read when a sample of theirs is asked for."""
 
-    def __init__(self, run: RecordedRun, sampling: SamplingParams, note: Callable[[str], None]) -> None:
-        """`sampling`: by the run's config."""
-        self._run, self._sampling, self._note = run, sampling, note
+    def __init__(
+        self,
+        run: RecordedRun,
+        models: ModelsConfig,
+        engine: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        note: Callable[[str], None],
+    ) -> None:
+        """`models`, `engine`: of the run that samples are taken over by."""
+        self._run, self._tokenizer, self._note = run, tokenizer, note
+        self._own_rounding = _rounding(models, engine)
+        self._rounding = _rounding(run.config.models, run.config.engine)
+        self._sampling = sampling_params(run.config.sampling, tokenizer, model=models.target)
         self._checksums = read_weights_log(RunDir(path=run.folder).weights_file)
         self._files = iter(rollout_files(run.folder))
         self._locations: dict[SampleKey, SampleLocation] = {}
@@ -64,11 +80,10 @@ class RecordedRollouts:
     @classmethod
     def of(cls, system: System, note: Callable[[str], None]) -> RecordedRollouts | None:
         """The record that the config names. Raises ConfigError: it is no run folder."""
-        record, models = system.config.rollout.record, system.config.models
-        if record is None:
+        if (record := system.config.rollout.record) is None:
             return None
         run = RecordedRun.open(Path(record).expanduser())
-        return cls(run, sampling_params(run.config.sampling, system.tokenizer, model=models.target), note)
+        return cls(run, system.config.models, system.config.engine, system.tokenizer, note)
 
     def split(
         self, requests: Sequence[SampleRequest], weights: WeightManifest
@@ -106,11 +121,15 @@ class RecordedRollouts:
 
     def _completions(self, requests: Sequence[SampleRequest]) -> list[Completion | str]:
         """The recorded response to each request, or why there is none."""
-        while any(request.key not in self._locations for request in requests):
+        # indices grow from file to file: behind one that lies beyond all that is asked for there is nothing to find
+        last, seen = max((request.key.sample_index for request in requests), default=0), -1
+        while seen <= last and any(request.key not in self._locations for request in requests):
             if (file := next(self._files, None)) is None:
                 break
             try:
-                self._locations |= {one.key: one for one in locations_in(file)}
+                found_here = locations_in(file)
+                seen = min((one.key.sample_index for one in found_here), default=seen)
+                self._locations |= {one.key: one for one in found_here}
             except DataError as error:
                 self._say(str(error))
         found: dict[SampleKey, Recorded] = {}
@@ -130,11 +149,16 @@ class RecordedRollouts:
         completion = recorded.rollout.completion
         if not np.array_equal(recorded.rollout.prompt.token_ids, request.prompt.token_ids):
             return "prompts of its samples are others (data, rollout.samples_per_prompt)"
+        if response_text(self._tokenizer, completion) != recorded.rollout.response_text:
+            return "its tokens are not its texts: the record was changed, see rlhfspec verify"
         is_whole = completion.sampled is None and completion.finish_reason is not FinishReason.CUT
         return completion if is_whole else "its samples are no single whole responses"
 
     def _differs(self, request: SampleRequest, found: Completion, weights: WeightManifest) -> str:
         """Why a recorded response may be another than would be generated; empty: it is the same."""
+        for key, own in self._own_rounding.items():
+            if self._rounding[key] != own:
+                return f"its {key} is {self._rounding[key]}, here {own}"
         for field in fields(SamplingParams):
             theirs, own = (getattr(one, field.name) for one in (self._sampling, request.sampling))
             if theirs != own:
@@ -169,3 +193,7 @@ class RecordedRollouts:
         if text not in self._said:
             self._said.add(text)
             self._note(text)
+
+
+def _rounding(models: ModelsConfig, engine: EngineConfig) -> dict[str, object]:
+    return {"models.dtype": models.dtype} | {f"engine.{name}": getattr(engine, name) for name in _ROUNDS}

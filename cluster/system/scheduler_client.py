@@ -124,9 +124,9 @@ class SchedulerClient:
         self._send("enqueue", requests)
 
     def look_ahead(self, requests: tuple[SampleRequest, ...]) -> None:
-        """Tell of the next batch's samples, which may be begun in free slots. Raises SchedulerLost.
+        """Tell of the next batch's samples, which may be begun in free slots; of none: new weights are published.
 
-        It is no wish: a new scheduler knows nothing of it, and nothing is lost.
+        Raises SchedulerLost. It is no wish: a new scheduler knows nothing of it, and nothing is lost.
         """
         self._send("look_ahead", requests)
 

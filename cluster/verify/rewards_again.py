@@ -8,7 +8,7 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...core.config import EnvironmentConfig, RewardConfig
-from ...core.errors import InputError
+from ...core.errors import DataError, InputError
 from ...core.records import Completion, Prompt, ResponseFacts, Reward, Unscored
 from ...learning.data.prompts import load_prompts
 from ...learning.rewards.reward_function import build_reward
@@ -69,9 +69,19 @@ class RewardsAgain:
         return found
 
     def of(self, samples: Sequence[Recorded]) -> list[Reward | Unscored]:
-        """The rewards of recorded responses; of one that cannot be scored, why."""
+        """The rewards of recorded responses; of one that cannot be scored, why.
+
+        Raises DataError: the data is no longer what the samples were asked with.
+        """
         rollouts = [sample.rollout for sample in samples]
         prompts = [self.prompts.get(one.prompt.prompt_id, one.prompt) for one in rollouts]
+        for sample, prompt in zip(samples, prompts, strict=True):
+            index, recorded = sample.location.key.sample_index, sample.rollout.prompt
+            for one in _prompt_differences(sample.location.file.name, index, recorded, prompt):
+                raise DataError(
+                    f"sample {index} of {one.file}: the {one.what} is {one.expected[:60]}, recorded was "
+                    f"{one.got[:60]}; give the run's own file with --set data.path=FILE"
+                )
         texts = [one.response_text for one in rollouts]
         return self._score(prompts, texts, [one.completion for one in rollouts])
 

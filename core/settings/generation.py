@@ -169,6 +169,15 @@ class EngineConfig(Section):
     "prove batch invariance for this model, dtype and device at start-up"
 
 
+def _how_far_ahead(given: object) -> str | int:
+    """Check `rollout.look_ahead`; `off` in YAML is false."""
+    if given is False:
+        return "off"
+    if given in ("off", "auto") or (isinstance(given, int) and given is not True and given >= 1):
+        return given  # type: ignore[return-value]
+    raise ValueError(f"expected off, auto or a whole number from 1 on, got {given!r}")
+
+
 class RolloutConfig(Section):
     """How many responses an iteration generates and how stale they may be."""
 
@@ -182,10 +191,7 @@ class RolloutConfig(Section):
     schedule: Literal["recorded", "free"] = "recorded"
     """max_staleness above 0; recorded: what decodes from which version follows from counts of tokens, and two runs are
     equal; free: a version is taken when it is there, at whatever token a response has reached"""
-    look_ahead: Annotated[
-        Literal["off", "auto"] | Annotated[int, Field(ge=1)],
-        BeforeValidator(lambda one: "off" if one is False else one),
-    ] = "off"
+    look_ahead: Annotated[Literal["off", "auto"] | int | bool, BeforeValidator(_how_far_ahead)] = "off"
     """max_staleness 0: free slots, those beside the update too, begin the next batch under the weights that there are;
     what comes of it is a draft for the same samples under the new ones. auto: where that is predicted to pay; a number:
     so many samples of each instance at most, whatever is predicted"""

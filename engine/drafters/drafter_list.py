@@ -85,7 +85,7 @@ class DrafterList(Drafter):
         found, num_found = self.looked_up.found, np.zeros(len(batch), dtype=np.int64)
         if found is not None:
             num_found = np.where(found.path.sum(axis=1) > self._mean_accepted, found.num_found, 0)
-        self._is_computed = not num_found.all()
+        self._is_computed = budget.num_nodes > 0 and not num_found.all()
         tree = self.computed.draft(batch, budget, noise) if self._is_computed else None
         return tree, num_found, np.where(num_found, 0, 0 if tree is None else tree.num_nodes)
 

@@ -82,11 +82,13 @@ class WithBrought:
             return budget
         if not budget.is_plain:
             return replace(budget, look_up=room)
-        return Budget(num_nodes=room, depth=room, branching=1, width=1, reason="drafts that requests bring")
+        # nothing is computed beside them
+        return replace(PLAIN, look_up=room, reason="drafts that requests bring")
 
     def observe(self, record: StepRecord) -> None:
-        """Let the policy learn."""
-        self._policy.observe(record)
+        """Let the policy learn from steps that were as it wanted them."""
+        if not record.state.num_brought:
+            self._policy.observe(record)
 
 
 def clip_depth(budget: Budget, max_depth: int) -> Budget:

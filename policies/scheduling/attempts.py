@@ -56,6 +56,7 @@ class Attempts:
         self._drafts: dict[SampleKey, np.ndarray] = {}
         self._drafted: set[SampleKey] = set()
         "open samples whose draft is from an attempt"
+        self._is_closed = False
         self._batch = self._attempts = self._tokens = 0
         self._num_drafts = self._draft_tokens = self._proved = 0
 
@@ -75,6 +76,7 @@ class Attempts:
         if self.law is None:
             return
         self.law.next_batch()
+        self._is_closed = False
         self._announced = {
             request.key: replace(request, is_attempt=True, epoch=ATTEMPT_EPOCH)
             for request in requests
@@ -85,6 +87,11 @@ class Attempts:
         self._drafted = {key for key in self._drafted if key in open_samples}
         self._queue(self._announced.keys() - self._placed.keys() - self._drafts.keys())
 
+    def close(self) -> None:
+        """Begin no more of the batch: weights are published, under which nothing is ahead of anything."""
+        self._waiting = {}
+        self._is_closed = True
+
     def place(self, ledger: Ledger, names: Iterable[str] | None) -> list[Order]:
         """Give instances as many as the law says, the emptiest first; `names`: to these alone, None: to all."""
         serving, leaving = ledger.members.serving, ledger.members.leaving
@@ -92,7 +99,8 @@ class Attempts:
             lost = {key for key, name in self._placed.items() if name in gone}
             for key in lost:
                 self._end(key)
-            self._queue(lost | self._waiting.keys())
+            if not self._is_closed:
+                self._queue(lost | self._waiting.keys())
         if self.law is None or not self._waiting or ledger.waiting:
             return []
         batch = -(-self._batch // max(len(serving) - len(leaving), 1))
@@ -139,14 +147,14 @@ class Attempts:
             self._drafts[key] = tokens
 
     def draft_for(self, request: SampleRequest) -> SampleRequest:
-        """The request with its draft, if there is one and it brings none; attempts at it are over."""
+        """The request with its draft, if there is one; attempts at it are over."""
         key = request.key
         if self._announced.pop(key, None) is None:
             return request
         self._waiting.pop(key, None)
         self._end(key)
-        draft = self._drafts.pop(key, None)
-        if draft is None or request.draft is not None:
+        # fresher than what the request brings of an earlier run
+        if (draft := self._drafts.pop(key, None)) is None:
             return request
         self._drafted.add(key)
         return replace(request, draft=draft)

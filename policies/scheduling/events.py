@@ -34,6 +34,11 @@ class AttemptsArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptsEnd:
+    """New weights are published: instances end their attempts, and nothing more is begun of this batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceJoined:
     """An instance with loaded weights offers `num_slots` running samples."""
 
@@ -98,6 +103,7 @@ class Cut:
 Event = (
     SamplesArrived
     | AttemptsArrived
+    | AttemptsEnd
     | InstanceJoined
     | InstanceReported
     | InstanceGone

@@ -27,6 +27,7 @@ from .ending_samples import cut
 from .events import (
     Alarm,
     AttemptsArrived,
+    AttemptsEnd,
     ClockTicked,
     Cut,
     Deliver,
@@ -154,6 +155,9 @@ class Scheduler:
                 orders: list[Order] = []
             case AttemptsArrived():
                 self._attempts.announce(event.requests, self._ledger.samples)
+                orders = []
+            case AttemptsEnd():
+                self._attempts.close()
                 orders = []
             case InstanceJoined():
                 self._join(event)

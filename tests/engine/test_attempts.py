@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny_pool
 
@@ -101,3 +102,32 @@ def test_where_memory_is_short_attempts_go_first(plain) -> None:
     assert engine.stats.num_preemptions == 0, "no sample had to wait for an attempt"
     made = {c.key: c for c in done if c.epoch == 0}
     assert not tiny_pool.mismatches(made, {key: plain[key] for key in made}) and len(made) == 2
+
+
+def test_a_sample_that_moves_in_ends_its_attempt(plain) -> None:
+    source, here = submitted(REQUESTS[:1]), submitted(attempts(REQUESTS[:2]))
+    for engine in (source, here):
+        engine.step()
+    detached = source.exchange.detach(REQUESTS[0].key, weight_version=0)
+    assert detached is not None
+    here.supersede(REQUESTS[0].key)
+    here.exchange.attach(*detached)
+    assert sorted(running(here)) == [(0, False), (1, True)]
+    state, _ = here.exchange.detach(REQUESTS[0].key, weight_version=0) or (None, ())
+    assert state is not None and not state.request.is_attempt
+
+
+def test_an_attempt_whose_logits_are_not_finite_ends_without_a_word(plain, monkeypatch) -> None:
+    engine = submitted([*REQUESTS[:1], *attempts(REQUESTS[1:2])], plan="off")
+    append = engine._batch.append
+
+    def poisoned(token_ids, policy, sampling, num_accepted):
+        for slot, request in enumerate(engine._batch.requests):
+            if request.is_attempt:
+                policy[slot, 0] = np.nan
+        return append(token_ids, policy, sampling, num_accepted)
+
+    monkeypatch.setattr(engine._batch, "append", poisoned)
+    done = to_the_end(engine)
+    assert (done[0].key.sample_index, done[0].epoch, done[0].num_tokens) == (1, ATTEMPT_EPOCH, 0)
+    assert {c.key: c for c in done if c.epoch == 0}.keys() == {REQUESTS[0].key}

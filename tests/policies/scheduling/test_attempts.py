@@ -12,6 +12,7 @@ from rlhfspec.policies.scheduling.attempts import AttemptCounts
 from rlhfspec.policies.scheduling.events import (
     Abandon,
     AttemptsArrived,
+    AttemptsEnd,
     ClockTicked,
     Cut,
     Deliver,
@@ -120,15 +121,22 @@ def test_what_came_of_one_is_the_draft_of_its_sample_and_is_proved():
     )
 
 
-def test_a_draft_that_a_request_brings_is_left_alone_and_not_counted():
+def test_an_attempt_is_fresher_than_what_a_request_brings():
     scheduler = machine(2)
-    scheduler.handle(ahead(10))
+    scheduler.handle(ahead(10, 11))
     scheduler.handle(came_of(10, "a", 10, 11))
-    own = replace(request(10), draft=np.array([7]))
-    one = only(scheduler.handle(SamplesArrived(requests=(own,))))
-    assert one.draft.tolist() == [7]
-    scheduler.handle(report("a", complete(one, "a")))
-    assert scheduler.attempt_counts.num_drafts == 0
+    brought = tuple(replace(request(index), draft=np.array([7])) for index in (10, 11))
+    (order,) = [one for one in scheduler.handle(SamplesArrived(requests=brought)) if isinstance(one, Submit)]
+    assert [one.draft.tolist() for one in order.requests] == [[10, 11], [7]]
+
+
+def test_once_weights_are_published_nothing_more_is_begun():
+    scheduler = machine(1)
+    first = scheduler.handle(ahead(10, 11))
+    assert len(first) == 1
+    scheduler.handle(AttemptsEnd())
+    assert scheduler.handle(came_of(10, "a", 10)) == []
+    assert scheduler.handle(ClockTicked(now_s=1.0)) == []
 
 
 def test_a_lost_instance_s_attempts_are_made_elsewhere_and_a_lost_sample_keeps_its_draft():
