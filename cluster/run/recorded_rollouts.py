@@ -6,7 +6,7 @@ is what they would generate: it is taken over, and they generate nothing. Else i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -195,5 +195,5 @@ class RecordedRollouts:
             self._note(text)
 
 
-def _rounding(models: ModelsConfig, engine: EngineConfig) -> dict[str, object]:
+def _rounding(models: ModelsConfig, engine: EngineConfig) -> Mapping[str, object]:
     return {"models.dtype": models.dtype} | {f"engine.{name}": getattr(engine, name) for name in _ROUNDS}

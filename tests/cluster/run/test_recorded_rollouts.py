@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from made_run import SAMPLES, make_run, run_config
+from made_run import SAMPLES, change_row, make_run, run_config
 
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.iteration_logs import read_weights_log
@@ -48,11 +48,14 @@ def requests_of(run: Path) -> list[SampleRequest]:
 
 
 def split(
-    run: Path, requests: Sequence[SampleRequest], *versions: int | None
+    run: Path, requests: Sequence[SampleRequest], *versions: int | None, **rounding: str
 ) -> tuple[list, list, list[str]]:
-    """Both iterations by weights of these versions of the record, None: of no version of it."""
+    """Both iterations by weights of these versions of the record, None: of no version of it; keys of `engine`."""
     notes: list[str] = []
-    record = RecordedRollouts(RecordedRun.open(run), requests_of(run)[0].sampling, notes.append)
+    opened = RecordedRun.open(run)
+    config, tokenizer = opened.config, load_tokenizer(opened.config.models.target)
+    engine = config.engine.model_copy(update=rounding)
+    record = RecordedRollouts(opened, config.models, engine, tokenizer, notes.append)
     checksums = read_weights_log(RunDir(path=run).weights_file)
     taken, live = [], []
     for iteration, version in enumerate(versions):
@@ -99,6 +102,19 @@ def test_what_is_not_the_same_sample_is_named_once_and_not_taken(made: Path) -> 
     assert len(notes) == 1 and notes[0].endswith("its sampling.temperature is 1.0, here 0.5")
     held_out = [replace(one, key=replace(one.key, stream=Stream.EVAL)) for one in requests]
     assert split(made, held_out, 0) == ([[]], [held_out[:SAMPLES]], [])
+
+
+def test_what_would_be_rounded_otherwise_and_what_was_changed_is_not_taken_over(
+    made: Path, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    taken, live, notes = split(made, requests_of(made), 0, 1, forward="stock")
+    assert taken == [[], []] and all(one.draft is not None for one in live[0])
+    assert notes[0].endswith("its engine.forward is auto, here stock")
+    run = make_run(run_config(tiny_pair, tmp_path), tmp_path / "run")
+    change_row(run, 0, 1, lambda row: row.update(response="another text"))
+    taken, live, notes = split(run, requests_of(run), 0)
+    assert [len(taken[0]), len(live[0])] == [SAMPLES - 1, 1]
+    assert "its tokens are not its texts" in notes[1]
 
 
 def test_a_damaged_file_of_the_record_is_named_and_its_samples_are_generated(
