@@ -82,6 +82,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "cluster/plan/model_files.py": (OURS, "whether a second template is there"),
     "cluster/resume/rewind.py": (OURS, "lines that are kept whole"),
     "cluster/resume/run_state.py": (VERSIONED,),
+    "cluster/resume/forked_run.py": (OURS, "a state that was read whole just before"),
     "cluster/resume/in_flight_files.py": (STRICT, "pairs of numbers"),
     "cluster/serving/request_bodies.py": (SURFACE, "request.completion", "request.chat"),
     "cluster/serving/served_weights.py": (STRICT, "a dataclass"),
