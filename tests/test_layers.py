@@ -286,7 +286,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/commands": 2585,
     "cluster/folder": 2200,
     "cluster/jobs": 1449,
-    "cluster/observe": 2472,
+    "cluster/observe": 2467,
     "cluster/ray_start": 816,
     "cluster/plan": 2647,
     "cluster/report": 652,

@@ -79,11 +79,6 @@ class Explained:
         instances_s = self.config.cluster.generation.num_actors * self._total("time/generate_s")
         return self._total("rollout/decode_s") / max(instances_s, 1e-9)
 
-    @property
-    def _drafts(self) -> bool:
-        speculation = self.config.speculation
-        return speculation.policy != "off" and speculation.drafter != "none"
-
     def _waiting(self) -> str:
         if self._decode_share is None:
             return "not recorded by the version that ran it"
@@ -93,7 +88,7 @@ class Explained:
         )
 
     def _drafting(self) -> str:
-        if not self._drafts:
+        if not self.config.speculation.drafts:
             return "off: one token a sample and decode step"
         if self._decode_share is None:
             return "no seconds recorded"
@@ -160,7 +155,7 @@ class Explained:
 
     def _changes_of_generation(self, twice_the_prompts: str) -> Iterator[str]:
         config = self.config
-        if not self._drafts:
+        if not self.config.speculation.drafts:
             yield (
                 "speculation.policy=goodput with a draft in models.draft, or speculation.drafter=suffix: nothing drafts"
             )

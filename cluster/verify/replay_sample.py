@@ -159,7 +159,7 @@ def _generate(
 
 def _policy(speculation: SpeculationConfig) -> tuple[DraftPolicy, str]:
     """The run's policy where it decides by nothing but its settings, else a fixed one."""
-    if speculation.drafter == "none" or speculation.policy == "off":
+    if not speculation.drafts:
         return FixedPolicy(num_nodes=0, depth=0, branching=1), "plain decoding"
     shape = {name: getattr(speculation, name) for name in ("num_nodes", "depth", "branching")}
     words = f"{shape['num_nodes']} nodes a step"
