@@ -161,6 +161,7 @@ def _under_faults(
     """Run a command to its end under faults. Raises RlhfSpecError when it fails or does not end."""
     driver = start_command(words, folder=ROOT, log=log)
     try:
+        _after_first_iteration(driver, log)
         faults = inject(
             driver.pid,
             cards,
@@ -178,6 +179,17 @@ def _under_faults(
     if code:
         raise RlhfSpecError(f"the disturbed run ended with {code}, expected 0; see {log}")
     return faults
+
+
+def _after_first_iteration(driver: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a run is under way, or has ended: an instance that is lost before it has weights ends it."""
+    ends_s = time.monotonic() + LIMIT_S
+    while not re.search(r"^iteration \d", log.read_text(errors="replace"), re.MULTILINE):
+        if driver.poll() is not None:
+            return
+        if time.monotonic() > ends_s:
+            raise RlhfSpecError(f"the disturbed run has no iteration after {LIMIT_S:.0f} s; see {log}")
+        time.sleep(0.2)
 
 
 def _longer(folder: Path, num_iterations: int) -> list[str]:
