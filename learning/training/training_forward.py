@@ -13,14 +13,13 @@ Source: Micikevicius et al. 2018, 'Mixed precision training', section 3.1 (a flo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,11 +27,11 @@ from ...core.errors import ConfigError, ModelError
 from ...core.settings.trainer import ComputeDtype
 from ...engine.attention.backends import plan_attention_once
 from ...engine.calibration.engine_provenance import device_name
-from ...engine.decoding.logprobs import log_softmax, scaled_logits
 from ...engine.model.comparison import failing_is_refused
 from ...engine.model.linears import has_bfloat16
 from ...engine.model.support import switch_attention, unsupported
 from .batching import PackedSequences
+from .head_statistics import HeadStatistics, token_statistics
 from .packed_attention import ATTENTION_NAME
 
 
@@ -108,7 +107,7 @@ def response_statistics(
         product = _products_in(kept[0], compute_dtype)
         settings = vocab_size, product, temperature, entropy, has_backward
         # leaves by the model's output, which is where shards of weights are waited for in the backward pass
-        logprobs, entropies = _HeadStatistics.apply(
+        logprobs, entropies = HeadStatistics.apply(
             kept[0], module.weight, there.targets_once, settings, chunks
         )
         entropies = entropies if entropy and learns_entropy else entropies.detach()
@@ -236,180 +235,6 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
         for name, value in vars(holder).items():
             if "drop" in name and isinstance(value, float):
                 setattr(holder, name, 0.0)
-
-
-_CPU_VALUES = 1 << 18
-"Of logits that are worked on at once, of which there are copies: a megabyte of float32."
-_GPU_VALUES = 1 << 24
-_PRODUCT_VALUES = 1 << 23
-"Of logits of one product with the head, on a CPU: enough rows to read the weights once for all of them."
-_GPU_PRODUCT_VALUES = 1 << 26
-_KEPT_VALUES = 1 << 26
-"Of logits of one pack that its backward pass finds again; those beyond are computed anew."
-_COPIES = 8
-"Of what is worked on at once, in float32, where an entropy learns too (counted)."
-
-
-def most_logits(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
-    """Values of a pack's logits that are there at once where they go by chunks.
-
-    Kept ones, the product of a chunk and its gradient, and copies of the part of it that is worked on.
-    """
-    whole = num_tokens * vocab_size
-    product = min(whole, max(_GPU_PRODUCT_VALUES if on_gpu else _PRODUCT_VALUES, vocab_size))
-    return min(whole, _KEPT_VALUES) + 2 * product + logit_copies(num_tokens, vocab_size, on_gpu=on_gpu)
-
-
-def logit_copies(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
-    """Values of the copies of what is worked on at once, whole logits or not."""
-    return _COPIES * min(num_tokens * vocab_size, max(_GPU_VALUES if on_gpu else _CPU_VALUES, vocab_size))
-
-
-def token_statistics(
-    logits: Float[Tensor, "M V"],
-    token_ids: Int[Tensor, " M"],
-    temperature: float,
-    *,
-    entropy: bool,
-) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
-    """Log-softmax(logits / T) at `token_ids`, and the entropy in nats of the same distribution; differentiable.
-
-    Autograd would keep a log-softmax [M, V] for each of the two. Here the logits are kept alone, and the backward pass
-    computes the softmax of a few rows again: a quarter of the memory, and the rows are still in the processor's cache.
-    Values are those of `engine.decoding.logprobs.token_logprobs`, to the bit.
-    Source of the entropy: Schulman et al. 2017, equation 9 (the bonus S). Without `entropy` it is None.
-    """
-    logprobs, entropies = _TokenStatistics.apply(logits, token_ids, temperature, entropy)
-    return logprobs, entropies if entropy else None
-
-
-class _TokenStatistics(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(logits, token_ids)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
-        return _values(logits, token_ids, temperature, entropy)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        logits, token_ids = ctx.saved_tensors
-        return _gradient(logits, token_ids, ctx.temperature, *grads), None, None, None
-
-
-class _HeadStatistics(torch.autograd.Function):
-    """The same of the product of states [N, H] and a head's weight [V, H], of which only a part is there at once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        states: Tensor,
-        weight: Tensor,
-        token_ids: Tensor,
-        settings: tuple[int, torch.dtype, float, bool, bool],
-        seen: list[Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        vocab_size, dtype, temperature, entropy, has_backward = settings
-        left, right = states.to(dtype), weight[:vocab_size].to(dtype)
-        kept, found = [], []
-        for rows in _product_chunks(states, vocab_size):
-            logits = left[rows] @ right.T
-            found.append(_values(logits, token_ids[rows], temperature, entropy))
-            if seen is not None:
-                seen.append(logits)
-            if has_backward and rows.stop * vocab_size <= _KEPT_VALUES:
-                kept.append(logits)
-            # not beside the next
-            del logits
-        ctx.save_for_backward(states, weight, token_ids, *kept)
-        ctx.settings = settings[:3]
-        ctx.set_materialize_grads(False)
-        if not found:
-            nothing = states.new_zeros(0, dtype=torch.promote_types(dtype, torch.float32))
-            return nothing, nothing.clone()
-        logprobs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        states, weight, token_ids, *kept = ctx.saved_tensors
-        vocab_size, dtype, temperature = ctx.settings
-        left, right = states.to(dtype), weight[:vocab_size].to(dtype)
-        of_states, of_weight = (
-            torch.zeros_like(one) if is_needed else None
-            for one, is_needed in zip((states, weight), ctx.needs_input_grad, strict=False)
-        )
-        for i, rows in enumerate(_product_chunks(states, vocab_size)):
-            logits = kept[i] if i < len(kept) else left[rows] @ right.T
-            parts = [None if one is None else one[rows] for one in grads]
-            grad = _gradient(logits, token_ids[rows], temperature, *parts)
-            if of_states is not None:
-                of_states[rows] = (grad @ right).to(of_states.dtype)
-            if of_weight is not None and dtype == of_weight.dtype:
-                of_weight[:vocab_size].addmm_(grad.T, left[rows])
-            elif of_weight is not None:
-                of_weight[:vocab_size] += grad.T @ left[rows]
-            del logits, grad
-        return of_states, of_weight, None, None, None
-
-
-def _values(logits: Tensor, token_ids: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    logprobs = scaled_logits(logits[:, 0], 1.0).clone()
-    entropies = torch.zeros_like(logprobs)
-    for rows in _chunks(logits):
-        whole = log_softmax(scaled_logits(logits[rows], temperature))
-        logprobs[rows] = whole.gather(-1, token_ids[rows, None]).squeeze(-1)
-        if entropy:
-            entropies[rows] = _entropy(whole)
-    return logprobs, entropies
-
-
-def _gradient(
-    logits: Tensor,
-    token_ids: Tensor,
-    temperature: float,
-    of_logprob: Tensor | None,
-    of_entropy: Tensor | None,
-) -> Tensor:
-    out = torch.zeros_like(logits)
-    for rows in _chunks(logits):
-        whole = log_softmax(scaled_logits(logits[rows], temperature))
-        probs = whole.exp()
-        grad = torch.zeros_like(probs)
-        if of_entropy is not None:
-            # dH/dz = -p (log p + H); a masked-out token has p = 0
-            finite = whole.clamp_min(torch.finfo(torch.float32).min)
-            grad -= of_entropy[rows, None] * probs * (finite + _entropy(whole)[:, None])
-        if of_logprob is not None:
-            grad -= of_logprob[rows, None] * probs
-            grad.scatter_add_(-1, token_ids[rows, None], of_logprob[rows, None])
-        out[rows] = (grad if temperature in (0.0, 1.0) else grad / temperature).to(out.dtype)
-    return out
-
-
-def _entropy(logprobs: Tensor) -> Tensor:
-    # a masked-out token has log-probability -inf and adds nothing: 0 * -inf would be NaN
-    return -(logprobs.exp() * logprobs.clamp_min(torch.finfo(torch.float32).min)).sum(dim=-1)
-
-
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Rows whose logits fit into the cache; the result does not depend on them."""
-    values = _CPU_VALUES if logits.device.type == "cpu" else _GPU_VALUES
-    return _row_chunks(logits.shape[0], logits.shape[1], values)
-
-
-def _product_chunks(states: Tensor, width: int) -> Iterator[slice]:
-    """Rows whose logits are computed by one product."""
-    values = _PRODUCT_VALUES if states.device.type == "cpu" else _GPU_PRODUCT_VALUES
-    return _row_chunks(len(states), width, values)
-
-
-def _row_chunks(num_rows: int, width: int, values: int) -> Iterator[slice]:
-    step = max(1, values // max(width, 1))
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
 
 
 def compute_dtype_on(

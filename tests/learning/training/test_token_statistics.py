@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rlhfspec.engine.decoding.logprobs import token_logprobs
-from rlhfspec.learning.training import training_forward
+from rlhfspec.learning.training import head_statistics, training_forward
 from rlhfspec.learning.training.batching import PackedSequences
+from rlhfspec.learning.training.head_statistics import token_statistics
 from rlhfspec.learning.training.training_forward import (
     prepare_for_training,
     response_logits,
     response_statistics,
-    token_statistics,
 )
 from tests.helpers.tiny_llama import SIZES
 
@@ -82,8 +82,8 @@ BEHIND_THE_HEAD = {
 @pytest.mark.parametrize("family", BEHIND_THE_HEAD)
 def test_by_chunks_of_the_heads_product_all_is_as_with_whole_logits(family, kept, monkeypatch):
     """Of float64; the last ids are padding of the vocabulary, the pack is a tree, all its tokens are predicted."""
-    monkeypatch.setattr(training_forward, "_PRODUCT_VALUES", 40)
-    monkeypatch.setattr(training_forward, "_KEPT_VALUES", kept)
+    monkeypatch.setattr(head_statistics, "_PRODUCT_VALUES", 40)
+    monkeypatch.setattr(head_statistics, "_KEPT_VALUES", kept)
     settings = {key: value for key, value in SIZES.items() if key != "bos_token_id"}
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**settings | {"initializer_range": 0.3} | BEHIND_THE_HEAD[family])
@@ -113,7 +113,7 @@ def test_by_chunks_of_the_heads_product_all_is_as_with_whole_logits(family, kept
 
 def test_no_logits_of_a_pack_are_there_at_once(monkeypatch):
     """Of a large vocabulary a chunk's are the largest tensor that is made, forward and backward."""
-    monkeypatch.setattr(training_forward, "_KEPT_VALUES", 0)
+    monkeypatch.setattr(head_statistics, "_KEPT_VALUES", 0)
     states = torch.randn(300, 8, requires_grad=True)
     weight = torch.randn(1 << 17, 8)
     largest = 0
@@ -127,11 +127,11 @@ def test_no_logits_of_a_pack_are_there_at_once(monkeypatch):
             return found
 
     with Sizes():
-        values = training_forward._HeadStatistics.apply(
+        values = head_statistics.HeadStatistics.apply(
             states, weight, torch.arange(300), (1 << 17, torch.float32, 1.0, False, True), None
         )
         values[0].sum().backward()
-    assert training_forward._PRODUCT_VALUES == largest < 300 * (1 << 17)
+    assert head_statistics._PRODUCT_VALUES == largest < 300 * (1 << 17)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -164,8 +164,8 @@ def test_a_gpu_holds_what_the_memory_plan_counts(dtype, entropy):
     with Live():
         token_ids = torch.empty(rows, dtype=torch.int64, device="meta")
         settings = vocab_size, dtype, 0.7, entropy, True
-        values = training_forward._HeadStatistics.apply(states, weight, token_ids, settings, None)
+        values = head_statistics.HeadStatistics.apply(states, weight, token_ids, settings, None)
         (values[0] + values[1] if entropy else values[0]).sum().backward()
-    planned = 4 * training_forward.most_logits(rows, vocab_size, on_gpu=True)
+    planned = 4 * head_statistics.most_logits(rows, vocab_size, on_gpu=True)
     gradients = 3 * 4 * (states.numel() + weight.numel())
     assert planned // 2 < most <= planned + gradients
