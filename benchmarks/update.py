@@ -274,7 +274,7 @@ def bfloat16_errors(batch: Batch) -> dict[str, float]:
         )
         losses, logprobs = [], []
         for pack in forward.packs(rows, experience):
-            flat, _, _ = forward.statistics(model, experience.packed(pack.rows), entropy=False)
+            flat = forward.statistics(model, experience.packed(pack.rows), entropy=False).logprobs
             weights = (experience.rewards[pack.rows, None] - 0.5).expand(-1, experience.mask.shape[1])
             loss = -(weights[experience.mask[pack.rows]] * flat).sum()
             loss.backward()

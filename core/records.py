@@ -140,6 +140,8 @@ class Prompt:
     "the text that the policy reads in the place of `text`, where data.prompt_template made another of it"
     prefill: str = ""
     "what the prompt begins the assistant's turn with, such as `<think>`; the response goes on behind it"
+    teacher_ids: tuple[int, ...] = ()
+    "token ids that a teacher reads in the prompt's place (data.teacher_prompt_template); empty: the same"
 
     @property
     def conversation(self) -> tuple[Mapping[str, Any], ...]:

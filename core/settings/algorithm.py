@@ -16,7 +16,16 @@ from .generation import RolloutConfig
 from .section import Name, Section
 
 Kind = Literal[
-    "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo"
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "dapo",
+    "gspo",
+    "cispo",
+    "distill",
 ]
 
 ALGORITHMS: Mapping[str, Mapping[str, object]] = {
@@ -52,6 +61,7 @@ ALGORITHMS: Mapping[str, Mapping[str, object]] = {
         "clip_ratio": 1.0,
         "clip_ratio_high": 4.0,
     },
+    "distill": {"advantage": "none", "distill_coef": 1.0},
 }
 "What each `algorithm.kind` sets; what a row leaves out has the default below."
 
@@ -62,6 +72,12 @@ _MOVED: Mapping[str, tuple[object, str]] = {
     "importance_sampling_floor": (0.0, "correction.mask_low"),
 }
 "Former keys: their default, which the configs of earlier runs spell out and which still means nothing; the new place."
+
+
+_OF_ADVANTAGES = (
+    "gamma", "ratio_level", "policy_loss", "clip_ratio", "clip_ratio_high", "dual_clip", "correction",
+)  # fmt: skip
+"Keys of a loss by rewards."
 
 
 def _without_effect(algorithm: AlgorithmConfig) -> dict[str, str]:
@@ -76,6 +92,10 @@ def _without_effect(algorithm: AlgorithmConfig) -> dict[str, str]:
         idle |= dict.fromkeys(("entropy_coef_step", "entropy_coef_max"), of_target)
     if algorithm.kl_target is None:
         idle["kl_horizon"] = "kl_target"
+    if not algorithm.distill_coef:
+        idle |= dict.fromkeys(("distill_beta", "distill_top_k"), "distill_coef, of a teacher")
+    if algorithm.advantage == "none":
+        idle |= dict.fromkeys(_OF_ADVANTAGES, "an advantage")
     if not algorithm.dynamic_sampling:
         idle |= dict.fromkeys(("dynamic_sampling_metric", "max_extra_groups"), "dynamic_sampling: true")
     return idle
@@ -86,9 +106,10 @@ class AlgorithmConfig(Section):
 
     kind: Kind = "ppo"
     advantage: Literal[
-        "gae", "group_std", "group_mean", "leave_one_out", "reinforce_pp", "reinforce_pp_baseline"
+        "gae", "group_std", "group_mean", "leave_one_out", "reinforce_pp", "reinforce_pp_baseline", "none"
     ] = "gae"
-    "gae needs a critic, reinforce_pp nothing, the others compare the samples of one prompt"
+    """gae needs a critic, reinforce_pp nothing, none learns from no reward, the others compare the samples of one
+    prompt"""
     whiten_advantages: bool = True
     "gae: mean 0 and variance 1 over the batch's tokens"
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -126,6 +147,12 @@ class AlgorithmConfig(Section):
     "nats a token that the coefficient is steered to (Ziegler et al. 2019, section 2.2); null: it stays"
     kl_horizon: float = Field(default=10_000.0, gt=0.0)
     "kl_target: samples over which the coefficient may change by about its size"
+    distill_coef: float = Field(default=0.0, ge=0.0)
+    "of the divergence from `models.teacher` over the vocabulary, a term of the loss on the student's own samples"
+    distill_beta: float = Field(default=1.0, ge=0.0, le=1.0)
+    "1: reverse, KL(student || teacher); 0: forward; between: Jensen-Shannon (GKD, Agarwal et al. 2024; TRL's beta)"
+    distill_top_k: int | None = Field(default=None, ge=1)
+    "over the teacher's so many likeliest tokens, and all others as one; null: over the whole vocabulary"
     truncated: Literal["learn", "mask", "bootstrap"] = "learn"
     "responses cut at max_new_tokens: as any other, no part of the loss, or (gae) as if they went on"
     dynamic_sampling: bool = False
@@ -146,7 +173,7 @@ class AlgorithmConfig(Section):
     @property
     def compares_groups(self) -> bool:
         """Whether advantages come from the samples of one prompt."""
-        return self.advantage not in ("gae", "reinforce_pp")
+        return self.advantage not in ("gae", "reinforce_pp", "none")
 
     @property
     def has_entropy_bonus(self) -> bool:
@@ -198,6 +225,11 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"kl_estimator {self.kl_estimator} differs from {self.kl_estimator[:-1]} in its gradient, and a "
                 f"reward has none; take {self.kl_estimator[:-1]}, or kl_placement loss"
+            )
+        if self.advantage == "none" and (self.distill_coef == 0.0 or self.kl_placement == "reward"):
+            raise ValueError(
+                "advantage none learns from no reward, so that only distill_coef, with kl_placement loss, gives it "
+                "anything to learn from; set them, or another advantage"
             )
         if self.kl_bias_correction and not in_loss:
             raise ValueError(

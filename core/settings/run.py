@@ -48,6 +48,9 @@ class ModelsConfig(Section):
     draft: Name | None = None
     """a smaller causal LM with an equal tokenizer; with drafter head a folder with a head made for this target, with
     mtp a checkpoint with the layer where the target's has none; null with drafter suffix or none; `demo` with `demo`"""
+    teacher: Name | None = None
+    """path or hub name of a causal LM of the target's tokenizer, whose distribution the target learns
+    (algorithm.distill_coef); with data.teacher_prompt_template it may be the target itself, as the run begins"""
     tokenizer: Name | None = None
     "path or hub name; the target's by default"
     dtype: Literal["float32", "bfloat16"] = "float32"

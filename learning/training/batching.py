@@ -78,8 +78,12 @@ class PackedSequences:
     def of(
         sequences: Sequence[np.ndarray],
         learned: Sequence[np.ndarray] | None = None,
+        apart: Sequence[int] | None = None,
     ) -> PackedSequences:
-        """Sequences of at least one token; `learned` marks those to be predicted, never a sequence's first."""
+        """Sequences of at least one token; `learned` marks those to be predicted, never a sequence's first.
+
+        Sequences of different `apart` predict nothing together.
+        """
         order, shared = neighbours(sequences)
         branches: list[Branch] = []
         path = np.zeros(max(len(sequence) for sequence in sequences), dtype=np.int64)
@@ -101,7 +105,10 @@ class PackedSequences:
         ids = np.concatenate([ids[same:] for ids, same in own]).astype(np.int64)
         before = np.concatenate([one[where - 1] for one, where in at])
         targets = np.concatenate([one[where] for one, where in at])
-        once, first, which = np.unique(targets, return_index=True, return_inverse=True)
+        labels = np.repeat(apart if apart is not None else [0] * len(marked), [len(one) for one in marked])
+        _, first, which = np.unique(
+            targets + labels.astype(np.int64) * num_tokens, return_index=True, return_inverse=True
+        )
         return PackedSequences(
             ids=torch.from_numpy(ids),
             position_ids=torch.cat([torch.arange(same, len(ids)) for ids, same in own]),
@@ -110,7 +117,7 @@ class PackedSequences:
             before_targets=torch.from_numpy(before),
             targets=torch.from_numpy(ids[targets]),
             before_once=torch.from_numpy(before[first]),
-            targets_once=torch.from_numpy(ids[once]),
+            targets_once=torch.from_numpy(ids[targets[first]]),
             which_once=torch.from_numpy(which),
         )
 

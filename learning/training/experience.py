@@ -41,6 +41,8 @@ class Experience:
     group_ids: Int[Tensor, " B"]
     truncated: Bool[Tensor, " B"]
     "responses that the limit of new tokens cut off"
+    teacher_prompts: tuple[tuple[int, ...], ...] | None = None
+    "token ids of what a teacher reads in the prompts' place; None: the same"
 
     def sequence(self, row: int) -> Int[np.ndarray, " length"]:
         """A sample's prompt and response."""
@@ -48,10 +50,28 @@ class Experience:
 
     def packed(self, rows: Sequence[int]) -> PackedSequences:
         """Some samples as a tree; their sampled tokens are to be predicted, sample by sample in this order."""
+        prompts = self.teacher_prompts
+        kinds = None if prompts is None else list(dict.fromkeys(prompts[row] for row in rows))
         return PackedSequences.of(
             [self.sequence(row) for row in rows],
-            [np.append(False, self.where[row, : self.lengths[row] - 1].numpy()) for row in rows],
+            [self._predicted(row) for row in rows],
+            # what follows other words to the teacher is another token to it
+            None if prompts is None or kinds is None else [kinds.index(prompts[row]) for row in rows],
         )
+
+    def packed_for_teacher(self, rows: Sequence[int]) -> PackedSequences:
+        """The same with what a teacher reads in the prompts' place; the same tokens are to be predicted."""
+        assert self.teacher_prompts is not None, "a teacher without prompts of its own reads the student's"
+        sequences, learned = [], []
+        for row in rows:
+            prompt, start = np.array(self.teacher_prompts[row], dtype=np.int64), self.prompt_lengths[row]
+            sequences.append(np.concatenate([prompt, self.sequence(row)[start:]]))
+            learned.append(np.append(np.zeros(len(prompt), dtype=bool), self._predicted(row)[start:]))
+        return PackedSequences.of(sequences, learned)
+
+    def _predicted(self, row: int) -> Bool[np.ndarray, " length"]:
+        """Which tokens of a sample the policy sampled."""
+        return np.append(False, self.where[row, : self.lengths[row] - 1].numpy())
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +126,9 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
         truncated=torch.tensor(
             [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in ordered]
         ),
+        teacher_prompts=tuple(rollout.prompt.teacher_ids for rollout in ordered)
+        if any(rollout.prompt.teacher_ids for rollout in ordered)
+        else None,
     )
 
 

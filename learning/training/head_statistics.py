@@ -6,6 +6,7 @@ Rows at a time, so that a large vocabulary costs a chunk's memory and not that o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...engine.decoding.logprobs import log_softmax, scaled_logits
+from .objectives.distillation import Divergence
 
 _CPU_VALUES = 1 << 18
 "Of logits that are worked on at once, of which there are copies: a megabyte of float32."
@@ -41,77 +43,131 @@ def logit_copies(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
     return _COPIES * min(num_tokens * vocab_size, max(_GPU_VALUES if on_gpu else _CPU_VALUES, vocab_size))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLogits:
+    """What a teacher says of `N` tokens that a student predicts, some rows at a time; without a gradient."""
+
+    states: Float[Tensor, "N H"]
+    "that its head makes logits of; the logits themselves [N, V] where there is no `weight`"
+    weight: Float[Tensor, "V H"] | None
+    divergence: Divergence
+
+    def logits(self, rows: slice) -> Float[Tensor, "n V"]:
+        """Of some rows."""
+        return self.states[rows] if self.weight is None else self.states[rows] @ self.weight.T
+
+    def of_each(self, which: Int[Tensor, " M"]) -> TeacherLogits:
+        """The same of tokens that several have in common, for each of them."""
+        return replace(self, states=self.states[which])
+
+
 def token_statistics(
     logits: Float[Tensor, "M V"],
     token_ids: Int[Tensor, " M"],
     temperature: float,
     *,
     entropy: bool,
-) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
-    """Log-softmax(logits / T) at `token_ids`, and the entropy in nats of the same distribution; differentiable.
+    teacher: TeacherLogits | None = None,
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"], Float[Tensor, " M"]]:
+    """Log-softmax(logits / T) at `token_ids`, entropy in nats, and distance from the teacher of the same distribution.
 
-    Autograd would keep a log-softmax [M, V] for each of the two. Here the logits are kept alone, and the backward pass
-    computes the softmax of a few rows again: a quarter of the memory, and the rows are still in the processor's cache.
+    Differentiable. Autograd would keep a log-softmax [M, V] for each of the three. Here the logits are kept alone, and
+    the backward pass computes the softmax of a few rows again: the rows are still in the processor's cache.
     Values are those of `engine.decoding.logprobs.token_logprobs`, to the bit.
-    Source of the entropy: Schulman et al. 2017, equation 9 (the bonus S). Without `entropy` it is None.
+    Source of the entropy: Schulman et al. 2017, equation 9 (the bonus S). What is not asked for is 0.
     """
-    logprobs, entropies = _TokenStatistics.apply(logits, token_ids, temperature, entropy)
-    return logprobs, entropies if entropy else None
+    return _TokenStatistics.apply(logits, token_ids, temperature, entropy, teacher)
 
 
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        logits: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        entropy: bool,
+        teacher: TeacherLogits | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(logits, token_ids)
-        ctx.temperature = temperature
+        ctx.settings = temperature, teacher
         ctx.set_materialize_grads(False)
-        return _values(logits, token_ids, temperature, entropy)
+        return _values(logits, token_ids, temperature, entropy, teacher, slice(None))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         logits, token_ids = ctx.saved_tensors
-        return _gradient(logits, token_ids, ctx.temperature, *grads), None, None, None
+        return _gradient(logits, token_ids, *ctx.settings, slice(None), *grads), None, None, None, None
 
 
-class HeadStatistics(torch.autograd.Function):
-    """The same of the product of states [N, H] and a head's weight [V, H], of which only a part is there at once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings:
+    """How the statistics of a head's logits are computed."""
 
+    vocab_size: int
+    dtype: torch.dtype
+    "of the product"
+    temperature: float
+    entropy: bool
+    has_backward: bool
+    "whether logits are kept for it"
+    teacher: TeacherLogits | None = None
+
+
+def head_statistics(
+    states: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    token_ids: Int[Tensor, " N"],
+    settings: HeadSettings,
+    seen: list[Tensor] | None,
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """As `token_statistics` of the product of states and a head's weight, of which only a part is there at once.
+
+    `seen`: a list that gets the logits of each part.
+    """
+    return _HeadStatistics.apply(states, weight, token_ids, settings, seen)
+
+
+class _HeadStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         states: Tensor,
         weight: Tensor,
         token_ids: Tensor,
-        settings: tuple[int, torch.dtype, float, bool, bool],
+        settings: HeadSettings,
         seen: list[Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        vocab_size, dtype, temperature, entropy, has_backward = settings
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        vocab_size, dtype = settings.vocab_size, settings.dtype
         left, right = states.to(dtype), weight[:vocab_size].to(dtype)
         kept, found = [], []
         for rows in _product_chunks(states, vocab_size):
             logits = left[rows] @ right.T
-            found.append(_values(logits, token_ids[rows], temperature, entropy))
+            found.append(
+                _values(
+                    logits, token_ids[rows], settings.temperature, settings.entropy, settings.teacher, rows
+                )
+            )
             if seen is not None:
                 seen.append(logits)
-            if has_backward and rows.stop * vocab_size <= _KEPT_VALUES:
+            if settings.has_backward and rows.stop * vocab_size <= _KEPT_VALUES:
                 kept.append(logits)
             # not beside the next
             del logits
         ctx.save_for_backward(states, weight, token_ids, *kept)
-        ctx.settings = settings[:3]
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         if not found:
             nothing = states.new_zeros(0, dtype=torch.promote_types(dtype, torch.float32))
-            return nothing, nothing.clone()
-        logprobs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return logprobs, entropies
+            return nothing, nothing.clone(), nothing.clone()
+        logprobs, entropies, divergences = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return logprobs, entropies, divergences
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         states, weight, token_ids, *kept = ctx.saved_tensors
-        vocab_size, dtype, temperature = ctx.settings
+        settings = ctx.settings
+        vocab_size, dtype = settings.vocab_size, settings.dtype
         left, right = states.to(dtype), weight[:vocab_size].to(dtype)
         of_states, of_weight = (
             torch.zeros_like(one) if is_needed else None
@@ -120,7 +176,7 @@ class HeadStatistics(torch.autograd.Function):
         for i, rows in enumerate(_product_chunks(states, vocab_size)):
             logits = kept[i] if i < len(kept) else left[rows] @ right.T
             parts = [None if one is None else one[rows] for one in grads]
-            grad = _gradient(logits, token_ids[rows], temperature, *parts)
+            grad = _gradient(logits, token_ids[rows], settings.temperature, settings.teacher, rows, *parts)
             if of_states is not None:
                 of_states[rows] = (grad @ right).to(of_states.dtype)
             if of_weight is not None and dtype == of_weight.dtype:
@@ -131,25 +187,42 @@ class HeadStatistics(torch.autograd.Function):
         return of_states, of_weight, None, None, None
 
 
-def _values(logits: Tensor, token_ids: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+def _values(
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: float,
+    entropy: bool,
+    teacher: TeacherLogits | None,
+    places: slice,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`places`: of these logits among the teacher's."""
     logprobs = scaled_logits(logits[:, 0], 1.0).clone()
-    entropies = torch.zeros_like(logprobs)
+    entropies, divergences = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+    taught = None if teacher is None else teacher.logits(places)
     for rows in _chunks(logits):
         whole = log_softmax(scaled_logits(logits[rows], temperature))
         logprobs[rows] = whole.gather(-1, token_ids[rows, None]).squeeze(-1)
         if entropy:
             entropies[rows] = _entropy(whole)
-    return logprobs, entropies
+        if teacher is not None and taught is not None:
+            divergences[rows] = teacher.divergence.of(
+                whole, log_softmax(scaled_logits(taught[rows], temperature))
+            )
+    return logprobs, entropies, divergences
 
 
 def _gradient(
     logits: Tensor,
     token_ids: Tensor,
     temperature: float,
+    teacher: TeacherLogits | None,
+    places: slice,
     of_logprob: Tensor | None,
     of_entropy: Tensor | None,
+    of_divergence: Tensor | None,
 ) -> Tensor:
     out = torch.zeros_like(logits)
+    taught = None if teacher is None or of_divergence is None else teacher.logits(places)
     for rows in _chunks(logits):
         whole = log_softmax(scaled_logits(logits[rows], temperature))
         probs = whole.exp()
@@ -158,6 +231,10 @@ def _gradient(
             # dH/dz = -p (log p + H); a masked-out token has p = 0
             finite = whole.clamp_min(torch.finfo(torch.float32).min)
             grad -= of_entropy[rows, None] * probs * (finite + _entropy(whole)[:, None])
+        if teacher is not None and taught is not None and of_divergence is not None:
+            told = log_softmax(scaled_logits(taught[rows], temperature))
+            of_whole = of_divergence[rows, None] * teacher.divergence.gradient(whole, told)
+            grad += of_whole - probs * of_whole.sum(dim=-1, keepdim=True)
         if of_logprob is not None:
             grad -= of_logprob[rows, None] * probs
             grad.scatter_add_(-1, token_ids[rows, None], of_logprob[rows, None])

@@ -34,6 +34,7 @@ from .objectives.targets import Targets, update_targets
 from .parallel import OneTrainer
 from .policy_forward import FirstForwards, Part, PolicyForward
 from .reloaded import few_of
+from .teacher import Teacher
 from .trainer_core import Trainer
 from .training_forward import prepare_for_training, require_packs
 
@@ -114,6 +115,17 @@ class Learner(Trainer):
                 trainers=self.trainers,
             )
         self._coefficients = Coefficients.first(algorithm)
+        self._teacher: Teacher | None = None
+
+    def take_teacher(self, model: PreTrainedModel) -> None:
+        """Learn from a model's distribution, too (`algorithm.distill_coef`); it is frozen here. Collective."""
+        self._teacher = Teacher.of(
+            model,
+            self.algorithm,
+            vocab_size=self._forward.vocab_size,
+            compute_dtype=self.compute_dtype,
+            trainers=self.trainers,
+        )
 
     def update(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> UpdateReport:
         """Learn from one batch of rollouts; `weight_version` grows by one.
@@ -124,6 +136,12 @@ class Learner(Trainer):
         Raises ConfigError when stale samples are to be corrected without it. Raises NotFiniteError, naming what, when
         anything is not finite: no step is taken with it, and weights that a step made so are not given a version.
         """
+        if (self._teacher is None) != (self.algorithm.distill_coef == 0.0):
+            raise ConfigError(
+                f"algorithm.distill_coef is {self.algorithm.distill_coef:g} and the learner has "
+                f"{'no' if self._teacher is None else 'a'} teacher; name one by models.teacher with a coefficient "
+                "above 0, or neither"
+            )
         self.laps.begin()
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
         self.lately = few_of(experience.sequence(row) for row in range(len(rollouts)))
@@ -163,6 +181,7 @@ class Learner(Trainer):
             weight_version=self.weight_version,
             metrics=metrics,
             observers=self.observers,
+            teacher=self._teacher,
             laps=self.laps,
             max_new_tokens=self._horizon.max_new_tokens,
         )

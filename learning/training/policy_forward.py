@@ -23,8 +23,9 @@ from .adapter import Adapter
 from .batching import Pack, PackedSequences, shared_packs
 from .engine_scoring import EngineScorer
 from .experience import Experience
+from .head_statistics import TeacherLogits
 from .parallel import OneTrainer
-from .training_forward import response_logits, response_statistics
+from .training_forward import Statistics, response_logits, response_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,8 @@ class PolicyForward:
         entropy: bool,
         learns_entropy: bool = False,
         logits: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        teacher: TeacherLogits | None = None,
+    ) -> Statistics:
         """Log-probabilities [M] of the pack's targets, entropies [M] and the states [M, H] that predict them.
 
         `logits`: a list that gets the logits too, [M, V], without a gradient.
@@ -98,6 +100,7 @@ class PolicyForward:
             compute_dtype=self.compute_dtype,
             keeps_casts=not self.trainers.is_sharded,
             logits=logits,
+            teacher=teacher,
         )
 
     def rows_of(self, rows: Sequence[int], experience: Experience) -> list[int]:
@@ -128,9 +131,10 @@ class PolicyForward:
             packed = experience.packed(pack.rows)
             here = place[pack.rows][experience.mask[pack.rows]]
             if with_logprobs:
-                flat, _, hidden = self.statistics(model, packed, entropy=False)
+                of_pack = self.statistics(model, packed, entropy=False)
+                hidden = of_pack.states
                 if not pack.is_filler:
-                    found.append((here, flat.float()))
+                    found.append((here, of_pack.logprobs.float()))
             else:
                 _, hidden = self.logits(model, packed, with_logits=False)
             if with_states:

@@ -69,7 +69,7 @@ def said_by(
     values = []
     for ids in sequences:
         learned = np.arange(len(ids)) > 0
-        found, _, _ = response_statistics(
+        found = response_statistics(
             model,
             PackedSequences.of([np.array(ids)], [learned]),
             int(model.config.get_text_config().vocab_size),
@@ -78,7 +78,7 @@ def said_by(
             compute_dtype=compute_dtype,
             keeps_casts=keeps_casts,
         )
-        values.append(found.float().cpu())
+        values.append(found.logprobs.float().cpu())
     return Said(
         sequences=sequences,
         log_probs=torch.cat(values) if values else torch.zeros(0),

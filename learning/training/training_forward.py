@@ -13,13 +13,14 @@ Source: Micikevicius et al. 2018, 'Mixed precision training', section 3.1 (a flo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,7 +32,8 @@ from ...engine.model.comparison import failing_is_refused
 from ...engine.model.linears import has_bfloat16
 from ...engine.model.support import switch_attention, unsupported
 from .batching import PackedSequences
-from .head_statistics import HeadStatistics, token_statistics
+from .head_statistics import HeadSettings, TeacherLogits, head_statistics, token_statistics
+from .objectives.distillation import Divergence
 from .packed_attention import ATTENTION_NAME
 
 
@@ -66,6 +68,17 @@ def response_logits(
     return logits[0, :, :vocab_size], kept[0]
 
 
+class Statistics(NamedTuple):
+    """What a training forward says of the tokens that a pack is to predict."""
+
+    logprobs: Float[Tensor, " M"]
+    entropy: Float[Tensor, " M"] | None
+    states: Float[Tensor, "M H"]
+    "that predict them"
+    divergence: Float[Tensor, " M"] | None = None
+    "from a teacher"
+
+
 def response_statistics(
     model: PreTrainedModel,
     packed: PackedSequences,
@@ -77,45 +90,118 @@ def response_statistics(
     compute_dtype: torch.dtype = torch.float32,
     keeps_casts: bool = True,
     logits: list[Tensor] | None = None,
-) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None, Float[Tensor, "M H"]]:
+    teacher: TeacherLogits | None = None,
+) -> Statistics:
     """`token_statistics` of `packed.targets` and the states that predict them, without their logits at once.
 
     `learns_entropy`: whether entropies have a gradient, which costs as much as that of the log-probabilities.
     `logits`: a list that gets them whole all the same, [M, V], without a gradient; it changes nothing else.
+    `teacher`: what it says of the `N` tokens that are predicted once.
     What several sequences have in common is predicted once. Behind a head that has a bias, adapters, or something that
     the model does to its logits (soft-capping, scaling), they are computed whole: the chunks are of a bare product.
     Other arguments and errors as of `response_logits`.
     """
-    head, there = _head_of(model), packed.to(model.device)
-    if model in _WHOLE_LOGITS or not isinstance(head, nn.Linear) or head.bias is not None:
+    there = packed.to(model.device)
+    chunks: list[Tensor] | None = None if logits is None else []
+    # a function's own forward runs without
+    has_backward = torch.is_grad_enabled()
+
+    def value(states: Tensor, weight: Tensor) -> Tensor:
+        settings = HeadSettings(
+            vocab_size=vocab_size,
+            dtype=_products_in(states, compute_dtype),
+            temperature=temperature,
+            entropy=entropy,
+            has_backward=has_backward,
+            teacher=teacher,
+        )
+        # leaves by the model's output, which is where shards of weights are waited for in the backward pass
+        found = head_statistics(states, weight, there.targets_once, settings, chunks)
+        logprobs, entropies, divergences = found
+        entropies = entropies if entropy and learns_entropy else entropies.detach()
+        more = () if teacher is None else (divergences,)
+        return torch.stack((logprobs, entropies, *more), dim=-1)[None]
+
+    by_head = _at_head(model, there, there.before_once, value, compute_dtype, keeps_casts)
+    if by_head is None:
         whole, states = response_logits(
             model, there, vocab_size, compute_dtype=compute_dtype, keeps_casts=keeps_casts
         )
         if logits is not None:
             logits.append(whole.detach())
-        return *token_statistics(whole, there.targets, temperature, entropy=entropy), states
+        told = None if teacher is None else teacher.of_each(there.which_once)
+        of_tokens = token_statistics(whole, there.targets, temperature, entropy=entropy, teacher=told)
+    else:
+        found, states = by_head
+        if logits is not None and chunks:
+            logits.append(torch.cat(chunks)[there.which_once])
+        of_tokens = found[0, there.which_once].unbind(-1)
+        states = states[there.which_once]
+    return Statistics(
+        of_tokens[0],
+        of_tokens[1] if entropy else None,
+        states,
+        of_tokens[2] if teacher is not None else None,
+    )
+
+
+@torch.no_grad()
+def teacher_logits(
+    model: PreTrainedModel,
+    packed: PackedSequences,
+    vocab_size: int,
+    divergence: Divergence,
+    *,
+    compute_dtype: torch.dtype,
+    keeps_casts: bool,
+) -> TeacherLogits:
+    """What a frozen model says of `packed.targets`; whole logits only behind what is no bare head."""
+    there = packed.to(model.device)
+    weights: list[Tensor] = []
+
+    def keep(states: Tensor, weight: Tensor) -> Tensor:
+        kept = weight[:vocab_size].to(_products_in(states, compute_dtype))
+        # storage of a weight that is put together for the forward goes with it
+        weights.append(kept if keeps_casts else kept.clone())
+        return states.new_zeros(1, 0, 1)
+
+    by_head = _at_head(model, there, there.before_targets, keep, compute_dtype, keeps_casts)
+    if by_head is not None:
+        return TeacherLogits(states=by_head[1].to(weights[0].dtype), weight=weights[0], divergence=divergence)
+    whole, _ = response_logits(model, there, vocab_size, compute_dtype=compute_dtype, keeps_casts=keeps_casts)
+    return TeacherLogits(states=whole, weight=None, divergence=divergence)
+
+
+def _at_head(
+    model: PreTrainedModel,
+    there: PackedSequences,
+    places: Int[Tensor, " P"],
+    value: Callable[[Tensor, Tensor], Tensor],
+    compute_dtype: torch.dtype,
+    keeps_casts: bool,
+) -> tuple[Tensor, Float[Tensor, "P H"]] | None:
+    """Run a forward with `value` of the states at `places` and the head's weight in its head's place.
+
+    Its value and these states; None behind a head that is more than a product with a weight.
+    """
+    head = _head_of(model)
+    if model in _WHOLE_LOGITS or not isinstance(head, nn.Linear) or head.bias is not None:
+        return None
     kept: list[Tensor] = []
-    chunks: list[Tensor] | None = None if logits is None else []
-    # a function's own forward runs without
-    has_backward = torch.is_grad_enabled()
 
     def keep_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        kept.append(args[0][0, there.before_once])
+        kept.append(args[0][0, places])
         return (kept[0][None, :0],)
 
-    def value(module: nn.Module, _: Any, __: Any) -> Tensor:
-        product = _products_in(kept[0], compute_dtype)
-        settings = vocab_size, product, temperature, entropy, has_backward
-        # leaves by the model's output, which is where shards of weights are waited for in the backward pass
-        logprobs, entropies = HeadStatistics.apply(
-            kept[0], module.weight, there.targets_once, settings, chunks
-        )
-        entropies = entropies if entropy and learns_entropy else entropies.detach()
-        kept.append(torch.stack((logprobs, entropies), dim=-1)[None])
+    def in_its_place(module: nn.Module, _: Any, __: Any) -> Tensor:
+        kept.append(value(kept[0], module.weight))
         return kept[1]
 
     # before shards of the head are given back
-    handles = [head.register_forward_pre_hook(keep_rows), head.register_forward_hook(value, prepend=True)]
+    handles = [
+        head.register_forward_pre_hook(keep_rows),
+        head.register_forward_hook(in_its_place, prepend=True),
+    ]
     try:
         found = _forward(model, there, compute_dtype, keeps_casts)
     finally:
@@ -123,21 +209,8 @@ def response_statistics(
             handle.remove()
     if found is not kept[1]:
         _WHOLE_LOGITS.add(model)
-        return response_statistics(
-            model,
-            there,
-            vocab_size,
-            temperature,
-            entropy=entropy,
-            learns_entropy=learns_entropy,
-            compute_dtype=compute_dtype,
-            keeps_casts=keeps_casts,
-            logits=logits,
-        )
-    if logits is not None and chunks:
-        logits.append(torch.cat(chunks)[there.which_once])
-    logprobs, entropies = found[0, there.which_once].unbind(-1)
-    return logprobs, entropies if entropy else None, kept[0][there.which_once]
+        return None
+    return found, kept[0]
 
 
 _WHOLE_LOGITS: WeakSet[PreTrainedModel] = WeakSet()

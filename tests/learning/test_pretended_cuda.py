@@ -137,7 +137,7 @@ def test_the_stand_in_for_a_backward_pass_has_torchs_gradients(
     gradients = []
     for run in (torch.Tensor.backward, backward):
         model = make_model().train().requires_grad_(True)
-        logprobs, entropy = token_statistics(model(ids).logits[0, :-1], ids[0, 1:], 0.7, entropy=True)
+        logprobs, entropy, _ = token_statistics(model(ids).logits[0, :-1], ids[0, 1:], 0.7, entropy=True)
         assert entropy is not None
         run((logprobs + 0.1 * entropy).sum())
         gradients.append([p.grad for p in model.parameters()])

@@ -23,6 +23,7 @@ from ..experience import Experience
 from ..laps import Laps
 from ..parallel import OneTrainer
 from ..policy_forward import PolicyForward
+from ..teacher import Teacher
 from .losses import (
     PolicyLoss,
     Sequences,
@@ -53,6 +54,8 @@ class LossInputs:
     "of the token in the loss: over a minibatch the sum of weight times loss is the loss"
     share: Float[Tensor, " M"]
     "one over the tokens of the minibatch, for means over tokens"
+    divergence: Float[Tensor, " M"] | None = None
+    "from a teacher, where it is a term of the loss; learns too"
 
 
 def objective(
@@ -79,6 +82,9 @@ def objective(
             kl = kl if inputs.importance is None else kl * inputs.importance
         metrics.add("kl_loss", kl, inputs.weight)
         loss = loss + kl_coef * kl
+    if inputs.divergence is not None:
+        metrics.add("distill_loss", inputs.divergence, inputs.weight)
+        loss = loss + algorithm.distill_coef * inputs.divergence
     total = (loss * inputs.weight).sum()
     if inputs.entropy is not None:
         metrics.add("entropy", inputs.entropy, inputs.share)
@@ -326,6 +332,8 @@ class PolicyObjective:
     "are added to"
     laps: Laps
     observers: Sequence[LogitsObserver] = ()
+    teacher: Teacher | None = None
+    "whose divergence is a term of the loss"
     max_new_tokens: int | None = None
     "of a response; loss_aggregation constant_length needs it"
 
@@ -380,6 +388,7 @@ class PolicyBatch:
         mask = of.experience.mask[pack.rows]
         sequences = Sequences.of(mask)
         packed = of.experience.packed(pack.rows)
+        teacher = None if of.teacher is None else of.teacher.logits(of.experience, pack.rows, packed)
         if not pack.is_filler:
             of.metrics.count(packed)
         packed, (of_token, num_tokens, *there) = packed.sent(
@@ -392,9 +401,15 @@ class PolicyBatch:
         of.laps.lap("collate")
         has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
         seen: list[Tensor] | None = [] if of.observers and not pack.is_filler else None
-        logprobs, entropy, _ = of.forward.statistics(
-            model, packed, entropy=has_entropy, learns_entropy=algorithm.has_entropy_bonus, logits=seen
+        found = of.forward.statistics(
+            model,
+            packed,
+            entropy=has_entropy,
+            learns_entropy=algorithm.has_entropy_bonus,
+            logits=seen,
+            teacher=teacher,
         )
+        logprobs = found.logprobs
         for logits in seen or ():
             of.laps.lap("forward")
             self._show(pack, packed, logits)
@@ -406,7 +421,8 @@ class PolicyBatch:
         return objective(
             LossInputs(
                 logprobs=logprobs,
-                entropy=entropy,
+                entropy=found.entropy,
+                divergence=found.divergence,
                 old_logprobs=per_token["old_logprobs"],
                 advantages=per_token["advantages"],
                 importance=per_token.get("importance"),

@@ -53,7 +53,7 @@ class NextTokens:
     ) -> dict[str, Tensor]:
         """The sum over the items."""
         packed = PackedSequences.of([item.token_ids for item in items], [item.is_learned for item in items])
-        logprobs, _, _ = response_statistics(
+        found = response_statistics(
             model,
             packed,
             self.vocab_size,
@@ -62,7 +62,7 @@ class NextTokens:
             compute_dtype=forward.compute_dtype,
             keeps_casts=forward.keeps_casts,
         )
-        return {"loss": -logprobs.sum()}
+        return {"loss": -found.logprobs.sum()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,8 @@ class Targets:
     has_kl_loss: bool
     "whether the reference counts as a term of the loss"
     has_entropy_loss: bool
+    has_teacher: bool
+    "whether the divergence from a teacher is a term of the loss"
     learned: Tensor
     "[B], False for responses that are no part of the loss"
     metrics: dict[str, float]
@@ -54,7 +56,7 @@ class Targets:
 
     def with_gradient(self, rows: Sequence[int]) -> list[int]:
         """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""
-        everywhere = self.has_entropy_loss or self.has_kl_loss
+        everywhere = self.has_entropy_loss or self.has_kl_loss or self.has_teacher
         return [row for row in rows if self.learned[row] and (everywhere or bool(self.advantages[row].any()))]
 
 
@@ -117,6 +119,7 @@ def update_targets(
         reference=reference,
         has_kl_loss=reference is not None and algorithm.kl_placement == "loss",
         has_entropy_loss=algorithm.has_entropy_bonus,
+        has_teacher=algorithm.distill_coef > 0.0,
         learned=learned,
         metrics=metrics,
     )
@@ -129,6 +132,8 @@ def _advantages_without_critic(
 ) -> Float[Tensor, "B R"]:
     """One estimator a row of `core.settings.algorithm.ALGORITHMS`; whitened over what is learned."""
     groups, mask = experience.group_ids, experience.mask
+    if algorithm.advantage == "none":
+        return torch.zeros(mask.shape)
     counted = mask & learned[:, None]
     if algorithm.advantage == "reinforce_pp":
         return reinforce_pp_advantages(token_rewards(experience, penalty), counted, gamma=algorithm.gamma)

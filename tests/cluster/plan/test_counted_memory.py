@@ -71,7 +71,7 @@ def counted(config: Any, dtype: torch.dtype, *, checkpointing: bool) -> int:
     rows = [np.append(first, random.integers(0, VOCAB, LENGTH - 1)) for first in range(NUM_ROWS)]
     learned = [np.arange(LENGTH) > 0 for _ in rows]
     with Made() as made:
-        logprobs, _, _ = response_statistics(
+        found = response_statistics(
             model, PackedSequences.of(rows, learned), VOCAB, 1.0, entropy=False, compute_dtype=dtype
         )
     assert logprobs.requires_grad

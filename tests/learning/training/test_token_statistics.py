@@ -22,13 +22,19 @@ from rlhfspec.learning.training.training_forward import (
 from tests.helpers.tiny_llama import SIZES
 
 
+def settings(vocab_size, dtype, temperature, *, entropy):
+    return head_statistics.HeadSettings(
+        vocab_size=vocab_size, dtype=dtype, temperature=temperature, entropy=entropy, has_backward=True
+    )
+
+
 def plain_entropy(logits, temperature):
     return torch.distributions.Categorical(logits=logits / temperature).entropy()
 
 
 def test_entropy_of_known_distributions():
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf]])
-    _, entropy = token_statistics(logits, torch.zeros(2, dtype=torch.int64), 1.0, entropy=True)
+    _, entropy, _ = token_statistics(logits, torch.zeros(2, dtype=torch.int64), 1.0, entropy=True)
     # uniform over 4: ln 4; (1/4, 3/4): ln 4 - 0.75 ln 3
     assert entropy.tolist() == pytest.approx([math.log(4), math.log(4) - 0.75 * math.log(3)])
 
@@ -40,7 +46,7 @@ def test_values_are_the_engines_to_the_bit_and_gradients_those_of_autograd(shape
     logits = (torch.randn(shape, generator=generator) * 3).requires_grad_()
     ids = torch.randint(shape[1], (shape[0],), generator=generator)
     weight = torch.rand(2, shape[0], generator=generator)
-    logprobs, entropy = token_statistics(logits, ids, temperature, entropy=True)
+    logprobs, entropy, _ = token_statistics(logits, ids, temperature, entropy=True)
     (weight[0] * logprobs + weight[1] * entropy).sum().backward()
     got, logits.grad = logits.grad, None
     expected = token_logprobs(logits, ids, temperature)
@@ -53,7 +59,7 @@ def test_values_are_the_engines_to_the_bit_and_gradients_those_of_autograd(shape
 
 def test_a_token_that_cannot_be_sampled_gets_no_gradient():
     logits = torch.tensor([[1.0, 2.0, -math.inf]], requires_grad=True)
-    logprobs, entropy = token_statistics(logits, torch.tensor([1]), 1.0, entropy=True)
+    logprobs, entropy, _ = token_statistics(logits, torch.tensor([1]), 1.0, entropy=True)
     (logprobs + entropy).sum().backward()
     assert logits.grad.isfinite().all() and logits.grad[0, 2] == 0.0
 
@@ -61,9 +67,9 @@ def test_a_token_that_cannot_be_sampled_gets_no_gradient():
 def test_bfloat16_logits_give_float32_values_and_bfloat16_gradients():
     logits = torch.randn(4, 9).bfloat16().requires_grad_()
     ids = torch.tensor([0, 3, 5, 8])
-    logprobs, entropy = token_statistics(logits, ids, 1.0, entropy=False)
+    logprobs, entropy, _ = token_statistics(logits, ids, 1.0, entropy=False)
     logprobs.sum().backward()
-    assert entropy is None and logprobs.dtype == torch.float32
+    assert not entropy.any() and logprobs.dtype == torch.float32
     assert torch.equal(logprobs, token_logprobs(logits, ids, 1.0))
     assert logits.grad.dtype == torch.bfloat16
 
@@ -101,9 +107,9 @@ def test_by_chunks_of_the_heads_product_all_is_as_with_whole_logits(family, kept
         return [logprobs, entropy, states, *gradients]
 
     logits, states = response_logits(model, packed, 17)
-    whole = result(*token_statistics(logits, packed.targets, 0.7, entropy=True), states)
+    whole = result(*token_statistics(logits, packed.targets, 0.7, entropy=True)[:2], states)
     again: list[torch.Tensor] = []
-    chunked = result(*response_statistics(model, packed, 17, 0.7, entropy=True, logits=again))
+    chunked = result(*response_statistics(model, packed, 17, 0.7, entropy=True, logits=again)[:3])
     torch.testing.assert_close(again[0], logits, rtol=0, atol=1e-10)
     assert len(whole) == len(chunked)
     for one, other in zip(chunked, whole, strict=True):
@@ -127,8 +133,8 @@ def test_no_logits_of_a_pack_are_there_at_once(monkeypatch):
             return found
 
     with Sizes():
-        values = head_statistics.HeadStatistics.apply(
-            states, weight, torch.arange(300), (1 << 17, torch.float32, 1.0, False, True), None
+        values = head_statistics.head_statistics(
+            states, weight, torch.arange(300), settings(1 << 17, torch.float32, 1.0, entropy=False), None
         )
         values[0].sum().backward()
     assert head_statistics._PRODUCT_VALUES == largest < 300 * (1 << 17)
@@ -163,8 +169,8 @@ def test_a_gpu_holds_what_the_memory_plan_counts(dtype, entropy):
 
     with Live():
         token_ids = torch.empty(rows, dtype=torch.int64, device="meta")
-        settings = vocab_size, dtype, 0.7, entropy, True
-        values = head_statistics.HeadStatistics.apply(states, weight, token_ids, settings, None)
+        how = settings(vocab_size, dtype, 0.7, entropy=entropy)
+        values = head_statistics.head_statistics(states, weight, token_ids, how, None)
         (values[0] + values[1] if entropy else values[0]).sum().backward()
     planned = 4 * head_statistics.most_logits(rows, vocab_size, on_gpu=True)
     gradients = 3 * 4 * (states.numel() + weight.numel())
