@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from .settings.algorithm import AlgorithmConfig, require_groups
+from .settings.algorithm import AlgorithmConfig, require_groups, require_teacher
 from .settings.cluster import ClusterConfig, require_publication
 from .settings.correction import require_correction
 from .settings.data import DataConfig
@@ -133,10 +133,15 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _simple_on_gpus(cls, given: Any) -> Any:
-        """Where instances or trainers have GPUs, what the user left open is what is hard to get wrong there."""
+        """Where instances or trainers have GPUs, what the user left open is what is hard to get wrong there.
+
+        Who only learns from a teacher has no reward unless one is named.
+        """
         if not isinstance(given, dict):
             return given
         filled = dict(given)
+        if _given(given, "algorithm", "kind") == "distill" and "reward" not in given:
+            filled["reward"] = {"kind": "none"}
         for section, (key, value, overruling) in _GPU_DEFAULTS.items():
             whose, pool = ("trainer", "trainer") if section == "trainer" else ("engine", "generation")
             wish = _given(given, whose, "device") or "auto"
@@ -159,6 +164,7 @@ class Config(Section):
             rollout, environment=environment, dynamic_sampling=self.algorithm.dynamic_sampling
         )
         require_draft(self.speculation, self.models.draft)
+        require_teacher(self.models, self.algorithm, self.data, environment=environment)
         require_spot(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
         require_cotrain(self.drafter_training, self.speculation)
         require_groups(self.algorithm, rollout)
@@ -167,7 +173,12 @@ class Config(Section):
         require_schedule(rollout, environment=environment)
         require_publication(self.cluster.publication, rollout.max_staleness)
         require_metric(self.evaluation, reward)
-        require_reward(reward, environment=environment, max_new_tokens=self.sampling.max_new_tokens)
+        require_reward(
+            reward,
+            environment=environment,
+            max_new_tokens=self.sampling.max_new_tokens,
+            learns_from_it=self.algorithm.advantage != "none",
+        )
         return self
 
 

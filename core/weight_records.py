@@ -37,7 +37,7 @@ class WeightManifest:
     """Describes one published version of one model; the chunks (uint8 arrays) travel beside it."""
 
     model: str
-    "'target' or 'draft'"
+    "'target', 'draft', or 'teacher', which stays as it is"
     weight_version: int
     checksum: str
     "over all tensors in order; it names its kind (`engine.weights.digests`)"

@@ -23,7 +23,7 @@ from ...core.weight_records import DigestKind, WeightManifest
 from ...engine.build import backend_for, published_model
 from ...engine.numerics import on_threads
 from ...engine.weights.causal_lm import DTYPES
-from ...engine.weights.chunks import load_into, weight_views
+from ...engine.weights.chunks import load_into, unique_tensors, weight_views
 from ...engine.weights.loading import build_causal_lm
 from ...learning.drafts.cotraining import DraftCotrainer
 from ...learning.drafts.draft_learner import DraftTerms, RefitReport
@@ -99,6 +99,15 @@ class TrainerActor(GroupMember):
         set_heap_aside()
         self.wait_for_others()
         return self._loaded(manifest, self.checksum(like=manifest.checksum))
+
+    def load_teacher(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
+        """Build the frozen model whose distribution the learner learns, too, and read its checksum back."""
+        model = self._build(manifest, chunks)
+        checksum = self._forms["teacher"].checksum(unique_tensors(model), like=manifest.checksum)
+        with self._trainers.naming("take the teacher"):
+            self._learner.take_teacher(model)
+        set_heap_aside()
+        return self._loaded(manifest, checksum)
 
     def load_draft(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build what the published draft model follows the target by, and read its checksum back."""
@@ -270,7 +279,7 @@ class TrainerActor(GroupMember):
             hold_linears_in(model, self._compute_dtype)
         self._forms[manifest.model] = PublishedForm(manifest)
         # shards are made on the CPU, and only they go to the device
-        stays = manifest.model == "target" and self._trainers.is_sharded
+        stays = manifest.model != "draft" and self._trainers.is_sharded
         return model if stays else model.to(self._device)  # type: ignore[arg-type]
 
     def _scorer(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> EngineScorer | None:

@@ -19,6 +19,7 @@ FILES = frozenset(
     {
         "models.target",
         "models.draft",
+        "models.teacher",
         "models.tokenizer",
         "model.name",
         "model.tokenizer",

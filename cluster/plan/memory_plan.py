@@ -193,6 +193,7 @@ class MemoryNeeds:
         self._config, self._max_total_tokens = config, max_total_tokens
         self._computes_anew = config.trainer.gradient_checkpointing is True
         self._target, self._draft, self._reward_params = models.target, models.draft, models.reward_params
+        self._teacher = models.teacher
         self._on_gpu, self._dtype = config.decodes_on_gpu, config.models.dtype
         # a head that is trained in float32 is published so
         self._draft_dtype = "float32" if config.trains_head else self._dtype
@@ -338,6 +339,8 @@ class MemoryNeeds:
             "weights": kept + learned,
             "gradient, moments": learned * _ADAM_COPIES,
             "reference": reference,
+            # read in float32; on a GPU its linears are rounded where it lies
+            "teacher": 0 if self._teacher is None else self._teacher.num_params * _MASTER_BYTES,
         }
         if config.trainer.strategy == "fsdp2":
             # shards; each trainer still reads whole models, and publishes them block by block

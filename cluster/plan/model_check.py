@@ -10,6 +10,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...core.checkpoint_manifest import has_manifest, verify_checkpoint
 from ...core.config import Config
+from ...core.errors import ModelError
+from ...core.outside import quote
 from ...core.settings.generation import SpeculationConfig
 from ...core.settings.run import ModelsConfig
 from ...engine.calibration.cost_sweep import MAX_PROFILED_NODES
@@ -17,7 +19,7 @@ from ...engine.draft_policies import most_nodes
 from ...engine.group.dealing import require_module_dealt
 from ...engine.model.support import refuse_unsupported
 from ...engine.weights.causal_lm import max_context_tokens
-from ...engine.weights.loading import load_hf_config, meta_model, num_token_ids
+from ...engine.weights.loading import load_hf_config, load_tokenizer, meta_model, num_token_ids
 from ...engine.weights.weight_files import indexed_too
 from ...learning.training.adapter import count_adapter_params
 from .drafts import Drafts, draft_doubts, what_drafts
@@ -37,7 +39,7 @@ _ROWS_A_PADDING, _LARGEST_PADDING = 16, 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedModels:
-    """What is known of the models without a weight of them."""
+    """What is known of the models without a weight of them; each `ModelShape` of one that there is."""
 
     tokenizer: PreTrainedTokenizerBase
     configs: dict[str, PretrainedConfig]
@@ -46,6 +48,7 @@ class CheckedModels:
     drafts: Drafts | None
     draft: ModelShape | None
     "the sizes of what drafts"
+    teacher: ModelShape | None
     lines: tuple[str, ...]
     "what `check` says of them"
     doubts: tuple[str, ...] = ()
@@ -86,7 +89,8 @@ def check_models(config: Config) -> CheckedModels:
     Raises ModelError, and ConfigError for adapters that the target has no layers for.
     """
     models, drafts = config.models, what_drafts(config)
-    for name in (models.target, models.draft if config.speculation.names_draft else None):
+    drafting = models.draft if config.speculation.names_draft else None
+    for name in (models.target, drafting, models.teacher):
         # checkpoints that a run wrote have checksums: a damaged one would decode to nonsense
         if name is not None and has_manifest(Path(name)):
             verify_checkpoint(Path(name))
@@ -101,6 +105,9 @@ def check_models(config: Config) -> CheckedModels:
     lines += _doubts(models, target, tokenizer, own_template=config.data.chat_template is None)
     draft = None if drafts is None else drafts.check(target_config, tokenizer)
     doubts = draft_doubts(models, config.speculation.drafter)
+    teacher = None if models.teacher is None else _check_teacher(models, models.teacher, tokenizer)
+    if teacher is not None:
+        lines.append(describe_model("teacher", str(models.teacher), teacher))
     configs = {models.target: target_config}
     if drafts is not None and draft is not None and draft.hf_config is not None:
         configs[drafts.place] = draft.hf_config
@@ -110,9 +117,27 @@ def check_models(config: Config) -> CheckedModels:
         target=target,
         drafts=drafts,
         draft=None if draft is None else draft.shape,
+        teacher=teacher,
         lines=(*lines, *(() if draft is None else draft.lines), *doubts),
         doubts=doubts,
     )
+
+
+def _check_teacher(models: ModelsConfig, place: str, tokenizer: PreTrainedTokenizerBase) -> ModelShape:
+    """Raise ModelError for a teacher with other tokens: its distribution would be over something else."""
+    trust = models.trust_remote_code
+    shape = model_shape(load_hf_config(place, trust_remote_code=trust), place)
+    own = load_tokenizer(place, trust_remote_code=trust).get_vocab()
+    vocabulary = tokenizer.get_vocab()
+    if differing := sorted(vocabulary.items() ^ own.items(), key=lambda pair: (pair[1], pair[0])):
+        token, number = differing[0]
+        raise ModelError(
+            f"models.teacher {place} has {len(own)} tokens, the target {len(vocabulary)}, and {len(differing)} entries "
+            f"are of one alone (first: {quote(token)}, id {number}); expected equal tokenizers, as a student learns "
+            "its teacher's distribution token by token: take a teacher of the target's family"
+        )
+    check_vocabulary("teacher", place, shape, tokenizer)
+    return shape
 
 
 def _doubts(

@@ -80,5 +80,6 @@ class ModelShapes:
     target: ModelShape
     draft: ModelShape | None = None
     "None: nothing drafts that has weights of its own"
+    teacher: ModelShape | None = None
     reward_params: int | None = None
     "of all reward models in the pool; None: there are only rules"

@@ -22,10 +22,10 @@ def resolve_models(
     two models is `demo` or a name is nearly a known one, and what `get_model` raises.
     """
     models = config.models
-    if DEMO in (models.target, models.draft):
+    if DEMO in (models.target, models.draft, models.teacher):
         has_head = config.speculation.drafter == "head"
         models = _with_demo_pair(models, report, has_head=has_head, cache=Path(config.run.cache_dir))
-    fields = {"target": models.target, "draft": models.draft, "tokenizer": models.tokenizer}
+    fields = {name: getattr(models, name) for name in ("target", "draft", "teacher", "tokenizer")}
     words = {field: name for field, name in fields.items() if name and not Path(name).is_dir()}
     for name in words.values():
         refuse_mistyped(name, known)
@@ -51,11 +51,12 @@ def _with_demo_pair(models: ModelsConfig, report: Reporter, *, has_head: bool, c
         raise ConfigError(
             "models.target and models.draft belong together: expected both or none to be 'demo', got "
             f"target '{models.target}' and draft '{models.draft}'; a draft head goes with speculation.drafter=head, "
-            "a checkpoint with such a layer with mtp"
+            "a checkpoint with such a layer with mtp, and a teacher called demo teaches the demo target"
         )
     from ...learning.models.make import make_demo_pair
 
     with report.job("making the demo pair") as tick:
         pair = make_demo_pair(cache.expanduser(), progress=tick)
     draft = models.draft if is_head else str(pair.draft) if models.draft else None
-    return models.model_copy(update={"target": str(pair.target), "draft": draft})
+    teacher = str(pair.target) if models.teacher == DEMO else models.teacher
+    return models.model_copy(update={"target": str(pair.target), "draft": draft, "teacher": teacher})

@@ -98,7 +98,9 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     require_references(
         config.reward, config.environment, environment, chain(inputs.dataset.prompts, evaluated)
     )
-    shapes = ModelShapes(target=models.target, draft=models.draft, reward_params=reward.num_params)
+    shapes = ModelShapes(
+        target=models.target, draft=models.draft, teacher=models.teacher, reward_params=reward.num_params
+    )
     needs = MemoryNeeds(config, shapes, max_total_tokens=inputs.max_total_tokens)
     room = _Room(machine.memory_bytes(), machine.free_disk_bytes(output_dir))
     memory = _plan_memory(needs, config.cluster, room, output_dir)

@@ -253,11 +253,12 @@ def _awaited() -> str:
 
 def _bring_up(system: System) -> None:
     """Give trainers and instances their first weights, all at the same time; the reward functions must build."""
-    config = system.config
+    config, place = system.config, system.config.models.teacher
     system.trainers.begin_loading(
         system.target,
         system.draft if config.refits_draft else None,
         cotrain=config.drafter_training.mode == "cotrain",
+        teacher=None if place is None else load_and_put(place, "teacher", config.models),
     )
     _bring_up_generation(system)
     system.trainers.confirm_loaded()

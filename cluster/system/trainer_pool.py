@@ -81,11 +81,16 @@ class TrainerPool:
         return self._trainers[self.first_name]
 
     def begin_loading(
-        self, target: PublishedWeights, draft: PublishedWeights | None, *, cotrain: bool = False
+        self,
+        target: PublishedWeights,
+        draft: PublishedWeights | None,
+        *,
+        cotrain: bool = False,
+        teacher: PublishedWeights | None = None,
     ) -> None:
         """Order the trainers to join one group and load their first weights; `draft` where it is to follow the target.
 
-        With `cotrain` every trainer has the draft model, else the first alone.
+        With `cotrain` every trainer has the draft model, else the first alone; each has the teacher.
 
         They are slow to import what they need: instances are better brought up meanwhile, and `confirm_loaded` then.
         """
@@ -98,6 +103,12 @@ class TrainerPool:
             for name, one in self._trainers.items()
         }
         self._loading.append((loads, "load the first weights", target))
+        if teacher is not None:
+            teachers = {
+                name: one.load_teacher.remote(teacher.manifest, *teacher.chunk_refs)
+                for name, one in self._trainers.items()
+            }
+            self._loading.append((teachers, "load the teacher", teacher))
         if draft is not None:
             drafts = {
                 name: one.load_draft.remote(draft.manifest, *draft.chunk_refs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import ray
 from transformers import PreTrainedModel
 
@@ -11,7 +9,7 @@ from ...core.settings.run import ModelsConfig
 from ...engine.drafters.head.head_weights import HeadWeights
 from ...engine.drafters.head.published_head import pack_head
 from ...engine.weights.causal_lm import DTYPES
-from ...engine.weights.chunks import WeightPacker, pack_weights
+from ...engine.weights.chunks import PublishedName, WeightPacker, pack_weights
 from ...engine.weights.loading import load_causal_lm, load_hf_config, require_finite
 from ...engine.weights.stored_weights import stored_weights
 from ..plan.drafts import DraftModel, Drafts
@@ -19,7 +17,7 @@ from .publish import PublishedWeights
 
 
 def load_and_put(
-    name: str, model: Literal["target", "draft"], models: ModelsConfig, *, weight_version: int = 0
+    name: str, model: PublishedName, models: ModelsConfig, *, weight_version: int = 0
 ) -> PublishedWeights:
     """Read the causal LM `name` here, where its path is known, and publish it as a version of `model`.
 
@@ -60,8 +58,6 @@ def put_head(head: HeadWeights, *, weight_version: int) -> PublishedWeights:
     return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
 
 
-def _put_model(
-    loaded: PreTrainedModel, model: Literal["target", "draft"], weight_version: int = 0
-) -> PublishedWeights:
+def _put_model(loaded: PreTrainedModel, model: PublishedName, weight_version: int = 0) -> PublishedWeights:
     manifest, chunks = pack_weights(loaded, name=model, weight_version=weight_version)
     return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))

@@ -12,7 +12,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from .correction import CorrectionConfig, require_level
+from .data import DataConfig
 from .generation import RolloutConfig
+from .run import ModelsConfig
 from .section import Name, Section
 
 Kind = Literal[
@@ -272,6 +274,29 @@ class AlgorithmConfig(Section):
                     f"effect; take it out, or set what it is of"
                 )
         return self
+
+
+def require_teacher(
+    models: ModelsConfig, algorithm: AlgorithmConfig, data: DataConfig, *, environment: str | None
+) -> None:
+    """Raise ValueError for a teacher without a coefficient, or what belongs to a teacher without one."""
+    if (models.teacher is None) != (algorithm.distill_coef == 0.0):
+        raise ValueError(
+            f"models.teacher is {models.teacher or 'null'} and algorithm.distill_coef {algorithm.distill_coef:g} (kind "
+            f"{algorithm.kind}): one without the other does nothing; name a teacher and give it a coefficient above 0, "
+            "as kind distill has it"
+        )
+    own = any(one.teacher_prompt_template is not None for one in data.each_source())
+    if own and models.teacher is None:
+        raise ValueError(
+            "data.teacher_prompt_template is what a teacher reads, and models.teacher is null; name one, such as the "
+            "target itself, or take the template out"
+        )
+    if own and environment is not None:
+        raise ValueError(
+            "data.teacher_prompt_template is not known to an environment, whose first words belong to every prompt; "
+            "take it out, or environment.kind"
+        )
 
 
 def require_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:

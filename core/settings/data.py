@@ -45,6 +45,8 @@ class SourceFields(Section):
     "columns that are known and left unread; others that would change what is asked are refused"
     prompt_template: PromptTemplate = "{prompt}"
     "how the prompt field, or a conversation's last turn, becomes text; `{COLUMN}` is another column of the row"
+    teacher_prompt_template: PromptTemplate | None = None
+    "the same for models.teacher, which may be told more, such as `{prompt} (The answer is {answer}.)`; null: the same"
     chat: bool = False
     "true: the chat template is applied to one user turn; to conversations it always is"
     system_prompt: str | None = None

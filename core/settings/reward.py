@@ -19,8 +19,8 @@ class Scorer(Section):
     """What one reward is made of."""
 
     kind: str = "chain"
-    """`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, `environment` (what its steps give), or a Python
-    function as `package.module:function` or `path/to/file.py:function`"""
+    """`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, `environment` (what its steps give), `none` (0, for
+    algorithm.kind distill), or a Python function as `package.module:function` or `path/to/file.py:function`"""
     model: Name | None = None
     "kind model: path or hub name of a sequence-classification model"
     url: Name | None = None
@@ -181,8 +181,18 @@ class RewardConfig(Scorer):
         return self
 
 
-def require_reward(reward: RewardConfig, *, environment: str | None, max_new_tokens: int) -> None:
-    """Raise ValueError for shaping that fits no response, or that an environment, which must be there, does itself."""
+def require_reward(
+    reward: RewardConfig, *, environment: str | None, max_new_tokens: int, learns_from_it: bool = True
+) -> None:
+    """Raise ValueError for shaping that fits no response, or that an environment, which must be there, does itself.
+
+    And for none where it is learned from.
+    """
+    if learns_from_it and reward.kind == "none" and not (reward.parts or reward.shaping.is_on):
+        raise ValueError(
+            "reward.kind is none, and the algorithm learns from rewards, which would all be equal; name a reward, or "
+            "set algorithm.kind to distill"
+        )
     overlong = reward.shaping.overlong
     if overlong is not None:
         longest = overlong.max_tokens or max_new_tokens

@@ -22,6 +22,7 @@ from ...core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, Weig
 from .causal_lm import CausalLM
 from .digests import Digest, HostMirror, read_once, read_only
 
+PublishedName = Literal["target", "draft", "teacher"]
 CHUNK_BYTES = 32 << 20
 "A tensor that is larger is a chunk of its own."
 
@@ -35,7 +36,7 @@ class WeightPacker:
     def __init__(
         self,
         *,
-        name: Literal["target", "draft"],
+        name: PublishedName,
         weight_version: int,
         hf_config_json: str,
         dtypes: Mapping[str, torch.dtype] | None = None,
@@ -188,7 +189,7 @@ class WeightPacker:
 def pack_weights(
     model: CausalLM,
     *,
-    name: Literal["target", "draft"],
+    name: PublishedName,
     weight_version: int,
     chunk_bytes: int = CHUNK_BYTES,
     kind: DigestKind = "xxh3",
@@ -208,7 +209,7 @@ def pack_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     hf_config_json: str,
-    name: Literal["target", "draft"],
+    name: PublishedName,
     weight_version: int,
     chunk_bytes: int = CHUNK_BYTES,
     kind: DigestKind = "xxh3",

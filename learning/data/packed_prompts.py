@@ -22,7 +22,7 @@ _SCHEMA = pa.schema(
         ("more", pa.large_string()),
     ]
 )
-_MORE = ("messages", "turns", "tools", "fields", "rendered", "prefill")
+_MORE = ("messages", "turns", "tools", "fields", "rendered", "prefill", "teacher_ids")
 "What most prompts have none of, as JSON."
 
 
@@ -45,7 +45,8 @@ class PackedPrompts(Sequence[Prompt]):
         """Take one more prompt, while they are read."""
         ids = np.asarray(prompt.token_ids, dtype=np.int32)
         whole = [{"turns": prompt.turns, "tools": prompt.tools}] if prompt.turns or prompt.tools else []
-        said = [len(ids), prompt.text, prompt.reference, prompt.messages, prompt.fields, *whole]
+        told = [prompt.teacher_ids] if prompt.teacher_ids else []
+        said = [len(ids), prompt.text, prompt.reference, prompt.messages, prompt.fields, *whole, *told]
         self._hash.update(ids.tobytes() + json.dumps(said, sort_keys=True).encode())
         more = {name: value for name in _MORE if (value := getattr(prompt, name))}
         self._rows.append(
@@ -94,5 +95,6 @@ class PackedPrompts(Sequence[Prompt]):
             messages=tuple((role, content) for role, content in more.pop("messages", ())),
             turns=tuple(more.pop("turns", ())),
             tools=tuple(more.pop("tools", ())),
+            teacher_ids=tuple(more.pop("teacher_ids", ())),
             **more,
         )

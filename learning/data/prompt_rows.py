@@ -37,6 +37,10 @@ class Row:
     origin: str
     filled: str = ""
     "the prompt, of a conversation its last turn, in data.prompt_template"
+    filled_for_teacher: str | None = None
+    "the same in data.teacher_prompt_template, where there is one"
+    teacher_ids: tuple[int, ...] = ()
+    "and its token ids, once it is tokenised"
     index: int = 0
     "place among the source's rows, counted from 0"
     turns: tuple[Turn, ...] = ()
@@ -119,8 +123,8 @@ class RowReader:
         self._columns = Columns("row.prompt", data, note)
         self._prompt, self._key, self._is_conversation = "", "", False
         "the column of prompts, the setting that names it"
-        self._named: tuple[str, ...] = ()
-        "columns that data.prompt_template names"
+        self._named: dict[str, str] = {}
+        "columns that the templates of prompts name, and which setting does"
         self._read = dict[str, None]()
         "columns that settings name; none before the first record"
 
@@ -145,9 +149,13 @@ class RowReader:
                     f"{origin}: data.prompt_template fills nothing of {kind} in; expected {{prompt}}"
                     f"{'' if is_conversation else ', or a column by its name'}; put it in"
                 )
-            self._prompt, self._key, self._is_conversation, self._named = prompt, key, is_conversation, named
+            self._prompt, self._key, self._is_conversation = prompt, key, is_conversation
+            told = named_columns(data.teacher_prompt_template or "", kinds)
+            self._named = dict.fromkeys(told, "data.teacher_prompt_template") | dict.fromkeys(
+                named, "data.prompt_template"
+            )
         wanted = {self._prompt: self._key} | dict.fromkeys(data.reward_fields, "data.reward_fields")
-        wanted |= dict.fromkeys(self._named, "data.prompt_template")
+        wanted |= self._named
         if data.reference_field is not None and not (self._is_conversation and _may_be_cut(data, kinds)):
             wanted[data.reference_field] = "data.reference_field"
         tools = data.tools_field if self._is_conversation or data.chat else None
@@ -184,14 +192,17 @@ class RowReader:
         else:
             reference = record.text(data.reference_field, "data.reference_field")
         fields = {name: record.plain(name, "data.reward_fields") for name in data.reward_fields}
-        for name in self._named:
-            record.find(name, "data.prompt_template")  # a row without it is no row whose braces stay
+        for name, key in self._named.items():
+            record.find(name, key)  # a row without it is no row whose braces stay
         asked = turns[-1]["content"] if turns else prompt
         return Row(
             prompt=prompt,
             reference=reference,
             origin=origin,
             filled=record.filled(data.prompt_template, asked),
+            filled_for_teacher=None
+            if data.teacher_prompt_template is None
+            else record.filled(data.teacher_prompt_template, asked),
             index=index,
             turns=turns,
             tools=record.tools(data.tools_field) if turns or data.chat else (),

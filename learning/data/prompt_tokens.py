@@ -32,6 +32,8 @@ class Rendered:
     "the messages that the chat template was given, whole; empty for plain text"
     prefill: str = ""
     "what the text begins the assistant's turn with, such as `<think>`"
+    for_teacher: str | None = None
+    "the text that a teacher reads in its place"
 
     @property
     def messages(self) -> Messages:
@@ -60,6 +62,9 @@ class PromptEncoder:
 
         Raises DataError: no chat template, or one that refuses the turns.
         """
+        if row.filled_for_teacher is not None:
+            told = self.render(replace(row, filled=row.filled_for_teacher, filled_for_teacher=None))
+            return replace(self.render(replace(row, filled_for_teacher=None)), for_teacher=told.text)
         data = self._data
         if row.turns:
             *history, last = row.turns
@@ -82,6 +87,13 @@ class PromptEncoder:
         if self._adds_special_tokens and not any(prompt.turns for prompt in prompts):
             return prompt_ids(self._tokenizer, texts)
         return encode_texts(self._tokenizer, texts, special=False)
+
+    def teacher_ids(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
+        """The same of what a teacher reads; empty where it reads nothing else."""
+        told = [replace(prompt, text=prompt.for_teacher or "") for prompt in prompts]
+        if not any(prompt.text for prompt in told):
+            return [()] * len(prompts)
+        return [tuple(ids) for ids in self.token_ids(told)]
 
     def _chat(self, row: Row, turns: tuple[Turn, ...]) -> Rendered:
         system = self._data.system_prompt

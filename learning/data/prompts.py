@@ -123,6 +123,7 @@ def load_prompts(
                     fields=row.fields,
                     rendered=rendered.plain if rendered.plain != row.prompt else "",
                     prefill=rendered.prefill,
+                    teacher_ids=row.teacher_ids,
                 )
             )
         counts.append(len(prompts) - sum(counts))
@@ -227,16 +228,19 @@ class PromptReader:
         data, has_limits = self._data, self._tokenizer is not None
         texts = [rendered for _, rendered in waiting]
         found = encoder.token_ids(texts) if has_limits else [rendered.text for rendered in texts]
-        for (row, rendered), tokens in zip(waiting, found, strict=True):
+        told = encoder.teacher_ids(texts) if has_limits else [()] * len(texts)
+        for (row, rendered), tokens, teacher_ids in zip(waiting, found, told, strict=True):
             self.lengths.append(len(tokens))
             if not tokens:
                 self.fault(DataError(f"{row.origin}: the prompt is empty; expected at least one token"))
-            elif has_limits and len(tokens) > data.max_prompt_tokens:
-                self._pass_over(row, f"{len(tokens)} tokens", f"{data.max_prompt_tokens}")
+            elif has_limits and max(len(tokens), len(teacher_ids)) > data.max_prompt_tokens:
+                whose = " for the teacher" if len(teacher_ids) > data.max_prompt_tokens else ""
+                many = max(len(tokens), len(teacher_ids))
+                self._pass_over(row, f"{many} tokens{whose}", f"{data.max_prompt_tokens}")
             elif has_limits and len(tokens) < data.min_prompt_tokens:
                 self.left_out.too_short += 1
             else:
-                yield row, rendered, tokens
+                yield replace(row, teacher_ids=teacher_ids) if teacher_ids else row, rendered, tokens
 
     def _pass_over(self, row: Row, got: str, most: str) -> None:
         if self._data.on_long_prompt == "skip":
@@ -287,7 +291,15 @@ def _drawn_rows(data: DataConfig, seed: int, left_out: LeftOut) -> Iterator[Row]
             left_out.filtered += 1
             continue
         filled = data.prompt_template.replace("{prompt}", prompt) if data.chat else prompt
-        yield Row(prompt=prompt, filled=filled, reference=reference, origin=origin, index=index)
+        told = data.teacher_prompt_template
+        yield Row(
+            prompt=prompt,
+            filled=filled,
+            filled_for_teacher=told and told.replace("{prompt}", prompt).replace("{answer}", reference),
+            reference=reference,
+            origin=origin,
+            index=index,
+        )
 
 
 MAX_EPOCH_PROMPTS = 200_000_000

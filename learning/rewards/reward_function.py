@@ -7,6 +7,7 @@ from datetime import datetime
 
 from ...core.config import RewardConfig
 from ...core.errors import ConfigError
+from ...core.records import Reward
 from ...core.settings.reward import Scorer
 from .reward_stage import RewardStage
 from .score_request import RewardSource, RuleSource
@@ -44,6 +45,8 @@ def _source(
     fields: Sequence[str] | None,
 ) -> RewardSource:
     # imported here so that a rule reward does not wait for what it never uses
+    if scorer.kind == "none":
+        return RuleSource(lambda prompt, response: Reward(value=0.0))
     if scorer.kind == "chain":
         from ..tasks.chain_task import chain_reward
 
@@ -74,6 +77,6 @@ def _source(
 
         return UserReward(scorer.kind, timeout_s=config.timeout_s, pattern=scorer.pattern, fields=fields)
     raise ConfigError(
-        f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format or "
+        f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format, none or "
         "package.module:function"
     )

@@ -97,7 +97,9 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         logits, token_ids = ctx.saved_tensors
-        return _gradient(logits, token_ids, *ctx.settings, slice(None), *grads), None, None, None, None
+        temperature, teacher = ctx.settings
+        grad = _gradient(logits, token_ids, temperature, teacher, slice(None), *grads[:3])
+        return grad, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +219,9 @@ def _gradient(
     temperature: float,
     teacher: TeacherLogits | None,
     places: slice,
-    of_logprob: Tensor | None,
-    of_entropy: Tensor | None,
-    of_divergence: Tensor | None,
+    of_logprob: Tensor | None = None,
+    of_entropy: Tensor | None = None,
+    of_divergence: Tensor | None = None,
 ) -> Tensor:
     out = torch.zeros_like(logits)
     taught = None if teacher is None or of_divergence is None else teacher.logits(places)

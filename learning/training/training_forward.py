@@ -193,7 +193,7 @@ def _at_head(
         kept.append(args[0][0, places])
         return (kept[0][None, :0],)
 
-    def in_its_place(module: nn.Module, _: Any, __: Any) -> Tensor:
+    def in_its_place(module: Any, _: Any, __: Any) -> Tensor:
         kept.append(value(kept[0], module.weight))
         return kept[1]
 

@@ -74,7 +74,7 @@ def counted(config: Any, dtype: torch.dtype, *, checkpointing: bool) -> int:
         found = response_statistics(
             model, PackedSequences.of(rows, learned), VOCAB, 1.0, entropy=False, compute_dtype=dtype
         )
-    assert logprobs.requires_grad
+    assert found.logprobs.requires_grad
     return made.alive_bytes() - NUM_ROWS * LENGTH * VOCAB * dtype.itemsize
 
 

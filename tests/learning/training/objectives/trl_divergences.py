@@ -5,8 +5,8 @@ Run as `trl_losses.py`:
     trl/bin/python tests/learning/training/objectives/trl_divergences.py FILE
 
 `_chunked_divergence_loss` of the distillation trainer is called as it is. Mixtures, which it computes in float32, and
-what is over the likeliest tokens are by the server's distillation trainer: `_jsd_divergence`, with its tail. All in float64: in float32 TRL's own gradients are up
-to 2e-6 from these.
+what is over the likeliest tokens are by the server's distillation trainer: `_jsd_divergence`, with its tail. All in
+float64: in float32 TRL's own gradients are up to 2e-6 from these.
 """
 
 from __future__ import annotations
