@@ -31,6 +31,7 @@ SHOWN = (
     "learner/entropy",
     "learner/approx_kl",
     "learner/reference_kl",
+    "learner/distill_loss",
     "learner/clip_fraction",
     "learner/grad_norm",
     "time/iteration_s",

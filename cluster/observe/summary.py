@@ -54,13 +54,14 @@ def signal_rows(metrics: Iterable[Metrics]) -> list[tuple[str, str]]:
 
 def _causes(row: Metrics) -> Iterator[tuple[str, str]]:
     """Ways in which nothing can be learned, and what to do; the first is what to fix first."""
-    if _are_equal(row, "reward/min", "reward/max") and row.get("rollout/num_samples", 0.0) > 1:
+    by_rewards = "learner/distill_loss" not in row
+    if by_rewards and _are_equal(row, "reward/min", "reward/max") and row.get("rollout/num_samples", 0.0) > 1:
         yield (
             "all rewards are equal",
             "see in samples/ whether the reward can tell responses apart, and whether any prompt is neither too hard "
             "nor too easy",
         )
-    if _are_equal(row, "learner/num_zero_advantage_groups", "learner/num_groups"):
+    if by_rewards and _are_equal(row, "learner/num_zero_advantage_groups", "learner/num_groups"):
         yield (
             "the rewards of no prompt's responses differ",
             "raise rollout.samples_per_prompt or sampling.temperature, or take prompts that are solved at times",
@@ -194,6 +195,7 @@ def as_text(rows: Sequence[tuple[str, str]]) -> str:
 
 UPDATE_PARTS = (
     "collate",
+    "teacher",
     "first_forwards",
     "advantages",
     "scoring",

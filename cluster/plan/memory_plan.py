@@ -37,7 +37,7 @@ from ...engine.model.runner import LOGITS_TOGETHER
 from ...engine.weights.chunks import CHUNK_BYTES
 from ...learning.training.batching import PATHS_PER_TOKEN
 from ...learning.training.engine_scoring import MOST_SLOTS
-from ...learning.training.head_statistics import logit_copies, most_logits
+from ...learning.training.objectives.head_statistics import logit_copies, most_logits
 from .model_sizes import DTYPE_BYTES, ModelShapes
 
 GIB = 1 << 30

@@ -31,7 +31,7 @@ from .model_files import (
     model_shape,
     other_templates,
 )
-from .model_sizes import ModelShape
+from .model_sizes import ModelShape, ModelShapes
 
 _ROWS_A_PADDING, _LARGEST_PADDING = 16, 1024
 "Rows beyond the tokenizer: more than a part of all and more than is ever padded is another tokenizer."
@@ -59,6 +59,12 @@ class CheckedModels:
         """Positions of the model that has the fewest; None: none says."""
         limits = [limit for one in self.configs.values() if (limit := max_context_tokens(one))]
         return min(limits, default=None)
+
+    def shapes(self, reward_params: int | None) -> ModelShapes:
+        """Of all models of a run; `reward_params` are those of its reward models."""
+        return ModelShapes(
+            target=self.target, draft=self.draft, teacher=self.teacher, reward_params=reward_params
+        )
 
     def require_served(
         self, speculation: SpeculationConfig, *, max_total_tokens: int, ranks: int, takes_drafts: bool = False

@@ -55,7 +55,7 @@ from .memory_plan import (
     require_gpu_room,
 )
 from .model_check import check_models
-from .model_sizes import ModelShape, ModelShapes
+from .model_sizes import ModelShape
 from .reward_plan import check_reward, pattern_notes, require_references, reward_columns
 from .run_plan import RunPlan
 from .run_profile import RunProfile
@@ -98,10 +98,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     require_references(
         config.reward, config.environment, environment, chain(inputs.dataset.prompts, evaluated)
     )
-    shapes = ModelShapes(
-        target=models.target, draft=models.draft, teacher=models.teacher, reward_params=reward.num_params
-    )
-    needs = MemoryNeeds(config, shapes, max_total_tokens=inputs.max_total_tokens)
+    needs = MemoryNeeds(config, models.shapes(reward.num_params), max_total_tokens=inputs.max_total_tokens)
     room = _Room(machine.memory_bytes(), machine.free_disk_bytes(output_dir))
     memory = _plan_memory(needs, config.cluster, room, output_dir)
     if memory.checkpoints:

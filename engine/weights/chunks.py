@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -310,9 +310,9 @@ def view_of(spec: TensorSpec, chunk: Tensor, start: int) -> Tensor:
 def require_loadable(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
     """Raise WeightsError for weights of an unknown model or version, NotFiniteError for NaN or infinity."""
     who = f"{manifest.model} weights version {manifest.weight_version}"
-    if manifest.model not in ("target", "draft") or manifest.weight_version < 0:
+    if manifest.model not in get_args(PublishedName) or manifest.weight_version < 0:
         raise WeightsError(
-            f"{who} are not loaded: expected those of target or draft, of a version of at least 0"
+            f"{who} are not loaded: expected those of {', '.join(get_args(PublishedName))}, of a version of at least 0"
         )
     if odd := not_finite(tensors.items()):
         raise NotFiniteError(f"{who} are not loaded: {describe_not_finite(odd)}")

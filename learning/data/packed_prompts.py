@@ -45,8 +45,8 @@ class PackedPrompts(Sequence[Prompt]):
         """Take one more prompt, while they are read."""
         ids = np.asarray(prompt.token_ids, dtype=np.int32)
         whole = [{"turns": prompt.turns, "tools": prompt.tools}] if prompt.turns or prompt.tools else []
-        told = [prompt.teacher_ids] if prompt.teacher_ids else []
-        said = [len(ids), prompt.text, prompt.reference, prompt.messages, prompt.fields, *whole, *told]
+        of_teacher = [prompt.teacher_ids] if prompt.teacher_ids else []
+        said = [len(ids), prompt.text, prompt.reference, prompt.messages, prompt.fields, *whole, *of_teacher]
         self._hash.update(ids.tobytes() + json.dumps(said, sort_keys=True).encode())
         more = {name: value for name in _MORE if (value := getattr(prompt, name))}
         self._rows.append(

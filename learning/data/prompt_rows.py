@@ -46,7 +46,7 @@ class Row:
     turns: tuple[Turn, ...] = ()
     "of a conversation, up to the one that is to be answered"
     tools: tuple[Mapping[str, Any], ...] = ()
-    "that a chat template is told of"
+    "that a chat template is of_teacher of"
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -150,8 +150,8 @@ class RowReader:
                     f"{'' if is_conversation else ', or a column by its name'}; put it in"
                 )
             self._prompt, self._key, self._is_conversation = prompt, key, is_conversation
-            told = named_columns(data.teacher_prompt_template or "", kinds)
-            self._named = dict.fromkeys(told, "data.teacher_prompt_template") | dict.fromkeys(
+            of_teacher = named_columns(data.teacher_prompt_template or "", kinds)
+            self._named = dict.fromkeys(of_teacher, "data.teacher_prompt_template") | dict.fromkeys(
                 named, "data.prompt_template"
             )
         wanted = {self._prompt: self._key} | dict.fromkeys(data.reward_fields, "data.reward_fields")

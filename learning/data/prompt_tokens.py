@@ -63,8 +63,8 @@ class PromptEncoder:
         Raises DataError: no chat template, or one that refuses the turns.
         """
         if row.filled_for_teacher is not None:
-            told = self.render(replace(row, filled=row.filled_for_teacher, filled_for_teacher=None))
-            return replace(self.render(replace(row, filled_for_teacher=None)), for_teacher=told.text)
+            of_teacher = self.render(replace(row, filled=row.filled_for_teacher, filled_for_teacher=None))
+            return replace(self.render(replace(row, filled_for_teacher=None)), for_teacher=of_teacher.text)
         data = self._data
         if row.turns:
             *history, last = row.turns
@@ -90,10 +90,10 @@ class PromptEncoder:
 
     def teacher_ids(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
         """The same of what a teacher reads; empty where it reads nothing else."""
-        told = [replace(prompt, text=prompt.for_teacher or "") for prompt in prompts]
-        if not any(prompt.text for prompt in told):
+        of_teacher = [replace(prompt, text=prompt.for_teacher or "") for prompt in prompts]
+        if not any(prompt.text for prompt in of_teacher):
             return [()] * len(prompts)
-        return [tuple(ids) for ids in self.token_ids(told)]
+        return [tuple(ids) for ids in self.token_ids(of_teacher)]
 
     def _chat(self, row: Row, turns: tuple[Turn, ...]) -> Rendered:
         system = self._data.system_prompt

@@ -228,8 +228,8 @@ class PromptReader:
         data, has_limits = self._data, self._tokenizer is not None
         texts = [rendered for _, rendered in waiting]
         found = encoder.token_ids(texts) if has_limits else [rendered.text for rendered in texts]
-        told = encoder.teacher_ids(texts) if has_limits else [()] * len(texts)
-        for (row, rendered), tokens, teacher_ids in zip(waiting, found, told, strict=True):
+        of_teacher = encoder.teacher_ids(texts) if has_limits else [()] * len(texts)
+        for (row, rendered), tokens, teacher_ids in zip(waiting, found, of_teacher, strict=True):
             self.lengths.append(len(tokens))
             if not tokens:
                 self.fault(DataError(f"{row.origin}: the prompt is empty; expected at least one token"))
@@ -291,11 +291,12 @@ def _drawn_rows(data: DataConfig, seed: int, left_out: LeftOut) -> Iterator[Row]
             left_out.filtered += 1
             continue
         filled = data.prompt_template.replace("{prompt}", prompt) if data.chat else prompt
-        told = data.teacher_prompt_template
+        of_teacher = data.teacher_prompt_template
         yield Row(
             prompt=prompt,
             filled=filled,
-            filled_for_teacher=told and told.replace("{prompt}", prompt).replace("{answer}", reference),
+            filled_for_teacher=of_teacher
+            and of_teacher.replace("{prompt}", prompt).replace("{answer}", reference),
             reference=reference,
             origin=origin,
             index=index,

@@ -31,10 +31,10 @@ from .objectives.critic import Critic
 from .objectives.off_policy import lag_metrics, recomputed
 from .objectives.policy import Coefficients, LogitsObserver, MinibatchMetrics, PolicyObjective, added_up
 from .objectives.targets import Targets, update_targets
+from .objectives.teacher import Teacher
 from .parallel import OneTrainer
 from .policy_forward import FirstForwards, Part, PolicyForward
 from .reloaded import few_of
-from .teacher import Teacher
 from .trainer_core import Trainer
 from .training_forward import prepare_for_training, require_packs
 

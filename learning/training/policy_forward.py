@@ -23,7 +23,7 @@ from .adapter import Adapter
 from .batching import Pack, PackedSequences, shared_packs
 from .engine_scoring import EngineScorer
 from .experience import Experience
-from .head_statistics import TeacherLogits
+from .objectives.head_statistics import TeacherLogits
 from .parallel import OneTrainer
 from .training_forward import Statistics, response_logits, response_statistics
 

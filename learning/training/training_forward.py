@@ -32,8 +32,8 @@ from ...engine.model.comparison import failing_is_refused
 from ...engine.model.linears import has_bfloat16
 from ...engine.model.support import switch_attention, unsupported
 from .batching import PackedSequences
-from .head_statistics import HeadSettings, TeacherLogits, head_statistics, token_statistics
 from .objectives.distillation import Divergence
+from .objectives.head_statistics import HeadSettings, TeacherLogits, head_statistics, token_statistics
 from .packed_attention import ATTENTION_NAME
 
 
@@ -129,8 +129,8 @@ def response_statistics(
         )
         if logits is not None:
             logits.append(whole.detach())
-        told = None if teacher is None else teacher.of_each(there.which_once)
-        of_tokens = token_statistics(whole, there.targets, temperature, entropy=entropy, teacher=told)
+        of_each = None if teacher is None else teacher.of_each(there.which_once)
+        of_tokens = token_statistics(whole, there.targets, temperature, entropy=entropy, teacher=of_each)
     else:
         found, states = by_head
         if logits is not None and chunks:

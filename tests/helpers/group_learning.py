@@ -24,6 +24,7 @@ CASES = {
     "grpo": ("grpo", None),
     "lora": ("grpo", LoraConfig(rank=4)),
     "untied": ("grpo", None),
+    "taught": ("distill", None),
 }
 CORRECTED = {"untied": {"weight": "sequence", "mask": "token", "mask_high": 1.1}}
 "Corrections against the sampler, whose samples grow older with each update."
@@ -54,6 +55,8 @@ def new_learner(case, trainers=None) -> Learner:
         observers=[SoftTargetStore(3)],
         trainers=trainers,
     )
+    if case == "taught":
+        learner.take_teacher(tiny_llama(4, hidden_size=24))
     if case == COTRAINED:
         terms = DraftTerms(settings=DrafterTrainingConfig(learning_rate=1e-3), temperature=1.0, vocab_size=19)
         learner.observers.append(DraftCotrainer(tiny_llama(2), terms, trainers=trainers))

@@ -15,8 +15,8 @@ from rlhfspec.core.records import Rollout
 from rlhfspec.engine.weights.chunks import load_into, pack_weights, unpack_weights
 from rlhfspec.learning.training import training_forward
 from rlhfspec.learning.training.finished_model import PublishedForm
-from rlhfspec.learning.training.head_statistics import token_statistics
 from rlhfspec.learning.training.learner import Learner
+from rlhfspec.learning.training.objectives.head_statistics import token_statistics
 from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, backward, without_a_driver
 
 READS = {

@@ -23,7 +23,7 @@ from ..experience import Experience
 from ..laps import Laps
 from ..parallel import OneTrainer
 from ..policy_forward import PolicyForward
-from ..teacher import Teacher
+from .head_statistics import TeacherLogits
 from .losses import (
     PolicyLoss,
     Sequences,
@@ -34,6 +34,7 @@ from .losses import (
     token_weights,
 )
 from .targets import Targets
+from .teacher import Teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,7 +389,11 @@ class PolicyBatch:
         mask = of.experience.mask[pack.rows]
         sequences = Sequences.of(mask)
         packed = of.experience.packed(pack.rows)
-        teacher = None if of.teacher is None else of.teacher.logits(of.experience, pack.rows, packed)
+        teacher: TeacherLogits | None = None
+        if of.teacher is not None:
+            of.laps.lap("collate")
+            teacher = of.teacher.logits(of.experience, pack.rows, packed)
+            of.laps.lap("teacher")
         if not pack.is_filler:
             of.metrics.count(packed)
         packed, (of_token, num_tokens, *there) = packed.sent(

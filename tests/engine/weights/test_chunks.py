@@ -215,9 +215,9 @@ def test_weights_are_loaded_for_a_known_model_and_finite_or_not_at_all(model: Pr
     tensors = unpack_weights(manifest, chunks)
     require_loadable(manifest, tensors)
     for wrong in (replace(manifest, model="foo"), replace(manifest, weight_version=-1)):
-        with pytest.raises(WeightsError, match="expected those of target or draft"):
+        with pytest.raises(WeightsError, match="expected those of target, draft"):
             require_loadable(wrong, tensors)
-        with pytest.raises(WeightsError, match="expected those of target or draft"):
+        with pytest.raises(WeightsError, match="expected those of target, draft"):
             unpack_weights(wrong, chunks)
     next(iter(tensors.values())).view(-1)[0] = float("nan")
     with pytest.raises(NotFiniteError, match="are not loaded"):

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rlhfspec.engine.decoding.logprobs import token_logprobs
-from rlhfspec.learning.training import head_statistics, training_forward
+from rlhfspec.learning.training import training_forward
 from rlhfspec.learning.training.batching import PackedSequences
-from rlhfspec.learning.training.head_statistics import token_statistics
+from rlhfspec.learning.training.objectives import head_statistics
+from rlhfspec.learning.training.objectives.head_statistics import token_statistics
 from rlhfspec.learning.training.training_forward import (
     prepare_for_training,
     response_logits,

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhfspec.learning.training import head_statistics
-from rlhfspec.learning.training.head_statistics import HeadSettings, TeacherLogits, token_statistics
+from rlhfspec.learning.training.objectives import head_statistics
 from rlhfspec.learning.training.objectives.distillation import Divergence
+from rlhfspec.learning.training.objectives.head_statistics import (
+    HeadSettings,
+    TeacherLogits,
+    token_statistics,
+)
 
 FROZEN = json.loads((Path(__file__).parent / "trl_divergences.json").read_text())
 INPUTS = {name: torch.tensor(value, dtype=torch.float64) for name, value in FROZEN["inputs"].items()}

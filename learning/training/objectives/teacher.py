@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...core.settings.algorithm import AlgorithmConfig
-from .batching import PackedSequences
-from .experience import Experience
+from ....core.settings.algorithm import AlgorithmConfig
+from ..batching import PackedSequences
+from ..experience import Experience
+from ..parallel import OneTrainer
+from ..training_forward import hold_linears_in, prepare_for_training, require_packs, teacher_logits
+from .distillation import Divergence
 from .head_statistics import TeacherLogits
-from .objectives.distillation import Divergence
-from .parallel import OneTrainer
-from .training_forward import hold_linears_in, prepare_for_training, require_packs, teacher_logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ...engine.decoding.logprobs import log_softmax, scaled_logits
-from .objectives.distillation import Divergence
+from ....engine.decoding.logprobs import log_softmax, scaled_logits
+from .distillation import Divergence
 
 _CPU_VALUES = 1 << 18
 "Of logits that are worked on at once, of which there are copies: a megabyte of float32."
@@ -234,8 +234,8 @@ def _gradient(
             finite = whole.clamp_min(torch.finfo(torch.float32).min)
             grad -= of_entropy[rows, None] * probs * (finite + _entropy(whole)[:, None])
         if teacher is not None and taught is not None and of_divergence is not None:
-            told = log_softmax(scaled_logits(taught[rows], temperature))
-            of_whole = of_divergence[rows, None] * teacher.divergence.gradient(whole, told)
+            taught_logprobs = log_softmax(scaled_logits(taught[rows], temperature))
+            of_whole = of_divergence[rows, None] * teacher.divergence.gradient(whole, taught_logprobs)
             grad += of_whole - probs * of_whole.sum(dim=-1, keepdim=True)
         if of_logprob is not None:
             grad -= of_logprob[rows, None] * probs
