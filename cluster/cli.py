@@ -47,7 +47,7 @@ def commands() -> dict[str, Command | Group]:
     from .commands.show import show
     from .commands.simulate import simulate
     from .commands.simulate_cluster import cluster
-    from .commands.supervised import sft, train_reward
+    from .commands.supervised import dpo, sft, train_reward
     from .commands.train import check, demo, train
     from .commands.verify import compare, replay, verify
 
@@ -57,6 +57,7 @@ def commands() -> dict[str, Command | Group]:
         "fork": fork,
         "sft": sft,
         "train-reward": train_reward,
+        "dpo": dpo,
         "eval": evaluate,
         "profile": profile,
         "bench": bench,

@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 541
+MAX_SOURCE_FILES = 543
 MAX_LINES_OF_A_ROOM = {
     "core": 2476,
-    "core/settings": 2141,
+    "core/settings": 2196,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -267,13 +267,13 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1952,
     "learning": 6,
-    "learning/data": 3973,
+    "learning/data": 4176,
     "learning/drafts": 2995,
     "learning/environments": 597,
     "learning/models": 1423,
     "learning/rewards": 1451,
     "learning/tasks": 251,
-    "learning/training": 5765,
+    "learning/training": 5983,
     "actors": 380,
     "actors/generation": 1974,
     "actors/migration": 874,
@@ -282,10 +282,10 @@ MAX_LINES_OF_A_ROOM = {
     "actors/scheduling": 469,
     "actors/transport": 1664,
     "actors/workers": 824,
-    "cluster": 158,
-    "cluster/commands": 2585,
+    "cluster": 159,
+    "cluster/commands": 2611,
     "cluster/folder": 2200,
-    "cluster/jobs": 1449,
+    "cluster/jobs": 1466,
     "cluster/observe": 2467,
     "cluster/ray_start": 816,
     "cluster/plan": 2647,

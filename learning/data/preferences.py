@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ...core.errors import DataError
-from ...core.settings.supervised import PreferencesConfig
+from ...core.settings.supervised import PairsConfig, PreferencesConfig
 from ...core.surfaces.surface import note_once
 from .chat.chat_masks import is_learned, rendered, require_all_written, require_template
 from .chat.messages import Tools, Turn, num_shared
@@ -51,7 +51,7 @@ class PreferencePair:
         return lengths + self.chosen_ids.tobytes() + self.rejected_ids.tobytes()
 
 
-_Texts = tuple[str, tuple[Turn, ...], tuple[str | Turn, str | Turn], Tools]
+PairTexts = tuple[str, tuple[Turn, ...], tuple[str | Turn, str | Turn], Tools]
 "Prompt, turns, what is chosen and rejected (of messages the turn whole), tools."
 
 
@@ -71,12 +71,8 @@ def encode_preferences(
     num_full = 0
     remarks = Remarks(tokenizer)
     for row in rows:
-        prompt, turns, responses, tools = _texts(row, data, tokenizer, note)
+        prompt, turns, responses, tools = pair_texts(row, data, tokenizer, note)
         remarks.turns(turns, row.origin)
-        if responses[0] == responses[1]:
-            raise DataError(
-                f"{row.origin}: chosen and rejected are the same response; expected two, take it out"
-            )
         limit = data.token_limit if data.on_long == "truncate" else None
         both = [
             render(tokenizer, prompt, turns, response, max_tokens=limit, tools=tools)
@@ -93,11 +89,7 @@ def encode_preferences(
             )
         chosen, rejected = (np.asarray(ids, dtype=np.int64) for ids in both)
         margin = _margin(row, data)
-        if np.array_equal(chosen, rejected):
-            raise DataError(
-                f"{row.origin}: chosen and rejected differ as text and are the same {len(chosen)} tokens, of which "
-                "nothing can be learned; expected two responses, take it out"
-            )
+        require_different(chosen, rejected, row.origin)
         pairs.append(PreferencePair(chosen_ids=chosen, rejected_ids=rejected, margin=margin))
     if not pairs:
         raise DataError(
@@ -111,6 +103,15 @@ def encode_preferences(
     return pairs, len(rows) - len(pairs)
 
 
+def require_different(chosen: np.ndarray, rejected: np.ndarray, origin: str) -> None:
+    """Raise DataError where two responses are the same tokens."""
+    if np.array_equal(chosen, rejected):
+        raise DataError(
+            f"{origin}: chosen and rejected differ as text and are the same {len(chosen)} tokens, of which "
+            "nothing can be learned; expected two responses, take it out"
+        )
+
+
 def _margin(row: Record, data: PreferencesConfig) -> float:
     name = data.margin_field or "margin"
     if data.margin_field is None and row.values.get(name) is None:
@@ -121,9 +122,19 @@ def _margin(row: Record, data: PreferencesConfig) -> float:
     return float(value)
 
 
+def pair_texts(
+    row: Record, data: PairsConfig, tokenizer: PreTrainedTokenizerBase, note: Note | None
+) -> PairTexts:
+    """What a row of two responses says. Raises DataError, as `encode_preferences`."""
+    found = _texts(row, data, tokenizer, note)
+    if found[2][0] == found[2][1]:
+        raise DataError(f"{row.origin}: chosen and rejected are the same response; expected two, take it out")
+    return found
+
+
 def _texts(
-    row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase, note: Note | None
-) -> _Texts:
+    row: Record, data: PairsConfig, tokenizer: PreTrainedTokenizerBase, note: Note | None
+) -> PairTexts:
     if row.holds_list(data.chosen_field) or row.holds_list(data.rejected_field):
         require_template(tokenizer, row.tools(data.tools_field))
         return _of_messages(row, data, tokenizer, note)
@@ -147,8 +158,8 @@ def _texts(
 
 
 def _of_messages(
-    row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase, note: Note | None
-) -> _Texts:
+    row: Record, data: PairsConfig, tokenizer: PreTrainedTokenizerBase, note: Note | None
+) -> PairTexts:
     ends = [
         row.turns(data.chosen_field, "data.chosen_field", roles=None),
         row.turns(data.rejected_field, "data.rejected_field", roles=None),

@@ -1,7 +1,7 @@
 """Rows of a data set for supervised training, which of them are held out, and what is learned of each.
 
 Formats are those of TRL. Demonstrations: `messages`, or `prompt` and `completion` as text or as lists of messages.
-Preferences: see `preferences`.
+Preferences: see `preferences` and `feedback`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ...core.errors import DataError
 from ...core.outside import cut
-from ...core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
+from ...core.settings.supervised import (
+    DemonstrationsConfig,
+    ExamplesConfig,
+    FeedbackConfig,
+    PairsConfig,
+    PreferencesConfig,
+)
 from ...core.surfaces.surface import note_once
 from .chat.chat_masks import conversation_tokens, require_once
 from .chat.end_tokens import turn_end
@@ -40,6 +46,7 @@ def read_raw_rows(
     empty, or too short to hold any row out; a column that cannot be left unread.
     """
     kind = "row.sft" if isinstance(data, DemonstrationsConfig) else "row.preference"
+    kind = "row.dpo" if isinstance(data, FeedbackConfig) else kind
     columns = Columns(kind, data, note)
     rows = _some(data, data.path, "data.path", columns)
     if data.eval_path is not None:
@@ -102,9 +109,9 @@ def _prompt_of(row: Record, data: ExamplesConfig) -> str:
         given = row.filled(data.prompt_template, "")
     if given is None:
         name = messages_name(row, data) if isinstance(data, DemonstrationsConfig) else None
-        name = data.chosen_field if isinstance(data, PreferencesConfig) else name
+        name = data.chosen_field if isinstance(data, PairsConfig) else name
         given = turn_list(row.values.get(name)) if name is not None else None
-        other = row.values.get(data.rejected_field) if isinstance(data, PreferencesConfig) else None
+        other = row.values.get(data.rejected_field) if isinstance(data, PairsConfig) else None
         if isinstance(given, str) and isinstance(other, str):
             given = given[: num_shared(given, other)]
         elif isinstance(given, list):
@@ -128,13 +135,21 @@ def messages_name(row: Record, data: DemonstrationsConfig) -> str | None:
     return next((name for name in names if row.values.get(name) is not None), None)
 
 
+def is_unpaired(row: Record, data: FeedbackConfig) -> bool:
+    """Whether a row has one response and its label in place of a pair."""
+    return row.values.get(data.label_field) is not None
+
+
 def _read_of(row: Record, data: ExamplesConfig, named: Sequence[str]) -> dict[str, None]:
     """The columns of a row that are read."""
     fields: list[str | None] = [data.prompt_field, *named]
     is_chat = data.chat or row.holds_list(data.prompt_field)
-    if isinstance(data, PreferencesConfig):
+    if isinstance(data, FeedbackConfig) and is_unpaired(row, data):
+        fields += [data.reference_field, data.label_field]
+    elif isinstance(data, PairsConfig):
         is_chat = is_chat or row.holds_list(data.chosen_field)
-        fields += [data.chosen_field, data.rejected_field, data.margin_field or "margin"]
+        fields += [data.chosen_field, data.rejected_field]
+        fields += [data.margin_field or "margin"] if isinstance(data, PreferencesConfig) else []
     elif isinstance(data, DemonstrationsConfig) and (name := messages_name(row, data)) is not None:
         is_chat, fields[:] = True, [name]
     elif isinstance(data, DemonstrationsConfig):
@@ -208,49 +223,77 @@ def encode_demonstrations(
     that is too long with on_long fail.
     """
     examples: list[Demonstration] = []
-    lost: list[bool] = []
-    closing = turn_end(tokenizer)
-    ends = () if closing is None else (closing,)
-    remarks = Remarks(tokenizer)
-
-    def of_conversation(turns: Sequence[Turn], **more: Any) -> tuple[np.ndarray, np.ndarray]:
-        remarks.turns(turns, more["origin"])
-        return conversation_tokens(tokenizer, turns, ends=ends, note=note, **more)
-
+    maker = ExampleMaker(data, tokenizer, note)
     for row in rows:
-        ids, mask = _tokens(row, data, of_conversation, tokenizer)
-        if len(ids) > data.token_limit and data.on_long == "fail":
-            raise DataError(
-                f"{row.origin} has {len(ids)} tokens, data.max_tokens is {data.token_limit}; raise it, or set "
-                "data.on_long to truncate or skip"
-            )
-        if len(ids) > data.token_limit and data.on_long == "skip":
-            continue
-        kept, behind = mask[: data.token_limit].copy(), mask[data.token_limit :]
-        kept[:1] = False
-        if kept.any():
-            examples.append(Demonstration(token_ids=ids[: data.token_limit], is_learned=kept))
-            lost += [bool(behind.any())] if len(behind) else []
+        example = maker.fitting(*maker.tokens(row), row.origin)
+        examples += [] if example is None else [example]
     if not examples:
         raise DataError(
             f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.token_limit}, or have no "
             "token to learn; raise data.max_tokens, or fix the rows"
         )
-    if lost:
-        line = f"{len(lost):,} of {len(rows):,} rows lost their end, {sum(lost):,} of them a learned one"
-        remarks.notes([f"{line} (data.max_tokens {data.token_limit}); raise it, or set data.on_long to skip"])
-    for line in remarks.lines:
-        (note or note_once)(line)
+    maker.tell(f"{len(rows):,} rows")
     return examples, len(rows) - len(examples)
+
+
+class ExampleMaker:
+    """Makes examples of rows, and says what it cut of them."""
+
+    def __init__(
+        self,
+        data: DemonstrationsConfig | FeedbackConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        note: Note | None,
+    ) -> None:
+        self._data, self._tokenizer, self._note = data, tokenizer, note
+        closing = turn_end(tokenizer)
+        self._ends = () if closing is None else (closing,)
+        self._remarks = Remarks(tokenizer)
+        self._lost: list[bool] = []
+
+    def tokens(self, row: Record) -> tuple[np.ndarray, np.ndarray]:
+        """Ids [T] of a row's conversation, or of prompt and completion, and which are learned."""
+        return _tokens(row, self._data, self.of_conversation, self._tokenizer)
+
+    def of_conversation(self, turns: Sequence[Turn], **more: Any) -> tuple[np.ndarray, np.ndarray]:
+        """See `conversation_tokens`."""
+        self._remarks.turns(turns, more["origin"])
+        return conversation_tokens(self._tokenizer, turns, ends=self._ends, note=self._note, **more)
+
+    def fitting(self, ids: np.ndarray, mask: np.ndarray, origin: str) -> Demonstration | None:
+        """An example within data.max_tokens; None: left out. Raises DataError: too long, with on_long fail."""
+        limit = self._data.token_limit
+        if len(ids) > limit and self._data.on_long == "fail":
+            raise DataError(
+                f"{origin} has {len(ids)} tokens, data.max_tokens is {limit}; raise it, or set data.on_long to "
+                "truncate or skip"
+            )
+        if len(ids) > limit and self._data.on_long == "skip":
+            return None
+        kept, behind = mask[:limit].copy(), mask[limit:]
+        kept[:1] = False
+        if not kept.any():
+            return None
+        self._lost += [bool(behind.any())] if len(behind) else []
+        return Demonstration(token_ids=ids[:limit], is_learned=kept)
+
+    def tell(self, of: str) -> None:
+        """Note what was cut, and what else a user should know."""
+        if self._lost:
+            line = f"{len(self._lost):,} of {of} lost their end, {sum(self._lost):,} of them a learned one"
+            advice = f"(data.max_tokens {self._data.token_limit}); raise it, or set data.on_long to skip"
+            self._remarks.notes([f"{line} {advice}"])
+        for line in self._remarks.lines:
+            (self._note or note_once)(line)
 
 
 def _tokens(
     row: Record,
-    data: DemonstrationsConfig,
+    data: DemonstrationsConfig | FeedbackConfig,
     of_conversation: Callable[..., tuple[np.ndarray, np.ndarray]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[np.ndarray, np.ndarray]:
-    name = messages_name(row, data)
+    name = messages_name(row, data) if isinstance(data, DemonstrationsConfig) else None
     before: Sequence[Turn] = ()
     if name is not None:
         after = row.turns(name, "data.messages_field", roles=None)
@@ -263,7 +306,7 @@ def _tokens(
         answer = row.text(data.reference_field, "data.reference_field")
         if not data.chat:
             require_once(text, answer, row.origin)
-            return _plain(text, answer, tokenizer)
+            return plain_tokens(text, answer, tokenizer)
         before, after = [{"role": "user", "content": text}], [{"role": "assistant", "content": answer}]
     if data.prompt_template != "{prompt}" and not data.chat:
         raise DataError(
@@ -284,7 +327,7 @@ def asked(row: Record, data: ExamplesConfig, key: str) -> str:
 _FORMATS = "a row with `messages`, or with `prompt` and `completion`"
 
 
-def _plain(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+def plain_tokens(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
     """Prompt and completion one after another as they are sampled: tokenised apart, the end token behind."""
     (prompt,) = prompt_ids(tokenizer, [text])
     end = tokenizer.eos_token_id

@@ -42,6 +42,7 @@ FAILING = {
     "train": ["train", "--config", NAME],
     "sft": ["sft", "--config", NAME],
     "train-reward": ["train-reward", "--config", NAME],
+    "dpo": ["dpo", "--config", NAME],
     "eval": ["eval", "--model", NAME, "--data", NAME],
     "profile": ["profile", "--config", NAME, "--out", NAME],
     "bench": ["bench", NAME, "--out", NAME],
