@@ -43,7 +43,7 @@ def commands() -> dict[str, Command | Group]:
     from .commands.declare import Group
     from .commands.evaluate import evaluate, profile
     from .commands.observe import explain, monitoring, report, status, trace
-    from .commands.recorded import fork, rescore
+    from .commands.recorded import fork, pairs, rescore
     from .commands.show import show
     from .commands.simulate import simulate
     from .commands.simulate_cluster import cluster
@@ -77,6 +77,7 @@ def commands() -> dict[str, Command | Group]:
         "compare": compare,
         "verify": verify,
         "rescore": rescore,
+        "pairs": pairs,
         "replay": replay,
         "status": status,
         "trace": trace,

@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 543
+MAX_SOURCE_FILES = 544
 MAX_LINES_OF_A_ROOM = {
     "core": 2476,
     "core/settings": 2196,
@@ -282,8 +282,8 @@ MAX_LINES_OF_A_ROOM = {
     "actors/scheduling": 469,
     "actors/transport": 1664,
     "actors/workers": 824,
-    "cluster": 159,
-    "cluster/commands": 2611,
+    "cluster": 160,
+    "cluster/commands": 2653,
     "cluster/folder": 2200,
     "cluster/jobs": 1466,
     "cluster/observe": 2467,
@@ -294,7 +294,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/run": 2276,
     "cluster/serving": 1766,
     "cluster/system": 2619,
-    "cluster/verify": 1576,
+    "cluster/verify": 1686,
     "cluster/weights": 306,
     "integrations": 793,
 }

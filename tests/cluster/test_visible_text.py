@@ -60,6 +60,7 @@ FAILING = {
     "show": ["show", NAME],
     "verify": ["verify", NAME],
     "rescore": ["rescore", NAME, "--set", "reward.mean=1"],
+    "pairs": ["pairs", NAME, "--out", "pairs.jsonl"],
     "fork": ["fork", NAME, "--at", "0"],
     "replay": ["replay", NAME],
     "status": ["status", NAME],
