@@ -47,10 +47,11 @@ BESIDE = (
     ("trl", "ours", "step_over_trl"),
     ("trl", "rollouts", "rollouts_over_trl"),
     ("trl_sft", "sft", "sft_over_trl"),
+    ("trl_dpo", "dpo", "dpo_over_trl"),
 )
 "Whose seconds are over whose."
 EXAMPLES = 16
-"Rows of a step of SFT."
+"Rows of a step of SFT, or of DPO."
 Row = Mapping[str, float]
 
 
@@ -65,13 +66,17 @@ def run(bench: Bench) -> int:
     out, steps = bench.out, STEPS[bench.mode] + 1
     prompts, examples = _write_prompts(out / "prompts.jsonl", steps), _write_examples(out / "examples.jsonl")
     order = {"model": str(model), "out": str(out / "trl"), "steps": steps, "threads": THREADS}
+    pairs = _write_pairs(out / "pairs.jsonl", examples)
+    dpo = {"task": "dpo", "rows": str(pairs), "settings": {"precompute_ref_log_probs": True}}
     sft, grpo = {"task": "sft", "rows": str(examples)}, {"task": "grpo", "rows": str(prompts)}
     sides: dict[str, Callable[[int], list[Row]]] = {
         "trl": lambda seed: _by_trl(folder, order | grpo | {"seed": seed, "rollouts": "own"}),
         "rollouts": lambda seed: _by_trl(folder, order | grpo | {"seed": seed, "rollouts": "ours"}),
         "ours": lambda seed: _by_us(out, prompts, steps, seed),
         "trl_sft": lambda seed: _by_trl(folder, order | sft | {"seed": seed}),
-        "sft": lambda seed: _sft_by_us(out, model, examples, steps, seed),
+        "sft": lambda seed: _supervised_by_us("sft", out, model, examples, steps, seed),
+        "trl_dpo": lambda seed: _by_trl(folder, order | dpo | {"seed": seed}),
+        "dpo": lambda seed: _supervised_by_us("dpo", out, model, pairs, steps, seed),
     }
     rows: dict[str, list[Row]] = {name: [] for name in sides}
     for seed in range(SEEDS[bench.mode]):
@@ -128,6 +133,17 @@ def _write_examples(path: Path) -> Path:
     return path
 
 
+def _write_pairs(path: Path, examples: Path) -> Path:
+    """The examples, each beside the answer to the next: every prompt twice, as pairs have it."""
+    rows = [json.loads(line) for line in examples.read_text().splitlines()]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
+        for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in pairs))
+    return path
+
+
 def _by_trl(trl: Path, order: Mapping[str, Any]) -> list[Row]:
     done = subprocess.run(
         [sys.executable, "-m", "rlhfspec.benchmarks.peers.trl_trainer", json.dumps(order)],
@@ -139,7 +155,7 @@ def _by_trl(trl: Path, order: Mapping[str, Any]) -> list[Row]:
     if done.returncode:
         raise RlhfSpecError(f"TRL ended with {done.returncode}; it said: {done.stderr[-_LAST_CHARS:]}")
     rows = json.loads(done.stdout.splitlines()[-1])
-    if order["task"] == "sft":
+    if order["task"] != "grpo":
         return rows
     # with our rollouts weights go to the engine as it is asked
     return [row | {"update_s": row["step_s"] - row["generate_s"], "publish_s": 0.0} for row in rows]
@@ -175,7 +191,7 @@ def _by_us(out: Path, prompts: Path, steps: int, seed: int) -> list[Row]:
     ]
 
 
-def _sft_by_us(out: Path, model: Path, examples: Path, steps: int, seed: int) -> list[Row]:
+def _supervised_by_us(kind: str, out: Path, model: Path, examples: Path, steps: int, seed: int) -> list[Row]:
     settings = {
         "run.seed": seed,
         "data.eval_share": 0,
@@ -186,11 +202,11 @@ def _sft_by_us(out: Path, model: Path, examples: Path, steps: int, seed: int) ->
         "trainer.adam_betas": "[0.9, 0.95]",
         "trainer.num_threads": THREADS,
     }
-    folder = out / f"sft_{seed}"
+    folder = out / f"{kind}_{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    words = ["sft", "--model", str(model), "--data", str(examples), "--out", str(folder)]
+    words = [kind, "--model", str(model), "--data", str(examples), "--out", str(folder)]
     words += setting_words(f"{key}={value}" for key, value in settings.items())
-    run_command(words, folder=ROOT, log=out / "sft.log")
+    run_command(words, folder=ROOT, log=out / f"{kind}.log")
     made = read_metrics(folder / "metrics.jsonl")
     return [{"step_s": row["time/step_s"], "loss": row["train/loss"]} for row in made if "time/step_s" in row]
 

@@ -43,11 +43,11 @@ def commands() -> dict[str, Command | Group]:
     from .commands.declare import Group
     from .commands.evaluate import evaluate, profile
     from .commands.observe import explain, monitoring, report, status, trace
-    from .commands.recorded import fork, rescore
+    from .commands.recorded import fork, pairs, rescore
     from .commands.show import show
     from .commands.simulate import simulate
     from .commands.simulate_cluster import cluster
-    from .commands.supervised import sft, train_reward
+    from .commands.supervised import dpo, sft, train_reward
     from .commands.train import check, demo, train
     from .commands.verify import compare, replay, verify
 
@@ -57,6 +57,7 @@ def commands() -> dict[str, Command | Group]:
         "fork": fork,
         "sft": sft,
         "train-reward": train_reward,
+        "dpo": dpo,
         "eval": evaluate,
         "profile": profile,
         "bench": bench,
@@ -76,6 +77,7 @@ def commands() -> dict[str, Command | Group]:
         "compare": compare,
         "verify": verify,
         "rescore": rescore,
+        "pairs": pairs,
         "replay": replay,
         "status": status,
         "trace": trace,

@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 543
+MAX_SOURCE_FILES = 547
 MAX_LINES_OF_A_ROOM = {
     "core": 2489,
-    "core/settings": 2213,
+    "core/settings": 2268,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -267,13 +267,13 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1953,
     "learning": 6,
-    "learning/data": 3996,
+    "learning/data": 4214,
     "learning/drafts": 2995,
     "learning/environments": 597,
     "learning/models": 1423,
     "learning/rewards": 1454,
     "learning/tasks": 251,
-    "learning/training": 6143,
+    "learning/training": 6361,
     "actors": 380,
     "actors/generation": 1974,
     "actors/migration": 874,
@@ -282,10 +282,10 @@ MAX_LINES_OF_A_ROOM = {
     "actors/scheduling": 469,
     "actors/transport": 1664,
     "actors/workers": 833,
-    "cluster": 158,
-    "cluster/commands": 2585,
+    "cluster": 160,
+    "cluster/commands": 2653,
     "cluster/folder": 2201,
-    "cluster/jobs": 1449,
+    "cluster/jobs": 1466,
     "cluster/observe": 2470,
     "cluster/ray_start": 816,
     "cluster/plan": 2682,
@@ -294,7 +294,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/run": 2276,
     "cluster/serving": 1766,
     "cluster/system": 2631,
-    "cluster/verify": 1576,
+    "cluster/verify": 1686,
     "cluster/weights": 302,
     "integrations": 793,
 }

@@ -26,7 +26,7 @@ from ...core.config import Config
 from ...core.metrics import LIVE, METRICS, exported_name
 from ...core.settings.section import Section
 from ...core.settings.simulated_cluster import SimulatedClusterConfig
-from ...core.settings.supervised import SftConfig, TrainRewardConfig
+from ...core.settings.supervised import DpoConfig, SftConfig, TrainRewardConfig
 from ...core.surfaces.surface import TABLES, Surface, surface
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
@@ -45,8 +45,12 @@ def pages() -> dict[str, str]:
         ),
         "config-supervised.md": config_page(
             "Config of supervised training",
-            "For `rlhfspec sft` and `rlhfspec train-reward`.",
-            {"rlhfspec sft": SftConfig, "rlhfspec train-reward": TrainRewardConfig},
+            "For `rlhfspec sft`, `rlhfspec train-reward` and `rlhfspec dpo`.",
+            {
+                "rlhfspec sft": SftConfig,
+                "rlhfspec train-reward": TrainRewardConfig,
+                "rlhfspec dpo": DpoConfig,
+            },
         ),
         "config-simulator.md": config_page(
             "Config of the simulator",

@@ -1,11 +1,11 @@
-"""GRPO or SFT by TRL in a process of its own: python -m rlhfspec.benchmarks.peers.trl_trainer ORDER, a JSON object.
+"""GRPO, SFT or DPO by TRL in its own process: python -m rlhfspec.benchmarks.peers.trl_trainer ORDER, a JSON object.
 
     {"task": "grpo", "model": folder, "rows": file, "out": folder, "steps": 4, "seed": 0, "rollouts": "own" or "ours",
      "threads": 2}
 
 TRL is on the path. Prints one line of JSON, an object a step. GRPO: seconds of it and of its generation, by the clock
 and of processors, its reward, and what our engine accepted; a row of the file has `question` and `answer`, and each is
-asked for the same number of responses. SFT: its seconds and loss; each row is learned from in every step.
+asked for the same number of responses. SFT and DPO: its seconds and loss; each row is learned from in every step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(order: dict[str, Any]) -> list[dict[str, float]]:
     """Train; one row a step."""
     torch.set_num_threads(order["threads"])
     rows = [json.loads(line) for line in Path(order["rows"]).read_text().splitlines()]
-    return {"grpo": grpo, "sft": sft}[order["task"]](order, rows)
+    return grpo(order, rows) if order["task"] == "grpo" else supervised(order, rows)
 
 
 def grpo(order: dict[str, Any], rows: list[dict[str, str]]) -> list[dict[str, float]]:
@@ -93,10 +93,11 @@ def grpo(order: dict[str, Any], rows: list[dict[str, str]]) -> list[dict[str, fl
     ]
 
 
-def sft(order: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """`SFTTrainer`: loss on completions."""
-    trl = importlib.import_module("trl")
-    args = trl.SFTConfig(gradient_accumulation_steps=len(rows) // MICROBATCH, **settings_of(order))
+def supervised(order: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """`SFTTrainer`, with a loss on completions, or `DPOTrainer`."""
+    trl, kind = importlib.import_module("trl"), order["task"].upper()
+    settings = settings_of(order) | order.get("settings", {})
+    args = getattr(trl, f"{kind}Config")(gradient_accumulation_steps=len(rows) // MICROBATCH, **settings)
     ends: list[float] = []
 
     class Timed(TrainerCallback):
@@ -108,7 +109,7 @@ def sft(order: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, flo
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
-    trainer = trl.SFTTrainer(
+    trainer = getattr(trl, f"{kind}Trainer")(
         model=order["model"], train_dataset=Dataset.from_list(rows), args=args, callbacks=[Timed()]
     )
     trainer.train()

@@ -1,4 +1,4 @@
-"""`rlhfspec rescore` and `fork`: what the rollouts of an earlier run are good for."""
+"""`rlhfspec rescore`, `pairs` and `fork`: what the rollouts of an earlier run are good for."""
 
 from __future__ import annotations
 
@@ -72,6 +72,48 @@ def rescore(
             done = rescore_run(run, iterations=iterations, tick=tick)
         if out is not None:
             done.write(out)
+    for line in done.lines():
+        report.note(line)
+    return 0
+
+
+def pairs(
+    run_dir: Annotated[Path, Arg("RUN", "folder that the run printed first")],
+    *,
+    out: Annotated[Path, Arg("FILE", "the rows, as .jsonl")],
+    reward: Annotated[
+        str, Arg("KIND", "rank by this reward, as of rescore, in the place of the recorded one")
+    ]
+    | None = None,
+    overrides: Annotated[list[str], set_flag("rank by the run's reward with a changed key, as of rescore")],
+    iterations: Annotated[tuple[int, int], Arg("A-B", "of these alone, as of rescore", parse=_iterations)]
+    | None = None,
+) -> int:
+    """Make preference pairs of a run's samples.
+
+    Of each group of recorded samples the best and the worst by their reward, as rows that dpo and train-reward read.
+    Groups without a difference are left out and counted; nothing is generated; equal runs give equal bytes.
+
+      rlhfspec pairs runs/RUN --out pairs.jsonl
+      rlhfspec pairs runs/RUN --reward rewards.py:mended --iterations 1-5 --out pairs.jsonl
+      rlhfspec dpo --model MODEL --data pairs.jsonl --out dpo
+    """
+    from ...core.errors import ConfigError
+    from ..observe.console import Reporter
+
+    if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: expected a file .jsonl in a folder that is there; name another")
+    chosen = [] if reward is None else [f"reward={json.dumps({'kind': reward})}"]
+    with Reporter() as report:
+        report.stage("loading torch and transformers")
+        from ..verify.choice import RecordedRun
+        from ..verify.preference_pairs import pairs_of_run
+
+        run = RecordedRun.open(run_dir, ["evaluation.every=0", *chosen, *overrides])
+        with report.job("pairs") as tick:
+            again = bool(chosen or overrides)
+            done = pairs_of_run(run, iterations=iterations, scores_again=again, tick=tick)
+        done.write(out)
     for line in done.lines():
         report.note(line)
     return 0

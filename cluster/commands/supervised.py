@@ -1,4 +1,4 @@
-"""`rlhfspec sft` and `train-reward`: supervised training from a file."""
+"""`rlhfspec sft`, `train-reward` and `dpo`: supervised training from a file."""
 
 from __future__ import annotations
 
@@ -68,6 +68,32 @@ def train_reward(
     from ...core.settings.supervised import TrainRewardConfig
 
     return _train(TrainRewardConfig, config, model, data, out, resume, overrides)
+
+
+def dpo(
+    *,
+    config: ConfigFile | None = None,
+    model: Model | None = None,
+    data: Data | None = None,
+    out: RunFolder | None = None,
+    resume: Resume | None = None,
+    overrides: Overrides,
+) -> int:
+    """Train on preference pairs without a reward model.
+
+    Direct preference optimisation: DPO, or IPO, hinge, KTO, ORPO (loss.type). Rows as of train-reward; for KTO also
+    `prompt`, `completion` and a `label`, true or false. JSONL or Parquet.
+
+      rlhfspec dpo --model sft/checkpoints/model --data pairs.jsonl --out dpo
+      rlhfspec dpo --model BASE --data judged.jsonl --out kto --set loss.type=kto --set trainer.lora.rank=16
+      rlhfspec pairs runs/RUN --out pairs.jsonl       pairs from what a run has sampled
+
+    The reference is the model that it begins with; its log-probabilities are computed once, before the first step.
+    Accuracy and margin are of held-out rows: share of pairs that the policy's change orders rightly, and by how much.
+    """
+    from ...core.settings.supervised import DpoConfig
+
+    return _train(DpoConfig, config, model, data, out, resume, overrides)
 
 
 def _train(

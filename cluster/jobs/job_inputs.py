@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -16,9 +16,12 @@ from ...core.errors import ConfigError, DataError
 from ...core.idle import idle_keys
 from ...core.settings.supervised import (
     DemonstrationsConfig,
+    DpoConfig,
     ExamplesConfig,
+    FeedbackConfig,
     PreferenceLossConfig,
     PreferencesConfig,
+    SftConfig,
     SupervisedConfig,
     SupervisedModelConfig,
     TrainRewardConfig,
@@ -27,18 +30,21 @@ from ...engine.weights.causal_lm import max_context_tokens
 from ...engine.weights.loading import load_hf_config, load_tokenizer
 from ...learning.data.chat.chat_format import named_template
 from ...learning.data.chat.template_time import keep_time
+from ...learning.data.feedback import encode_feedback, with_unrelated
+from ...learning.data.preferences import encode_preferences
 from ...learning.data.record import Record
-from ...learning.data.supervised_rows import (
-    Demonstration,
-    encode_demonstrations,
-    encode_preferences,
-    read_raw_rows,
-)
+from ...learning.data.supervised_rows import Demonstration, encode_demonstrations, read_raw_rows
 from ...learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
 from ...learning.training.supervised_job import SupervisedJob
 from ..observe.console import Reporter
 from ..plan.inputs import require_cores
 from ..plan.model_files import count_params
+
+_KINDS: Mapping[type[SupervisedConfig], Literal["sft", "reward", "dpo"]] = {
+    SftConfig: "sft",
+    TrainRewardConfig: "reward",
+    DpoConfig: "dpo",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +94,19 @@ def prepare(
         set_end_token(tokenizer, model.eos_token)
     notes: dict[str, None] = {}
     rows, held_out_rows = read_raw_rows(data, seed=config.run.seed, note=notes.setdefault)
-    train, num_left_out = _encoded(data, rows, tokenizer, notes)
+    is_kto = isinstance(config, DpoConfig) and config.loss.type == "kto"
+    train, num_left_out = _encoded(data, rows, tokenizer, notes, is_kto=is_kto)
     held_out: Sequence[Any] = ()
     if held_out_rows:
-        held_out, more = _encoded(data, held_out_rows, tokenizer, notes)
+        held_out, more = _encoded(data, held_out_rows, tokenizer, notes, is_kto=is_kto)
         num_left_out += more
+    if is_kto:
+        held_out, train = (with_unrelated(items, train, data.token_limit) for items in (held_out, train))
     job = SupervisedJob(
-        kind="reward" if isinstance(config, TrainRewardConfig) else "sft",
+        kind=_KINDS[type(config)],
         model=model,
         trainer=config.trainer,
-        loss=config.loss if isinstance(config, TrainRewardConfig) else PreferenceLossConfig(),
+        loss=config.loss if isinstance(config, TrainRewardConfig | DpoConfig) else PreferenceLossConfig(),
         seed=config.run.seed,
         tokenizer=tokenizer,
         train=train,
@@ -106,8 +115,9 @@ def prepare(
         resume=resume,
         config_text=config_text(config),
     )
-    what = "pairs" if job.kind == "reward" else "examples"
+    what = "examples" if job.kind == "sft" else "rows" if is_kto else "pairs"
     why = "too long" if job.kind == "reward" else "too long, or with no token to learn within data.max_tokens"
+    said: list[Any] = [one for item in train for one in getattr(item, "responses", (item,))]
     left_out = f", {num_left_out:,} left out: {why}" if num_left_out else ""
     num_tokens = sum(item.num_tokens for item in train)
     return Prepared(
@@ -117,7 +127,7 @@ def prepare(
             f"{job.total_steps:,} steps of {config.trainer.batch_size} {what}",
             *notes,
             *(f"{key} has no effect: {why}" for key, why in idle_keys(config)),
-            *(open_end(train, tokenizer) if job.kind == "sft" else ()),
+            *(open_end(said, tokenizer) if job.kind != "reward" else ()),
         ),
     )
 
@@ -155,13 +165,20 @@ def open_end(examples: Sequence[Demonstration], tokenizer: PreTrainedTokenizerBa
 
 
 def _encoded(
-    data: ExamplesConfig, rows: Sequence[Record], tokenizer: PreTrainedTokenizerBase, notes: dict[str, None]
+    data: ExamplesConfig,
+    rows: Sequence[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    notes: dict[str, None],
+    *,
+    is_kto: bool,
 ) -> tuple[Sequence[Any], int]:
     if isinstance(data, DemonstrationsConfig):
         return encode_demonstrations(rows, data, tokenizer, notes.setdefault)
     if isinstance(data, PreferencesConfig):
         return encode_preferences(rows, data, tokenizer, notes.setdefault)
-    raise ConfigError("the config is neither of rlhfspec sft nor of rlhfspec train-reward; use one of them")
+    if isinstance(data, FeedbackConfig):
+        return encode_feedback(rows, data, tokenizer, notes.setdefault, takes_unpaired=is_kto)
+    raise ConfigError("the config is none of rlhfspec sft, train-reward and dpo; use one of them")
 
 
 def _resolved(

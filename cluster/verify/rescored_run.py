@@ -114,13 +114,7 @@ def rescore_run(
     The run is opened with the overrides that name the reward. Raises InputError: that reward is not to be had here;
     DataError: a file cannot be read, or no sample can be scored.
     """
-    first, last = iterations or (1, 1 << 62)
-    files = [one for one in rollout_files(run.folder) if first <= iteration_of(one) + 1 <= last]
-    if not files:
-        raise ConfigError(
-            f"{run.folder} keeps no rollouts of iterations {first} to {last}; it has "
-            f"{len(rollout_files(run.folder))} files in rollouts/: name others"
-        )
+    files = files_of(run, iterations)
     config = run.config
     scorer = RewardsAgain(run, read_tokenizer(config.models, config.run.template_time), to_the_bit=False)
     began_s = time.perf_counter()
@@ -160,3 +154,15 @@ def rescore_run(
         why = unscored[0] if unscored else "there are none"
         raise DataError(f"none of the {len(unscored)} samples of {run.folder} can be scored again: {why}")
     return RescoredRun(samples=samples, unscored=unscored, seconds=time.perf_counter() - began_s)
+
+
+def files_of(run: RecordedRun, iterations: tuple[int, int] | None) -> list[Path]:
+    """The rollout files of a run, or of iterations from the one to the other. Raises ConfigError: there is none."""
+    first, last = iterations or (1, 1 << 62)
+    files = [one for one in rollout_files(run.folder) if first <= iteration_of(one) + 1 <= last]
+    if not files:
+        raise ConfigError(
+            f"{run.folder} keeps no rollouts of iterations {first} to {last}; it has "
+            f"{len(rollout_files(run.folder))} files in rollouts/: name others"
+        )
+    return files

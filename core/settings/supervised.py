@@ -1,4 +1,4 @@
-"""Supervised training: `rlhfspec sft` and `rlhfspec train-reward`, each with a whole config of its own."""
+"""Supervised training: `rlhfspec sft`, `train-reward` and `dpo`, each with a whole config of its own."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ExamplesConfig(Section):
     max_tokens: int | None = Field(default=None, ge=2)
     "of one sequence; null: 1024, or the model's positions where it has fewer"
     on_long: Literal["truncate", "skip", "fail"] = "truncate"
-    "truncate: an example for sft loses its end, a prompt for train-reward its beginning, a response nothing"
+    "truncate: an example for sft or dpo loses its end, a prompt for train-reward its beginning, a response nothing"
 
     @property
     def token_limit(self) -> int:
@@ -97,13 +97,27 @@ class DemonstrationsConfig(ExamplesConfig):
     "of rows without messages: the answer to prompt_field"
 
 
-class PreferencesConfig(ExamplesConfig):
+class PairsConfig(ExamplesConfig):
     """Rows of a prompt and two responses; without a prompt, of two conversations that begin alike."""
 
     chosen_field: Name = "chosen"
     rejected_field: Name = "rejected"
+
+
+class PreferencesConfig(PairsConfig):
+    """Rows of a prompt and two responses; without a prompt, of two conversations that begin alike."""
+
     margin_field: Name | None = None
     "a number by which the chosen response's score is to exceed the other's; null: `margin` where rows have it"
+
+
+class FeedbackConfig(PairsConfig):
+    """Rows as of train-reward; with loss.type kto also of a prompt, one response and whether it is desirable."""
+
+    label_field: Name = "label"
+    "true or false, 1 or 0: the one response of a row is desirable; a row that has it is no pair"
+    reference_field: Name = "completion"
+    "that response"
 
 
 class SupervisedTrainerConfig(Section):
@@ -149,8 +163,41 @@ class PreferenceLossConfig(Section):
     "of (r_chosen + r_rejected)^2, which keeps scores around zero (Eisenstein et al. 2023); 0.01 is usual"
 
 
+class DpoTrainerConfig(SupervisedTrainerConfig):
+    """The optimizer and its schedule. Weights are float32 whatever `model.dtype` is."""
+
+    learning_rate: float = Field(default=1e-6, gt=0.0, le=1e6)
+    "as in TRL; with LoRA ten times as much is usual"
+
+
+class DpoLossConfig(Section):
+    """The loss of `rlhfspec dpo`; sources: `learning.training.objectives.direct_preferences`."""
+
+    type: Literal["sigmoid", "ipo", "hinge", "kto", "orpo"] = "sigmoid"
+    "sigmoid is DPO; kto also learns from responses that are judged alone; orpo has no reference and learns chosen ones"
+    beta: float = Field(default=0.1, gt=0.0)
+    "how strongly the reference holds; of ipo its tau, of orpo the weight of the odds ratio"
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    "share of pairs that are expected to be the wrong way round (cDPO); with sigmoid alone"
+    desirable_weight: float = Field(default=1.0, gt=0.0)
+    "of kto: what a desirable response weighs"
+    undesirable_weight: float = Field(default=1.0, gt=0.0)
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> DpoLossConfig:
+        for name, types in _OF_A_TYPE.items():
+            if getattr(self, name) != type(self).model_fields[name].default and self.type != types:
+                raise ValueError(
+                    f"loss.{name} is of loss.type {types}, and the type is {self.type}; take it out"
+                )
+        return self
+
+
+_OF_A_TYPE = {"label_smoothing": "sigmoid", "desirable_weight": "kto", "undesirable_weight": "kto"}
+
+
 class SupervisedConfig(Section):
-    """What the two commands share."""
+    """What the commands share."""
 
     run: SupervisedRunConfig = SupervisedRunConfig()
     model: SupervisedModelConfig
@@ -186,3 +233,11 @@ class TrainRewardConfig(SupervisedConfig):
 
     data: PreferencesConfig  # type: ignore[assignment]  # as above
     loss: PreferenceLossConfig = PreferenceLossConfig()
+
+
+class DpoConfig(SupervisedConfig):
+    """`rlhfspec dpo`."""
+
+    data: FeedbackConfig  # type: ignore[assignment]  # as above
+    trainer: DpoTrainerConfig = DpoTrainerConfig()  # type: ignore[assignment]
+    loss: DpoLossConfig = DpoLossConfig()

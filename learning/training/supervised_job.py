@@ -16,7 +16,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from ...core.checkpoint_manifest import state_folders, verify_checkpoint, write_
 from ...core.errors import ConfigError, ModelError, NotAsLearned, WeightsError
 from ...core.files import partial_of, whole_folder
 from ...core.settings.supervised import (
+    DpoLossConfig,
     PreferenceLossConfig,
     SupervisedModelConfig,
     SupervisedTrainerConfig,
@@ -38,6 +40,7 @@ from ...engine.weights.causal_lm import DTYPES
 from ...engine.weights.loading import load_causal_lm, num_token_ids
 from .finished_model import ModelForm, save_model, write_adapter_folder
 from .learning_rate import step_rule
+from .objectives.direct_preferences import DirectPreferences, Values, response_values
 from .objectives.supervised_objectives import ForwardSettings, MeanBatch, NextTokens, Preferences
 from .parallel import OneTrainer
 from .reloaded import few_of
@@ -45,6 +48,7 @@ from .reward_head import HEAD, load_scorer, set_pad_token
 from .trainer_core import Trainer
 from .training_forward import compute_dtype_on, prepare_for_training, require_packs
 
+Objective = NextTokens | Preferences | DirectPreferences
 _TRAINED_ON = "trained_on.json"
 "In a state's folder."
 CONFIG_FILE = "config.yaml"
@@ -57,11 +61,11 @@ _WATCHED_STEPS = 4
 class SupervisedJob:
     """Everything that a trainer needs, as it can be sent to another process."""
 
-    kind: Literal["sft", "reward"]
+    kind: Literal["sft", "reward", "dpo"]
     model: SupervisedModelConfig
     "its name a path or hub name that every trainer can read"
     trainer: SupervisedTrainerConfig
-    loss: PreferenceLossConfig
+    loss: PreferenceLossConfig | DpoLossConfig
     seed: int
     tokenizer: PreTrainedTokenizerBase
     train: Sequence[Any]
@@ -116,6 +120,8 @@ def run_job(
         compute_dtype=compute_dtype_on(device, DTYPES[job.model.dtype], job.trainer.compute_dtype),
         trainers=trainers,
     )
+    # before a state is loaded: the reference is the model that the run began with
+    job = replace(job, train=learner.with_reference(job.train), held_out=learner.with_reference(job.held_out))
     if job.resume is not None:
         learner.load(job.resume)
         if learner.num_steps >= job.total_steps:
@@ -198,7 +204,8 @@ def _trained_on(job: SupervisedJob) -> dict[str, Any]:
     digest = hashlib.sha256()
     for item in job.train:
         digest.update(item.identity)
-    base = {} if job.trainer.lora is None else {"model.name": job.model.name}
+    keeps_base = job.trainer.lora is not None or getattr(job.loss, "type", "orpo") != "orpo"
+    base = {"model.name": job.model.name} if keeps_base else {}
     return {
         "run.seed": job.seed,
         "trainer.batch_size": job.trainer.batch_size,
@@ -221,7 +228,9 @@ def _load(job: SupervisedJob) -> tuple[PreTrainedModel, ModelForm]:
     return model, ModelForm.of(model, is_classifier=job.kind == "reward", dtype=job.model.dtype)
 
 
-def _objective(job: SupervisedJob) -> NextTokens | Preferences:
+def _objective(job: SupervisedJob) -> Objective:
+    if isinstance(job.loss, DpoLossConfig):
+        return DirectPreferences(loss=job.loss, vocab_size=num_token_ids(job.tokenizer))
     if job.kind == "reward":
         return Preferences(center_coefficient=job.loss.center_rewards_coefficient)
     return NextTokens(vocab_size=num_token_ids(job.tokenizer))
@@ -249,7 +258,7 @@ def _save(
             write_adapter_folder(files, adapter, weight_version=learner.num_steps, merged_checksum="")
         else:
             _accompany(learner)
-    said = learner.say() if job.kind == "sft" and is_last else None
+    said = learner.say() if job.kind != "reward" and is_last else None
     refused = None
     try:
         checksum = save_model(learner, form, job.tokenizer, folder, said) if is_first else _accompany(learner)
@@ -310,7 +319,7 @@ class SupervisedLearner(Trainer):
     def __init__(
         self,
         model: PreTrainedModel,
-        objective: NextTokens | Preferences,
+        objective: Objective,
         trainer: SupervisedTrainerConfig,
         *,
         total_steps: int,
@@ -359,6 +368,19 @@ class SupervisedLearner(Trainer):
         batch.finish()
         return batch.means
 
+    def with_reference(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The items with what this model says of them, where the objective compares with it. Collective."""
+        objective = self.objective
+        if not isinstance(objective, DirectPreferences) or objective.loss.type == "orpo":
+            return items
+        return objective.with_reference(items, self._values(objective.vocab_size))
+
     def batch(self, items: Sequence[Any]) -> MeanBatch:
-        """What the next step would learn from these items."""
-        return MeanBatch(self.objective, items, self._forward, self.trainers, self.num_steps + 1)
+        """What the next step would learn from these items. Collective."""
+        objective = self.objective
+        if isinstance(objective, DirectPreferences):
+            objective = objective.of_batch(items, self._values(objective.vocab_size))
+        return MeanBatch(objective, items, self._forward, self.trainers, self.num_steps + 1)
+
+    def _values(self, vocab_size: int) -> Values:
+        return partial(response_values, self.model, vocab_size, self._forward, self.trainers)

@@ -15,9 +15,9 @@ from transformers import TrainingArguments
 from rlhfspec.benchmarks.pages.reference import THEIR_KEYS, _sections
 from rlhfspec.benchmarks.peers.build import TRL_RELEASES, trl_folder
 from rlhfspec.core.config import Config
-from rlhfspec.core.settings.supervised import SftConfig, TrainRewardConfig
+from rlhfspec.core.settings.supervised import DpoConfig, SftConfig, TrainRewardConfig
 
-CONFIGS = {"train": Config, "sft": SftConfig, "train-reward": TrainRewardConfig}
+CONFIGS = {"train": Config, "sft": SftConfig, "train-reward": TrainRewardConfig, "dpo": DpoConfig}
 TABLES = [
     (file.stem, name, table)
     for file in sorted(THEIR_KEYS.glob("*.toml"))
@@ -51,7 +51,7 @@ def theirs(table: dict[str, Any]) -> list[str]:
     return [*table["keys"], *(name for names in table.get("without", {}).values() for name in names)]
 
 
-@pytest.mark.parametrize("config", ["GRPOConfig", "SFTConfig", "RewardConfig"])
+@pytest.mark.parametrize("config", ["GRPOConfig", "SFTConfig", "RewardConfig", "DPOConfig", "KTOConfig"])
 def test_every_key_of_trl_is_listed(config: str) -> None:
     named = [name for *_, table in TABLES if config in table.get("theirs", ()) for name in theirs(table)]
     assert {key for key in fields(config) if not any(fnmatchcase(key, name) for name in named)} == set()

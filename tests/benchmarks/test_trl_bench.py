@@ -14,8 +14,9 @@ from rlhfspec.benchmarks.support.harness import Bench
 from rlhfspec.benchmarks.trl import (
     _by_trl,
     _figures,
-    _sft_by_us,
+    _supervised_by_us,
     _write_examples,
+    _write_pairs,
     _write_prompts,
     peak_memory,
 )
@@ -61,14 +62,16 @@ def order(folder: Path, *, rows: Path, task: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_both_sides_of_supervised_steps_have_the_same_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_both_sides_of_supervised_steps_have_the_same_losses(tmp_path: Path, task: str) -> None:
     trl = trl_folder(TRL_RELEASES[-1])
     if trl is None:
         pytest.skip("no TRL: python -m rlhfspec.benchmarks.peers.build --only trl (make bench-peers)")
     save_byte_pair(tmp_path)
     examples = _write_examples(tmp_path / "examples.jsonl")
-    theirs = _by_trl(trl, order(tmp_path, rows=examples, task="sft"))
-    ours = _sft_by_us(tmp_path, tmp_path / "target", examples, 2, 0)
+    rows = examples if task == "sft" else _write_pairs(tmp_path / "pairs.jsonl", examples)
+    theirs = _by_trl(trl, order(tmp_path, rows=rows, task=task))
+    ours = _supervised_by_us(task, tmp_path, tmp_path / "target", rows, 2, 0)
     for one, other in zip(theirs, ours, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 

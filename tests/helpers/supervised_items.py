@@ -1,5 +1,6 @@
 """Tiny models and items for supervised learners, and what each process of a group does with them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,20 +8,28 @@ import torch
 from trainer_group import trainers_of
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
-from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
+from rlhfspec.core.settings.supervised import DpoLossConfig, SupervisedTrainerConfig
 from rlhfspec.core.settings.trainer import LoraConfig
-from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
+from rlhfspec.learning.data.feedback import Feedback, with_unrelated
+from rlhfspec.learning.data.preferences import PreferencePair
+from rlhfspec.learning.data.supervised_rows import Demonstration
+from rlhfspec.learning.training.objectives.direct_preferences import DirectPreferences
 from rlhfspec.learning.training.objectives.supervised_objectives import NextTokens, Preferences
 from rlhfspec.learning.training.parallel import OneTrainer
 from rlhfspec.learning.training.reward_head import HEAD
 from rlhfspec.learning.training.supervised_job import SupervisedLearner
 
 VOCABULARY, PAD = 20, 0
-KINDS = ("sft", "reward")
+KINDS = ("sft", "reward", "dpo")
 CASES = {
     (kind, form): LoraConfig(rank=4) if form == "lora" else None
     for kind in KINDS
     for form in ("full", "lora")
+}
+OBJECTIVES = {
+    "sft": NextTokens(vocab_size=VOCABULARY),
+    "reward": Preferences(center_coefficient=0.01),
+    "dpo": DirectPreferences(vocab_size=VOCABULARY, loss=DpoLossConfig(type="kto")),
 }
 STRATEGIES = ("ddp", "fsdp2")
 STEPS, SAVED_AFTER, BATCH = 4, 2, 5
@@ -42,7 +51,7 @@ def tiny(kind: str, seed: int = 0) -> PreTrainedModel:
         num_labels=1,
     )
     torch.manual_seed(seed)
-    return (LlamaForCausalLM if kind == "sft" else LlamaForSequenceClassification)(config).eval()
+    return (LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM)(config).eval()
 
 
 def items_of(kind: str, num: int = 9, seed: int = 0) -> list:
@@ -56,8 +65,34 @@ def items_of(kind: str, num: int = 9, seed: int = 0) -> list:
         return [
             PreferencePair(chosen_ids=ids(), rejected_ids=ids(), margin=0.5 * (i % 2)) for i in range(num)
         ]
+    if kind == "dpo":
+        return feedback_items(num, seed)
     found = [ids() for _ in range(num)]
     return [Demonstration(token_ids=one, is_learned=np.arange(len(one)) >= len(one) // 2) for one in found]
+
+
+def feedback_items(num: int, seed: int, *, single: bool = False, unrelated: bool = True) -> list[Feedback]:
+    """Pairs, or responses that are desirable or not, with a reference far from any model."""
+    rng = np.random.default_rng(seed)
+
+    def response(prompt: np.ndarray) -> Demonstration:
+        ids = np.concatenate([prompt, rng.integers(2, VOCABULARY, size=int(rng.integers(2, 8)))])
+        return Demonstration(token_ids=ids, is_learned=np.arange(len(ids)) >= len(prompt))
+
+    items = []
+    for index in range(num):
+        prompt = rng.integers(2, VOCABULARY, size=3 + index % 4)
+        both = tuple(response(prompt) for _ in range(1 if single else 2))
+        is_chosen = (bool(index % 3),) if single else (True, False)
+        items.append(Feedback(responses=both, is_chosen=is_chosen))
+    items = with_unrelated(items, items, 64) if unrelated else items
+    return [
+        replace(
+            one,
+            reference=tuple(-3.0 * rng.random(len(one.responses) + len(one.unrelated)).astype(np.float32)),
+        )
+        for one in items
+    ]
 
 
 def new_learner(
@@ -73,7 +108,7 @@ def new_learner(
     }
     return SupervisedLearner(
         tiny(kind),
-        NextTokens(vocab_size=VOCABULARY) if kind == "sft" else Preferences(center_coefficient=0.01),
+        OBJECTIVES[kind],
         SupervisedTrainerConfig(**given | settings),
         total_steps=STEPS,
         seed=5,

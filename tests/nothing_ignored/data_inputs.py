@@ -12,9 +12,11 @@ from word_chat import PLAIN, word_chat
 
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.config_io import config_from_dict
-from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
+from rlhfspec.core.settings.supervised import DemonstrationsConfig, FeedbackConfig, PreferencesConfig
+from rlhfspec.learning.data.feedback import encode_feedback
+from rlhfspec.learning.data.preferences import encode_preferences
 from rlhfspec.learning.data.prompts import load_prompts
-from rlhfspec.learning.data.supervised_rows import encode_demonstrations, encode_preferences, read_raw_rows
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations, read_raw_rows
 
 USER, SAID = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "me"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
@@ -52,6 +54,13 @@ def preference(name: str, value: Any, folder: Path) -> None:
     data = PreferencesConfig(path=written(folder, row), eval_share=0.0)
     rows, _ = read_raw_rows(data, seed=0)
     encode_preferences(rows, data, tokenizer(PLAIN))
+
+
+def feedback(name: str, value: Any, folder: Path) -> None:
+    row = {"prompt": [USER], "chosen": [SAID], "rejected": [SAID | {"content": "no"}], name: value}
+    data = FeedbackConfig(path=written(folder, row), eval_share=0.0)
+    rows, _ = read_raw_rows(data, seed=0)
+    encode_feedback(rows, data, tokenizer(PLAIN), takes_unpaired=False)
 
 
 def message(name: str, value: Any, folder: Path) -> None:
@@ -101,4 +110,5 @@ FEEDS = {
     ),
     "row.sft": lambda name, value, folder: sft(folder, {"prompt": "hi", "completion": "me", name: value}),
     "row.preference": preference,
+    "row.dpo": feedback,
 }

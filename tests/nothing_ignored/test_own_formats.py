@@ -25,9 +25,9 @@ from rlhfspec.core.config_io import load_config_of
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings.section import Section
 from rlhfspec.core.settings.simulated_cluster import SimulatedClusterConfig
-from rlhfspec.core.settings.supervised import SftConfig, TrainRewardConfig
+from rlhfspec.core.settings.supervised import DpoConfig, SftConfig, TrainRewardConfig
 
-ROOTS: tuple[type[Section], ...] = (Config, SftConfig, TrainRewardConfig, SimulatedClusterConfig)
+ROOTS: tuple[type[Section], ...] = (Config, SftConfig, TrainRewardConfig, DpoConfig, SimulatedClusterConfig)
 PLACES = [(root, place) for root in ROOTS for place, _ in _sections(root, "")]
 READ_BY_SURFACES = {
     "rlhfspec.actors.reward_server.score_schema.ScoreAnswer",

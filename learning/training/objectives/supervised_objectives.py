@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ....engine.upload import upload
-from ...data.supervised_rows import Demonstration, PreferencePair
+from ...data.preferences import PreferencePair
+from ...data.supervised_rows import Demonstration
 from ..batching import Pack, PackedSequences, shared_packs
 from ..parallel import OneTrainer
 from ..reward_head import packed_scores
@@ -37,6 +38,25 @@ class ForwardSettings:
     "in one forward"
 
 
+def learned_logprobs(
+    model: PreTrainedModel,
+    sequences: Sequence[np.ndarray],
+    learned: Sequence[np.ndarray],
+    vocab_size: int,
+    forward: ForwardSettings,
+) -> Float[Tensor, " M"]:
+    """Of the marked tokens of sequences, in nats, one sequence after another."""
+    return response_statistics(
+        model,
+        PackedSequences.of(sequences, learned),
+        vocab_size,
+        1.0,
+        entropy=False,
+        compute_dtype=forward.compute_dtype,
+        keeps_casts=forward.keeps_casts,
+    ).logprobs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTokens:
     """Cross-entropy of the learned tokens in nats, mean over tokens (Ouyang et al. 2022, section 3.5)."""
@@ -52,17 +72,9 @@ class NextTokens:
         self, model: PreTrainedModel, items: Sequence[Demonstration], forward: ForwardSettings
     ) -> dict[str, Tensor]:
         """The sum over the items."""
-        packed = PackedSequences.of([item.token_ids for item in items], [item.is_learned for item in items])
-        found = response_statistics(
-            model,
-            packed,
-            self.vocab_size,
-            1.0,
-            entropy=False,
-            compute_dtype=forward.compute_dtype,
-            keeps_casts=forward.keeps_casts,
-        )
-        return {"loss": -found.logprobs.sum()}
+        ids, marks = [item.token_ids for item in items], [item.is_learned for item in items]
+        logprobs = learned_logprobs(model, ids, marks, self.vocab_size, forward)
+        return {"loss": -logprobs.sum()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +106,8 @@ class Preferences:
 class MeanBatch:
     """The mean of an objective over some items (`learning.training.trainer_core.Batch`)."""
 
-    objective: NextTokens | Preferences
+    objective: Any
+    "what an item weighs, and sums over items"
     items: Sequence[Any]
     forward: ForwardSettings
     trainers: OneTrainer

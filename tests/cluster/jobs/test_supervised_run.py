@@ -338,3 +338,22 @@ def test_what_was_cut_of_a_run_s_config_or_metrics_is_named_when_it_goes_on(
     assert run("sft", "--resume", cut.path, sets=("trainer.max_steps=3",)) == 0
     assert f"{cut.metrics_file} lacks 1 of 2 lines (iteration 1)" in capsys.readouterr().out
     assert [row["iteration"] for row in read_metrics(cut.metrics_file)] == [0, 2, 3]
+
+
+def test_a_policy_learns_from_pairs_and_a_resumed_one_keeps_its_reference(files: Path, tmp_path: Path):
+    """By KTO, which needs the most of the reference: the batch's KL too."""
+    given = ("--model", files / "base", "--data", files / "pairs.jsonl")
+    sets = ("loss.type=kto", "trainer.schedule=constant", "trainer.learning_rate=0.003")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run("dpo", *given, "--out", whole, sets=(*sets, "trainer.max_steps=6")) == 0
+    more = ("trainer.max_steps=4", "trainer.checkpoint_every=2")
+    assert run("dpo", *given, "--out", cut, sets=(*sets, *more)) == 0
+    assert run("dpo", "--resume", cut, sets=("trainer.max_steps=6",)) == 0
+    expected, resumed = (weights(one / "checkpoints" / "model") for one in (whole, cut))
+    assert all(torch.equal(resumed[name], weight) for name, weight in expected.items())
+    rows = read_metrics(whole / "metrics.jsonl")
+    assert rows[0]["eval/loss"] == pytest.approx(0.5) and rows[-1]["eval/loss"] < 0.49
+    assert rows[-1]["eval/margin"] > 0.1 and rows[-1]["train/chosen_reward"] > 0.0
+    other = tmp_path / "other"
+    shutil.copytree(files / "base", other)
+    assert run("dpo", "--resume", cut, sets=("trainer.max_steps=8", f"model.name={other}")) == 2

@@ -24,7 +24,7 @@ from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.core.settings import section
-from rlhfspec.core.settings.supervised import SftConfig, TrainRewardConfig
+from rlhfspec.core.settings.supervised import DpoConfig, SftConfig, TrainRewardConfig
 
 TREE = {
     "run": {"output_dir": "out", "cache_dir": "~/.cache/x", "copy_to": "s3://bucket/runs"},
@@ -157,13 +157,13 @@ def keys(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[s
 
 
 def test_every_path_of_every_config_is_known() -> None:
-    marks = [key for kind in (Config, SftConfig, TrainRewardConfig) for key, told in keys(kind)
+    marks = [key for kind in (Config, SftConfig, TrainRewardConfig, DpoConfig) for key, told in keys(kind)
              if section._known_home.__name__ in repr(told)]  # fmt: skip
     assert {"data.path", "run.output_dir", "model.chat_template", "evaluation.data.sources.path"} <= set(
         marks
     )
     assert set(marks) <= PATHS | FILES
-    known = {key for kind in (Config, SftConfig, TrainRewardConfig) for key, _ in keys(kind)}
+    known = {key for kind in (Config, SftConfig, TrainRewardConfig, DpoConfig) for key, _ in keys(kind)}
     assert known >= PATHS | FILES, "no key that there is not"
 
 
