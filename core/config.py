@@ -6,6 +6,7 @@ is mutated after it is loaded.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import model_validator
@@ -75,6 +76,15 @@ class Config(Section):
         """The same with the end tokens that were found for its prompts."""
         sampling = self.sampling.model_copy(update={"end_token_ids": end_token_ids})
         return self.model_copy(update={"sampling": sampling})
+
+    def lasting(self, pass_prompts: float) -> Config:
+        """The same with its iterations, where they are asked for in passes, each of so many prompts."""
+        if self.run.epochs is None:
+            return self
+        iterations = math.ceil(self.run.epochs * pass_prompts / self.rollout.prompts_per_iteration)
+        return self.model_copy(
+            update={"run": self.run.model_copy(update={"iterations": max(iterations, 1), "epochs": None})}
+        )
 
     @property
     def decodes_on_gpu(self) -> bool:

@@ -17,7 +17,7 @@ from .section import (
     UserPath,
     folder_name,
 )
-from .trainer import Beta, ComputeDtype, LoraConfig
+from .trainer import DECAY_RATIO, Beta, ComputeDtype, LearningSection, LoraConfig, Schedule, Share
 
 USUAL_TOKENS = 1024
 "Of a sequence at most, where data.max_tokens says nothing."
@@ -106,7 +106,7 @@ class PreferencesConfig(ExamplesConfig):
     "a number by which the chosen response's score is to exceed the other's; null: `margin` where rows have it"
 
 
-class SupervisedTrainerConfig(Section):
+class SupervisedTrainerConfig(LearningSection):
     """The optimizer and its schedule. Weights are float32 whatever `model.dtype` is."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -114,9 +114,15 @@ class SupervisedTrainerConfig(Section):
     lora: LoraConfig | None = None
     "null: every weight learns; a reward model's head learns whole either way"
     learning_rate: float = Field(default=2e-5, gt=0.0, le=1e6)
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    schedule: Schedule = "linear"
     "of the learning rate after the warm-up, as transformers.get_scheduler"
+    min_lr_ratio: Share = 0.0
+    "cosine_with_min_lr, warmup_stable_decay: the last learning rate over the first"
+    decay_ratio: float = Field(default=DECAY_RATIO, gt=0.0, le=1.0)
+    "warmup_stable_decay: share of all steps in which the rate falls, as a cosine"
     warmup_steps: int = Field(default=0, ge=0)
+    warmup_ratio: Share = 0.0
+    "warm-up as a share of all steps, rounded up; one of the two"
     epochs: int = Field(default=1, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
     "optimizer steps; null: as many as the epochs have, else the rows come round as often as they must"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from .generation import SpeculationConfig
 from .section import MAX_THREADS, Name, Section
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Schedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"]
+DECAY_RATIO = 0.1
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -42,7 +45,36 @@ class LoraConfig(Section):
         return targets
 
 
-class TrainerConfig(Section):
+class LearningSection(Section):
+    """What the two trainers' sections refuse alike."""
+
+    @model_validator(mode="after")
+    def _of_the_rate(self) -> Self:
+        given = dict(self)
+        schedule, floor = given["schedule"], given["min_lr_ratio"]
+        if given["warmup_steps"] and given["warmup_ratio"]:
+            raise ValueError(
+                f"warmup_steps {given['warmup_steps']} and warmup_ratio {given['warmup_ratio']} both say how long the "
+                "warm-up is; take one out"
+            )
+        if (floor > 0.0) != (schedule == "cosine_with_min_lr") and schedule != "warmup_stable_decay":
+            raise ValueError(
+                f"min_lr_ratio is {floor} with schedule {schedule}; expected it above 0 with cosine_with_min_lr, "
+                "any with warmup_stable_decay, 0 with the others, which have no floor"
+            )
+        if given["decay_ratio"] != DECAY_RATIO and schedule != "warmup_stable_decay":
+            raise ValueError(
+                f"decay_ratio {given['decay_ratio']} is of warmup_stable_decay, schedule is {schedule}; take it out"
+            )
+        if schedule == "warmup_stable_decay" and given["warmup_ratio"] + given["decay_ratio"] > 1.0:
+            raise ValueError(
+                f"warmup_ratio {given['warmup_ratio']} and decay_ratio {given['decay_ratio']} are more than the whole "
+                "run together; lower one"
+            )
+        return self
+
+
+class TrainerConfig(LearningSection):
     """The learner. Its weights are float32 whatever `models.dtype` is; that is what it publishes in."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -53,10 +85,17 @@ class TrainerConfig(Section):
     value_learning_rate: float = Field(default=1e-3, gt=0.0, le=1e6)
     value_epochs: int = Field(default=8, ge=1)
     "ppo: passes of the value head over a batch's states; cheap, since the trunk is run once for all"
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    "how the learning rate goes on after the warm-up: linear and cosine fall towards 0 at the run's end"
+    schedule: Schedule = "constant"
+    """how the learning rate goes on after the warm-up, as transformers.get_scheduler: linear and cosine fall towards 0
+    at the run's end, cosine_with_min_lr and warmup_stable_decay (which falls last) towards min_lr_ratio"""
+    min_lr_ratio: Share = 0.0
+    "of those two: the last learning rate over the first (verl's min_lr_ratio)"
+    decay_ratio: float = Field(default=DECAY_RATIO, gt=0.0, le=1.0)
+    "warmup_stable_decay: share of all optimizer steps in which the rate falls, as a cosine (Hu et al. 2024, section 4)"
     warmup_steps: int = Field(default=0, ge=0)
     "optimizer steps over which the learning rate rises from 0"
+    warmup_ratio: Share = 0.0
+    "the same as a share of all optimizer steps, rounded up; one of the two"
     epochs: int = Field(default=1, ge=1)
     minibatch_size: int = Field(default=32, ge=1)
     "responses per optimizer step"

@@ -326,7 +326,7 @@ class SupervisedLearner(Trainer):
             model,
             trainer,
             seed=seed,
-            rate_factor=step_rule(trainer.schedule, trainer.warmup_steps, total_steps),
+            rate_factor=step_rule(trainer, total_steps),
             compute_dtype=compute_dtype,
             trainers=trainers,
             head=head,

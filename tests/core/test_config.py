@@ -422,3 +422,18 @@ def test_sources_take_what_data_says_and_keep_it_through_a_file(tmp_path: Path) 
     assert (second.chat, second.prompt_field, second.reference_field) == (False, "q", None)
     dump_config(config, tmp_path / "c.yaml")
     assert load_config(tmp_path / "c.yaml") == config
+
+
+def test_a_run_lasts_epochs_or_iterations() -> None:
+    tree = SMALLEST | {"run": {"epochs": 1.5, "iterations": None}, "rollout": {"prompts_per_iteration": 4}}
+    config = config_from_dict(tree)
+    # fifteen prompts, four at a time
+    lasting = config.lasting(10)
+    assert (lasting.run.iterations, lasting.run.epochs) == (4, None)
+    assert config_from_dict(lasting.model_dump()) == lasting
+    assert config.lasting(0.1).run.iterations == 1
+    assert lasting.lasting(1000) is lasting
+    with pytest.raises(ConfigError, match=r"run\.epochs|epochs 1\.5 and iterations 7"):
+        config_from_dict(tree | {"run": {"epochs": 1.5, "iterations": 7}})
+    with pytest.raises(ConfigError, match="iterations"):
+        config_from_dict(SMALLEST | {"run": {"iterations": None}})
