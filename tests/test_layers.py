@@ -244,7 +244,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 MAX_SOURCE_FILES = 540
 MAX_LINES_OF_A_ROOM = {
     "core": 2486,
-    "core/settings": 2202,
+    "core/settings": 2234,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -273,7 +273,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/models": 1423,
     "learning/rewards": 1451,
     "learning/tasks": 251,
-    "learning/training": 5779,
+    "learning/training": 5879,
     "actors": 380,
     "actors/generation": 1974,
     "actors/migration": 874,
@@ -285,7 +285,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster": 158,
     "cluster/commands": 2585,
     "cluster/folder": 2200,
-    "cluster/jobs": 1449,
+    "cluster/jobs": 1450,
     "cluster/observe": 2467,
     "cluster/ray_start": 816,
     "cluster/plan": 2652,

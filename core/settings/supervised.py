@@ -181,10 +181,18 @@ class SupervisedConfig(Section):
         return self
 
 
+class SftLossConfig(Section):
+    """The loss of `rlhfspec sft`."""
+
+    type: Literal["nll", "dft"] = "nll"
+    "the mean negative log-likelihood of a token; dft: each times its probability, a constant (Wu et al. 2025)"
+
+
 class SftConfig(SupervisedConfig):
     """`rlhfspec sft`."""
 
     data: DemonstrationsConfig  # type: ignore[assignment]  # frozen: nobody writes another kind
+    loss: SftLossConfig = SftLossConfig()
 
 
 class TrainRewardConfig(SupervisedConfig):

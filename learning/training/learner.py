@@ -268,7 +268,11 @@ class Learner(Trainer):
 
     def _take_minibatch(self, objective: PolicyObjective, rows: list[int]) -> None:
         """Take one optimizer step, unless its gradient is 0, and close the minibatch's figures."""
-        batch = objective.batch(rows, num_steps=self.num_steps)
+        least, share = None, self.algorithm.top_entropy_quantile
+        if share < 1.0:
+            counted = [row for row in rows if objective.targets.learned[row]]
+            least = self._forward.least_entropy(self.model, objective.experience, counted, share)
+        batch = objective.batch(rows, num_steps=self.num_steps, least_entropy=least)
         self.laps.lap("collate")
         norm = self.learn(batch, f"at weight version {self.weight_version}")
         closed = objective.metrics.close_minibatch(

@@ -30,6 +30,7 @@ from ...core.errors import ConfigError, ModelError, NotAsLearned, WeightsError
 from ...core.files import partial_of, whole_folder
 from ...core.settings.supervised import (
     PreferenceLossConfig,
+    SftLossConfig,
     SupervisedModelConfig,
     SupervisedTrainerConfig,
 )
@@ -61,7 +62,7 @@ class SupervisedJob:
     model: SupervisedModelConfig
     "its name a path or hub name that every trainer can read"
     trainer: SupervisedTrainerConfig
-    loss: PreferenceLossConfig
+    loss: PreferenceLossConfig | SftLossConfig
     seed: int
     tokenizer: PreTrainedTokenizerBase
     train: Sequence[Any]
@@ -222,9 +223,10 @@ def _load(job: SupervisedJob) -> tuple[PreTrainedModel, ModelForm]:
 
 
 def _objective(job: SupervisedJob) -> NextTokens | Preferences:
-    if job.kind == "reward":
+    if isinstance(job.loss, PreferenceLossConfig) and job.kind == "reward":
         return Preferences(center_coefficient=job.loss.center_rewards_coefficient)
-    return NextTokens(vocab_size=num_token_ids(job.tokenizer))
+    is_dynamic = isinstance(job.loss, SftLossConfig) and job.loss.type == "dft"
+    return NextTokens(vocab_size=num_token_ids(job.tokenizer), is_dynamic=is_dynamic)
 
 
 def _save(

@@ -43,6 +43,8 @@ class NextTokens:
 
     vocab_size: int
     "token ids that take part, as in the learner of RL"
+    is_dynamic: bool = False
+    "each token's loss times its probability, a constant (Wu et al. 2025, 'On the generalization of SFT')"
 
     def weight(self, item: Demonstration) -> float:
         """Its learned tokens."""
@@ -62,7 +64,8 @@ class NextTokens:
             compute_dtype=forward.compute_dtype,
             keeps_casts=forward.keeps_casts,
         )
-        return {"loss": -logprobs.sum()}
+        weighed = logprobs * logprobs.detach().exp() if self.is_dynamic else logprobs
+        return {"loss": -weighed.sum()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

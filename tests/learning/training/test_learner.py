@@ -569,3 +569,37 @@ def test_gradient_checkpointing_gives_the_same_update(make_learner, make_rollout
     saving.update(rollouts)
     for one, other in zip(parameters(plain), parameters(saving), strict=True):
         assert np.array_equal(one, other)
+
+
+@mark.parametrize(
+    "settings",
+    [
+        {"policy_loss": "sapo"},
+        {"policy_loss": "geo_mean", "clip_ratio": 0.4},
+        {"top_entropy_quantile": 0.2},
+        {"off_policy_mask_threshold": -9.0},
+    ],
+)
+def test_other_losses_and_masks_step_elsewhere_and_to_the_same_bits(make_learner, make_rollouts, settings):
+    settings = {"kind": "grpo", "kl_coef": 0.0} | settings
+    learners = [make_learner(algorithm=AlgorithmConfig(**settings)) for _ in range(2)]
+    usual = make_learner(algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0))
+    rollouts = make_rollouts(usual.model)
+    for one in (*learners, usual):
+        one.update(rollouts)
+    assert all(torch.equal(a, b) for a, b in zip(*map(parameters, learners), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(parameters(learners[0]), parameters(usual), strict=True))
+
+
+@mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy_loss": "sapo", "clip_ratio": 0.3}, "clip_ratio is of policy losses that clip"),
+        ({"sapo_temperature_neg": 2.0}, "sapo_temperature_neg is of policy_loss sapo"),
+        ({"policy_loss": "geo_mean", "ratio_level": "sequence"}, "geo_mean takes"),
+        ({"top_entropy_quantile": 0.2, "entropy_coef": 0.1}, "take out one of the two"),
+    ],
+)
+def test_keys_of_another_loss_are_refused(settings, said):
+    with raises(ValueError, match=said):
+        AlgorithmConfig(kind="grpo", **settings)
