@@ -173,7 +173,8 @@ class Config(Section):
         require_cotrain(self.drafter_training, self.speculation)
         require_groups(self.algorithm, rollout)
         require_correction(self.algorithm.correction, rollout.max_staleness)
-        require_trainer(self.trainer, num_gpus=self.cluster.trainer.num_gpus)
+        pool, moves = self.cluster.trainer, self.algorithm.sync_ref_model
+        require_trainer(self.trainer, num_gpus=pool.num_gpus, moves_reference=moves)
         require_schedule(rollout, environment=environment)
         require_publication(self.cluster.publication, rollout.max_staleness)
         require_metric(self.evaluation, reward)

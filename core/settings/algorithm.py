@@ -80,6 +80,10 @@ def _without_effect(algorithm: AlgorithmConfig) -> dict[str, str]:
         idle |= dict.fromkeys(("clip_ratio", "clip_ratio_high"), "policy losses that clip")
     else:
         idle |= dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), "policy_loss sapo")
+    if not algorithm.sync_ref_model:
+        idle |= dict.fromkeys(("ref_model_sync_steps", "ref_model_mixup_alpha"), "sync_ref_model: true")
+    if algorithm.kl_coef == 0.0:
+        idle["sync_ref_model"] = "kl_coef, without which there is no reference"
     if not algorithm.dynamic_sampling:
         idle |= dict.fromkeys(("dynamic_sampling_metric", "max_extra_groups"), "dynamic_sampling: true")
     return idle
@@ -136,6 +140,12 @@ class AlgorithmConfig(Section):
     "a term of the loss, or a penalty on each token's reward"
     kl_bias_correction: bool = False
     "weigh the KL term by the policy ratio: right in later minibatches too (DeepSeek-V3.2, section 3.1)"
+    sync_ref_model: bool = False
+    "true: the reference follows the policy (Gorbatovski et al. 2024, 'Learn your reference model'); as TRL"
+    ref_model_sync_steps: int = Field(default=512, ge=1)
+    "optimizer steps from one time to the next"
+    ref_model_mixup_alpha: float = Field(default=0.6, gt=0.0, le=1.0)
+    "reference = alpha policy + (1 - alpha) reference"
     kl_target: float | None = Field(default=None, gt=0.0)
     "nats a token that the coefficient is steered to (Ziegler et al. 2019, section 2.2); null: it stays"
     kl_horizon: float = Field(default=10_000.0, gt=0.0)

@@ -199,10 +199,15 @@ def require_cotrain(training: DrafterTrainingConfig, speculation: SpeculationCon
         )
 
 
-def require_trainer(trainer: TrainerConfig, *, num_gpus: float) -> None:
-    """Raise ValueError for a GPU that is not given."""
+def require_trainer(trainer: TrainerConfig, *, num_gpus: float, moves_reference: bool) -> None:
+    """Raise ValueError for a GPU that is not given, and for a reference that is to move and cannot."""
     if trainer.device == "cuda" and num_gpus == 0:
         raise ValueError(
             "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; set it "
             "to 1, or trainer.device to auto"
+        )
+    if moves_reference and trainer.lora is not None:
+        raise ValueError(
+            "algorithm.sync_ref_model moves the reference, which with trainer.lora is the model below the adapters "
+            "and stays; take one of the two out"
         )

@@ -67,12 +67,14 @@ class Trainer:
         trainers: OneTrainer | None = None,
         head: str | None = None,
         has_reference: bool = False,
+        moves_reference: bool = False,
     ) -> None:
         """Take a model of float32 weights that is ready for its forwards, on the device it is to learn on.
 
         With shards it is on the CPU. `rate_factor` says what the learning rate is multiplied by at the n-th step, from
         1. `compute_dtype` is what matrix products are computed in. `trainers` is the group that learns together, each
-        with an equal model and equal items. `head` names a module that learns whole beside adapters.
+        with an equal model and equal items. `head` names a module that learns whole beside adapters. A reference
+        that is to move is held in float32.
         Raises ConfigError: weights that the optimizer cannot step; and as `Adapter`.
         """
         self.model, self.seed = model, seed
@@ -96,7 +98,8 @@ class Trainer:
         self.reference: PreTrainedModel | None = None
         if has_reference and self.adapter is None:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
-            hold_linears_in(self.reference, compute_dtype)
+            if not moves_reference:
+                hold_linears_in(self.reference, compute_dtype)
         self.trainers.shard(model, self.reference)
         self.laps = Laps(model.device)
         self.optimizer = adam(self._learned(), settings)

@@ -437,3 +437,11 @@ def test_a_run_lasts_epochs_or_iterations() -> None:
         config_from_dict(tree | {"run": {"epochs": 1.5, "iterations": 7}})
     with pytest.raises(ConfigError, match="iterations"):
         config_from_dict(SMALLEST | {"run": {"iterations": None}})
+
+
+def test_a_reference_below_adapters_does_not_move() -> None:
+    algorithm = {"kind": "grpo", "kl_coef": 0.1, "sync_ref_model": True}
+    tree = SMALLEST | {"algorithm": algorithm, "rollout": {"samples_per_prompt": 4}}
+    assert config_from_dict(tree).algorithm.sync_ref_model
+    with pytest.raises(ConfigError, match=r"sync_ref_model moves the reference"):
+        config_from_dict(tree | {"trainer": {"lora": {}}})

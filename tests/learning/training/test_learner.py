@@ -603,3 +603,40 @@ def test_other_losses_and_masks_step_elsewhere_and_to_the_same_bits(make_learner
 def test_keys_of_another_loss_are_refused(settings, said):
     with raises(ValueError, match=said):
         AlgorithmConfig(kind="grpo", **settings)
+
+
+def test_a_reference_that_moves_mixes_the_policy_in_and_resumes_to_the_same_bits(
+    make_learner, make_rollouts, tmp_path
+):
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.25}
+    algorithm = AlgorithmConfig(kind="grpo", kl_coef=0.1, **settings)
+    learner = make_learner(algorithm=algorithm)
+    first, rollouts = parameters(learner), make_rollouts(learner.model)
+    # two minibatches in two passes: four steps
+    seen, step = [], learner.optimizer.step
+
+    def noting(*args, **kwargs):
+        step(*args, **kwargs)
+        seen.append(parameters(learner))
+
+    learner.optimizer.step = noting
+    learner.update(rollouts)
+    assert learner.num_steps == 4
+    for old, third, now in zip(first, seen[2], learner.reference.parameters(), strict=True):
+        torch.testing.assert_close(now, 0.75 * old + 0.25 * third, rtol=1e-6, atol=1e-8)
+    learner.save(tmp_path / "state")
+    other = make_learner(algorithm=algorithm)
+    other.load(tmp_path / "state")
+    for one in (learner, other):
+        one.update(rollouts)
+    assert learner.num_steps == 8, "the next is at six"
+    for name in ("model", "reference"):
+        pairs = zip(getattr(learner, name).parameters(), getattr(other, name).parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert not any(torch.equal(a, b) for a, b in zip(first, other.reference.parameters(), strict=True))
+
+
+def test_a_reference_that_cannot_move_is_refused():
+    for settings in ({"kl_coef": 0.0, "sync_ref_model": True}, {"ref_model_sync_steps": 8}):
+        with raises(ValueError, match="would have no effect"):
+            AlgorithmConfig(kind="grpo", **settings)
