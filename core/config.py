@@ -36,6 +36,7 @@ from .settings.trainer import (
     DrafterTrainingConfig,
     TrainerConfig,
     require_cotrain,
+    require_optim,
     require_spot,
     require_trainer,
     trains_head,
@@ -174,6 +175,7 @@ class Config(Section):
         require_groups(self.algorithm, rollout)
         require_correction(self.algorithm.correction, rollout.max_staleness)
         pool, moves = self.cluster.trainer, self.algorithm.sync_ref_model
+        require_optim(self.trainer, pool.num_actors)
         require_trainer(self.trainer, num_gpus=pool.num_gpus, moves_reference=moves)
         require_schedule(rollout, environment=environment)
         require_publication(self.cluster.publication, rollout.max_staleness)

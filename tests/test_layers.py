@@ -243,8 +243,8 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 540
 MAX_LINES_OF_A_ROOM = {
-    "core": 2487,
-    "core/settings": 2249,
+    "core": 2489,
+    "core/settings": 2277,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -273,7 +273,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/models": 1423,
     "learning/rewards": 1451,
     "learning/tasks": 251,
-    "learning/training": 5897,
+    "learning/training": 5948,
     "actors": 380,
     "actors/generation": 1974,
     "actors/migration": 874,
@@ -288,7 +288,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/jobs": 1450,
     "cluster/observe": 2467,
     "cluster/ray_start": 816,
-    "cluster/plan": 2652,
+    "cluster/plan": 2661,
     "cluster/report": 652,
     "cluster/resume": 1322,
     "cluster/run": 2276,

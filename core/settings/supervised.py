@@ -17,7 +17,17 @@ from .section import (
     UserPath,
     folder_name,
 )
-from .trainer import DECAY_RATIO, Beta, ComputeDtype, LearningSection, LoraConfig, Schedule, Share
+from .trainer import (
+    DECAY_RATIO,
+    Beta,
+    ComputeDtype,
+    LearningSection,
+    LoraConfig,
+    Optim,
+    Schedule,
+    Share,
+    require_optim,
+)
 
 USUAL_TOKENS = 1024
 "Of a sequence at most, where data.max_tokens says nothing."
@@ -131,6 +141,9 @@ class SupervisedTrainerConfig(LearningSection):
     max_tokens_per_forward: int = Field(default=4096, ge=16)
     "in one forward, packed without padding; more are accumulated"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
+    optim: Optim = "adamw"
+    """adamw_8bit: moments of 8 bits, by bitsandbytes, which it needs. muon (Jordan 2024): the layers' matrices step by
+    their momentum (0.95), orthogonalised and as long as AdamW's step; all else, embeddings and head too, by AdamW"""
     weight_decay: float = Field(default=0.0, ge=0.0)
     adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
     "of AdamW: how much of its averages of the gradient and of its square each step keeps"
@@ -168,6 +181,7 @@ class SupervisedConfig(Section):
     @model_validator(mode="after")
     def _shares_for_all(self) -> SupervisedConfig:
         num_trainers, num_gpus = self.cluster.trainer.num_actors, self.cluster.trainer.num_gpus
+        require_optim(self.trainer, num_trainers)
         if num_trainers > self.trainer.batch_size:
             raise ValueError(
                 f"cluster.trainer.num_actors is {num_trainers}, but trainer.batch_size {self.trainer.batch_size} has "

@@ -13,6 +13,7 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Schedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"]
 DECAY_RATIO = 0.1
+Optim = Literal["adamw", "adamw_8bit", "muon"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -104,6 +105,9 @@ class TrainerConfig(LearningSection):
     block_samples: int = Field(default=8, ge=1)
     "samples for each trainer, by their index, whose forwards before the first step share packs"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
+    optim: Optim = "adamw"
+    """adamw_8bit: moments of 8 bits, by bitsandbytes, which it needs. muon (Jordan 2024): the layers' matrices step by
+    their momentum (0.95), orthogonalised and as long as AdamW's step; all else, embeddings and head too, by AdamW"""
     weight_decay: float = Field(default=0.0, ge=0.0)
     adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
     "of AdamW: how much of its averages of the gradient and of its square each step keeps"
@@ -196,6 +200,16 @@ def require_cotrain(training: DrafterTrainingConfig, speculation: SpeculationCon
         raise ValueError(
             "drafter_training.mode is cotrain and drafter_training.refit false, which leaves the draft model as it is; "
             "take one of the two out"
+        )
+
+
+def require_optim(trainer: LearningSection, num_trainers: int) -> None:
+    """Raise ValueError for an optimizer that would get parts of what it takes whole."""
+    given = dict(trainer)
+    if num_trainers > 1 and given["strategy"] == "fsdp2" and given["optim"] != "adamw":
+        raise ValueError(
+            f"trainer.optim {given['optim']} steps whole weights, and with {num_trainers} trainers strategy fsdp2 "
+            "gives each a part of every one; set trainer.strategy: ddp, or trainer.optim: adamw"
         )
 
 

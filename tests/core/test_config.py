@@ -445,3 +445,12 @@ def test_a_reference_below_adapters_does_not_move() -> None:
     assert config_from_dict(tree).algorithm.sync_ref_model
     with pytest.raises(ConfigError, match=r"sync_ref_model moves the reference"):
         config_from_dict(tree | {"trainer": {"lora": {}}})
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_8bit"])
+def test_shards_are_stepped_by_adamw_alone(optim: str) -> None:
+    tree = SMALLEST | {"trainer": {"optim": optim}, "cluster": {"trainer": {"num_actors": 2}}}
+    with pytest.raises(ConfigError, match=rf"trainer\.optim {optim} steps whole weights"):
+        config_from_dict(tree)
+    ddp = {"trainer": {"optim": optim, "strategy": "ddp"}}
+    assert config_from_dict(tree | ddp).trainer.optim == optim
