@@ -244,7 +244,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 MAX_SOURCE_FILES = 540
 MAX_LINES_OF_A_ROOM = {
     "core": 2489,
-    "core/settings": 2277,
+    "core/settings": 2286,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -273,7 +273,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/models": 1423,
     "learning/rewards": 1451,
     "learning/tasks": 251,
-    "learning/training": 5948,
+    "learning/training": 5987,
     "actors": 380,
     "actors/generation": 1974,
     "actors/migration": 874,
@@ -284,7 +284,7 @@ MAX_LINES_OF_A_ROOM = {
     "actors/workers": 824,
     "cluster": 158,
     "cluster/commands": 2585,
-    "cluster/folder": 2200,
+    "cluster/folder": 2201,
     "cluster/jobs": 1450,
     "cluster/observe": 2467,
     "cluster/ray_start": 816,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from .generation import SpeculationConfig
-from .section import MAX_THREADS, Name, Section
+from .section import MAX_THREADS, Name, Section, UserPath
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -23,6 +23,10 @@ class LoraConfig(Section):
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0.0)
     "the adapters' product counts alpha / rank"
+    use_rslora: bool = False
+    "true: it counts alpha / sqrt(rank) (Kalajdzievski 2023), as peft's"
+    adapter_path: UserPath | None = None
+    "folder of a PEFT adapter of this rank, alpha and targets that sft and train-reward go on from; null: a new one"
     targets: Literal["all-linear"] | tuple[Name, ...] = "all-linear"
     "last parts of module names, such as q_proj; all-linear: every linear but the output head"
     dropout: float = 0.0
@@ -214,11 +218,16 @@ def require_optim(trainer: LearningSection, num_trainers: int) -> None:
 
 
 def require_trainer(trainer: TrainerConfig, *, num_gpus: float, moves_reference: bool) -> None:
-    """Raise ValueError for a GPU that is not given, and for a reference that is to move and cannot."""
+    """Raise ValueError for a GPU that is not given, a reference that cannot move, an adapter that nobody merged."""
     if trainer.device == "cuda" and num_gpus == 0:
         raise ValueError(
             "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; set it "
             "to 1, or trainer.device to auto"
+        )
+    if trainer.lora is not None and trainer.lora.adapter_path is not None:
+        raise ValueError(
+            f"trainer.lora.adapter_path is of sft and train-reward, got {trainer.lora.adapter_path} for a run, whose "
+            "first weights are those of models.target; name the merged model there (model/ beside the adapter)"
         )
     if moves_reference and trainer.lora is not None:
         raise ValueError(
