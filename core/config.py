@@ -6,6 +6,7 @@ is mutated after it is loaded.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import model_validator
@@ -35,6 +36,7 @@ from .settings.trainer import (
     DrafterTrainingConfig,
     TrainerConfig,
     require_cotrain,
+    require_optim,
     require_spot,
     require_trainer,
     trains_head,
@@ -75,6 +77,15 @@ class Config(Section):
         """The same with the end tokens that were found for its prompts."""
         sampling = self.sampling.model_copy(update={"end_token_ids": end_token_ids})
         return self.model_copy(update={"sampling": sampling})
+
+    def lasting(self, pass_prompts: float) -> Config:
+        """The same with its iterations, where they are asked for in passes, each of so many prompts."""
+        if self.run.epochs is None:
+            return self
+        iterations = math.ceil(self.run.epochs * pass_prompts / self.rollout.prompts_per_iteration)
+        return self.model_copy(
+            update={"run": self.run.model_copy(update={"iterations": max(iterations, 1), "epochs": None})}
+        )
 
     @property
     def decodes_on_gpu(self) -> bool:
@@ -169,7 +180,9 @@ class Config(Section):
         require_cotrain(self.drafter_training, self.speculation)
         require_groups(self.algorithm, rollout)
         require_correction(self.algorithm.correction, rollout.max_staleness)
-        require_trainer(self.trainer, num_gpus=self.cluster.trainer.num_gpus)
+        pool, moves = self.cluster.trainer, self.algorithm.sync_ref_model
+        require_optim(self.trainer, pool.num_actors)
+        require_trainer(self.trainer, num_gpus=pool.num_gpus, moves_reference=moves)
         require_schedule(rollout, environment=environment)
         require_publication(self.cluster.publication, rollout.max_staleness)
         require_metric(self.evaluation, reward)

@@ -34,6 +34,7 @@ FILES = frozenset(
         "reward.model",
         "reward.parts.model",
         "speculation.profile",
+        "trainer.lora.adapter_path",
     }
 )
 "Keys of paths, patterns, or names."

@@ -19,9 +19,9 @@ from ...core.settings.supervised import (
     DpoConfig,
     ExamplesConfig,
     FeedbackConfig,
-    PreferenceLossConfig,
     PreferencesConfig,
     SftConfig,
+    SftLossConfig,
     SupervisedConfig,
     SupervisedModelConfig,
     TrainRewardConfig,
@@ -106,7 +106,9 @@ def prepare(
         kind=_KINDS[type(config)],
         model=model,
         trainer=config.trainer,
-        loss=config.loss if isinstance(config, TrainRewardConfig | DpoConfig) else PreferenceLossConfig(),
+        loss=config.loss
+        if isinstance(config, SftConfig | TrainRewardConfig | DpoConfig)
+        else SftLossConfig(),
         seed=config.run.seed,
         tokenizer=tokenizer,
         train=train,

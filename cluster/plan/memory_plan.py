@@ -6,7 +6,7 @@ ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
     generation  weights as they decode + KV pool + one step's logits; on a GPU one prefill and the bucket of weights
                 that comes; with drafter suffix what it looks up in, with a head that is trained its optimizer and
                 the hidden states
-    trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
+    trainer     weights, gradients and the optimizer's moments (LoRA: the adapters', and the weights below),
                 reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations,
                 copies of keys and values along a tree's paths, a chunk of logits, the head's gradient; with refits
                 the draft's, and its targets
@@ -337,7 +337,7 @@ class MemoryNeeds:
             reference = weights if config.algorithm.kl_coef > 0 else 0
         held = {
             "weights": kept + learned,
-            "gradient, moments": learned * _ADAM_COPIES,
+            "gradient, moments": learned + self._moments(),
             "reference": reference,
             # read in float32; on a GPU its linears are rounded where it lies
             "teacher": 0 if self._teacher is None else self._teacher.num_params * _MASTER_BYTES,
@@ -357,6 +357,16 @@ class MemoryNeeds:
             "logits": self._logits(),
             "critic": -(-states // num_trainers) if config.algorithm.has_critic else 0,
         }
+
+    def _moments(self) -> int:
+        """What the optimizer keeps of the weights that learn, in memory and in a state."""
+        target, optim = self._target, self._config.trainer.optim
+        adapter = target.num_adapter_params
+        num = target.num_params if adapter is None else adapter
+        # embeddings, head and norms, which keep two of float32 whatever is chosen
+        others = 0 if adapter is not None else num - target.num_product_params
+        of_one = {"adamw": 2 * _MASTER_BYTES, "muon": _MASTER_BYTES, "adamw_8bit": 2}[optim]
+        return num * of_one + others * (2 * _MASTER_BYTES - of_one)
 
     def _bucket(self, usual: int) -> int:
         """Of a publication: a tensor that is larger has a bucket of its own."""
@@ -453,12 +463,11 @@ class MemoryNeeds:
         adapter = target.num_adapter_params
         has_reference = config.algorithm.kl_coef > 0.0 and adapter is None
         weights = target.num_params * (2 if has_reference else 1) + (adapter or 0)
-        moments = 2 * (target.num_params if adapter is None else adapter)
         # a draft model with two moments; of a head what was published
         has_draft = self._draft is not None and (config.refits_draft or config.speculation.drafter == "head")
         draft = self._draft.num_params * (3 if config.refits_draft else 1) if self._draft and has_draft else 0
-        numbers = weights + moments + draft
-        return numbers * _MASTER_BYTES * min(config.run.iterations // every, config.run.keep_states + 1)
+        one = (weights + draft) * _MASTER_BYTES + self._moments()
+        return one * min(config.run.iterations // every, config.run.keep_states + 1)
 
 
 def _pages_of(kv: KVShape, element_bytes: int, *, on_gpu: bool) -> Pages:

@@ -86,6 +86,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     _require_room_here(topology, config.cluster)
     models = check_models(config)
     inputs = read_inputs(config, models.tokenizer)
+    dataset, config = _describe_data(inputs, config.run.epochs), config.lasting(inputs.dataset.pass_prompts)
     _require_context(
         inputs, models.context_tokens, config.sampling.max_new_tokens, config.max_first_words_tokens
     )
@@ -114,7 +115,6 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     remarks = [f"{key} has no effect: {why}" for key, why in idle_keys(config)]
     remarks += misspelt_attributes(environment) if environment is not None else []
     on_gpus = [f"{key} is {value}, the default on GPUs" for key, value in config.device_defaults.items()]
-    dataset = f"{len(inputs.dataset)} prompts, the longest {inputs.dataset.max_prompt_tokens} tokens"
     evaluation = () if inputs.evaluation is None else inputs.evaluation.lines
     have = "an unknown amount" if room.memory_bytes is None else gib(room.memory_bytes)
     rows = [f"{label:<15}{amount}" for label, amount in memory.rows()]
@@ -130,7 +130,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
         report=_report(
             {
                 "models": (*models.lines, adapter),
-                "data": (dataset, *inputs.notes(), *evaluation),
+                "data": (dataset.format(config.run.iterations), *inputs.notes(), *evaluation),
                 "reward": notes[2:],
                 "numerics": (numerics, *on_gpus, correction),
                 "settings": remarks,
@@ -207,6 +207,11 @@ def _check_scoring(engine: EngineConfig, cluster: ClusterConfig, *, on_gpu: bool
             f"{cluster.generation.num_gpus}; set trainer.scoring: model"
         )
     require_engine_scoring(engine, torch.device("cuda" if on_gpu else "cpu"))
+
+
+def _describe_data(inputs: Inputs, epochs: float | None) -> str:
+    line = f"{len(inputs.dataset)} prompts, the longest {inputs.dataset.max_prompt_tokens} tokens"
+    return line if epochs is None else f"{line}; run.epochs {epochs:g} is {{}} iterations"
 
 
 def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:

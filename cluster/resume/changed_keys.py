@@ -66,7 +66,7 @@ def deciding_changes(before: Config | SupervisedConfig, after: Config | Supervis
     old, new = (dict(_leaves(one.model_dump(mode="json"))) for one in (before, after))
     decide = (
         _DECIDE
-        if before.trainer.schedule == "constant"
+        if before.trainer.schedule == "constant" and before.trainer.warmup_ratio == 0.0
         else (*_DECIDE, "run.iterations", "trainer.max_steps")
     )
     return [

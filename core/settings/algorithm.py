@@ -78,6 +78,7 @@ _MOVED: Mapping[str, tuple[object, str]] = {
 
 _OF_ADVANTAGES = (
     "gamma", "ratio_level", "policy_loss", "clip_ratio", "clip_ratio_high", "dual_clip", "correction",
+    "top_entropy_quantile", "off_policy_mask_threshold",
 )  # fmt: skip
 "Keys of a loss by rewards."
 
@@ -98,6 +99,14 @@ def _without_effect(algorithm: AlgorithmConfig) -> dict[str, str]:
         idle |= dict.fromkeys(("distill_beta", "distill_top_k"), "distill_coef, of a teacher")
     if algorithm.advantage == "none":
         idle |= dict.fromkeys(_OF_ADVANTAGES, "an advantage")
+    if algorithm.policy_loss == "sapo":
+        idle |= dict.fromkeys(("clip_ratio", "clip_ratio_high"), "policy losses that clip")
+    else:
+        idle |= dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), "policy_loss sapo")
+    if not algorithm.sync_ref_model:
+        idle |= dict.fromkeys(("ref_model_sync_steps", "ref_model_mixup_alpha"), "sync_ref_model: true")
+    if algorithm.kl_coef == 0.0:
+        idle["sync_ref_model"] = "kl_coef, without which there is no reference"
     if not algorithm.dynamic_sampling:
         idle |= dict.fromkeys(("dynamic_sampling_metric", "max_extra_groups"), "dynamic_sampling: true")
     return idle
@@ -119,14 +128,24 @@ class AlgorithmConfig(Section):
     clip_value: float = Field(default=0.2, gt=0.0)
     ratio_level: Literal["token", "sequence", "sequence_mean"] = "token"
     "new over old probability: of each token, of the whole response, or its geometric mean over the tokens (GSPO)"
-    policy_loss: Literal["clip", "cispo"] = "clip"
-    "clip: PPO's surrogate; cispo: the clipped ratio is a constant weight, every token keeps its gradient"
+    policy_loss: Literal["clip", "cispo", "sapo", "geo_mean"] = "clip"
+    """clip: PPO's surrogate; cispo: the clipped ratio is a constant weight, every token keeps its gradient; sapo: a
+    soft gate of the ratio in place of a clip; geo_mean: the geometric mean of a response's clipped ratios (GMPO)"""
     clip_ratio: float = Field(default=0.2, gt=0.0)
-    "a ratio is clipped below 1 - clip_ratio and above 1 + clip_ratio_high"
+    "a ratio is clipped below 1 - clip_ratio and above 1 + clip_ratio_high; geo_mean: its logarithm at the two"
     clip_ratio_high: float | None = Field(default=None, gt=0.0)
     "null: as clip_ratio; higher: DAPO's clip-higher"
     dual_clip: float | None = Field(default=None, gt=1.0)
     "largest ratio that counts where the advantage is negative (Ye et al. 2020; verl's clip_ratio_c); null: none"
+    sapo_temperature_pos: float = Field(default=1.0, gt=0.0)
+    "of sapo's gate where the advantage is positive (Gao et al. 2025; TRL's)"
+    sapo_temperature_neg: float = Field(default=1.05, gt=0.0)
+    top_entropy_quantile: float = Field(default=1.0, ge=0.0, le=1.0)
+    """share of a minibatch's tokens, those of the highest entropy, that the policy loss keeps (Wang et al. 2025, 0.2
+    there); below 1 a forward more of each minibatch"""
+    off_policy_mask_threshold: float | None = None
+    """nats a token: a response is no part of the policy loss where its advantage is negative and the policy has become
+    less likely than the sampler by more, in the mean (DeepSeek-V3.2, section 3.1); null: all are"""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     "constant_length: sums over responses of at most sampling.max_new_tokens, divided by that length"
     entropy_coef: float = Field(default=0.0, ge=0.0)
@@ -145,6 +164,12 @@ class AlgorithmConfig(Section):
     "a term of the loss, or a penalty on each token's reward"
     kl_bias_correction: bool = False
     "weigh the KL term by the policy ratio: right in later minibatches too (DeepSeek-V3.2, section 3.1)"
+    sync_ref_model: bool = False
+    "true: the reference follows the policy (Gorbatovski et al. 2024, 'Learn your reference model'); as TRL"
+    ref_model_sync_steps: int = Field(default=512, ge=1)
+    "optimizer steps from one time to the next"
+    ref_model_mixup_alpha: float = Field(default=0.6, gt=0.0, le=1.0)
+    "reference = alpha policy + (1 - alpha) reference"
     kl_target: float | None = Field(default=None, gt=0.0)
     "nats a token that the coefficient is steered to (Ziegler et al. 2019, section 2.2); null: it stays"
     kl_horizon: float = Field(default=10_000.0, gt=0.0)
@@ -212,6 +237,16 @@ class AlgorithmConfig(Section):
         if self.dual_clip is not None and self.policy_loss != "clip":
             raise ValueError(
                 f"dual_clip is of policy_loss clip, this is {self.policy_loss}; take it out (null)"
+            )
+        if self.policy_loss == "geo_mean" and (self.ratio_level != "token" or not self.compares_groups):
+            raise ValueError(
+                f"policy_loss geo_mean takes the mean of single tokens' ratios under one advantage a response, got "
+                f"ratio_level {self.ratio_level}, advantage {self.advantage}; take token, group_std"
+            )
+        if self.top_entropy_quantile < 1.0 and self.has_entropy_bonus:
+            raise ValueError(
+                f"top_entropy_quantile {self.top_entropy_quantile} keeps the tokens of high entropy, and an entropy "
+                "bonus raises that of all; take out one of the two (entropy_coef 0, entropy_target null)"
             )
         return self
 

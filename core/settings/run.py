@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from .section import Moment, Name, Section, UserPath, folder_name
 
@@ -21,6 +21,9 @@ class RunConfig(Section):
     "what chat templates are told when they ask the time (strftime_now), ISO 8601, in resumes, proofs and evaluations "
     "too; null: when the run begins, which its config.yaml keeps"
     iterations: int = Field(default=20, ge=1)
+    epochs: float | None = Field(default=None, gt=0.0, le=1e6)
+    """passes over the prompts (TRL's num_train_epochs) in place of iterations, rounded up to whole ones of those, which
+    are what the run's config.yaml keeps; null: iterations say it"""
     output_dir: UserPath = "runs"
     "run folders are made under it; made absolute against the caller's folder"
     cache_dir: UserPath = CACHE_DIR
@@ -38,6 +41,19 @@ class RunConfig(Section):
     "machines whose disk goes with them; `train --resume URL` brings one back"
     step_log: bool = False
     "true: write what every decode step saw, decided and did, for `rlhfspec replay`"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, given: Any) -> Any:
+        """Of `iterations` and `epochs` one; null takes the other's place in a file out."""
+        if not isinstance(given, dict) or given.get("epochs") is None:
+            return given
+        if given.get("iterations") is not None:
+            raise ValueError(
+                f"epochs {given['epochs']} and iterations {given['iterations']} both say how long the run is; take one "
+                "out (--set run.iterations=null), or where a run is resumed, whose config has iterations, set those"
+            )
+        return {key: value for key, value in given.items() if key != "iterations"}
 
 
 class ModelsConfig(Section):

@@ -17,7 +17,17 @@ from .section import (
     UserPath,
     folder_name,
 )
-from .trainer import Beta, ComputeDtype, LoraConfig
+from .trainer import (
+    DECAY_RATIO,
+    Beta,
+    ComputeDtype,
+    LearningSection,
+    LoraConfig,
+    Optim,
+    Schedule,
+    Share,
+    require_optim,
+)
 
 USUAL_TOKENS = 1024
 "Of a sequence at most, where data.max_tokens says nothing."
@@ -120,7 +130,7 @@ class FeedbackConfig(PairsConfig):
     "that response"
 
 
-class SupervisedTrainerConfig(Section):
+class SupervisedTrainerConfig(LearningSection):
     """The optimizer and its schedule. Weights are float32 whatever `model.dtype` is."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -128,9 +138,15 @@ class SupervisedTrainerConfig(Section):
     lora: LoraConfig | None = None
     "null: every weight learns; a reward model's head learns whole either way"
     learning_rate: float = Field(default=2e-5, gt=0.0, le=1e6)
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    schedule: Schedule = "linear"
     "of the learning rate after the warm-up, as transformers.get_scheduler"
+    min_lr_ratio: Share = 0.0
+    "cosine_with_min_lr, warmup_stable_decay: the last learning rate over the first"
+    decay_ratio: float = Field(default=DECAY_RATIO, gt=0.0, le=1.0)
+    "warmup_stable_decay: share of all steps in which the rate falls, as a cosine"
     warmup_steps: int = Field(default=0, ge=0)
+    warmup_ratio: Share = 0.0
+    "warm-up as a share of all steps, rounded up; one of the two"
     epochs: int = Field(default=1, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
     "optimizer steps; null: as many as the epochs have, else the rows come round as often as they must"
@@ -139,6 +155,9 @@ class SupervisedTrainerConfig(Section):
     max_tokens_per_forward: int = Field(default=4096, ge=16)
     "in one forward, packed without padding; more are accumulated"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
+    optim: Optim = "adamw"
+    """adamw_8bit: moments of 8 bits, by bitsandbytes, which it needs. muon (Jordan 2024): the layers' matrices step by
+    their momentum (0.95), orthogonalised and as long as AdamW's step; all else, embeddings and head too, by AdamW"""
     weight_decay: float = Field(default=0.0, ge=0.0)
     adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
     "of AdamW: how much of its averages of the gradient and of its square each step keeps"
@@ -209,6 +228,7 @@ class SupervisedConfig(Section):
     @model_validator(mode="after")
     def _shares_for_all(self) -> SupervisedConfig:
         num_trainers, num_gpus = self.cluster.trainer.num_actors, self.cluster.trainer.num_gpus
+        require_optim(self.trainer, num_trainers)
         if num_trainers > self.trainer.batch_size:
             raise ValueError(
                 f"cluster.trainer.num_actors is {num_trainers}, but trainer.batch_size {self.trainer.batch_size} has "
@@ -222,10 +242,18 @@ class SupervisedConfig(Section):
         return self
 
 
+class SftLossConfig(Section):
+    """The loss of `rlhfspec sft`."""
+
+    type: Literal["nll", "dft"] = "nll"
+    "the mean negative log-likelihood of a token; dft: each times its probability, a constant (Wu et al. 2025)"
+
+
 class SftConfig(SupervisedConfig):
     """`rlhfspec sft`."""
 
     data: DemonstrationsConfig  # type: ignore[assignment]  # frozen: nobody writes another kind
+    loss: SftLossConfig = SftLossConfig()
 
 
 class TrainRewardConfig(SupervisedConfig):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from .generation import SpeculationConfig
-from .section import MAX_THREADS, Name, Section
+from .section import MAX_THREADS, Name, Section, UserPath
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Schedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"]
+DECAY_RATIO = 0.1
+Optim = Literal["adamw", "adamw_8bit", "muon"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -19,6 +23,10 @@ class LoraConfig(Section):
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0.0)
     "the adapters' product counts alpha / rank"
+    use_rslora: bool = False
+    "true: it counts alpha / sqrt(rank) (Kalajdzievski 2023), as peft's"
+    adapter_path: UserPath | None = None
+    "folder of a PEFT adapter of this rank, alpha and targets that sft and train-reward go on from; null: a new one"
     targets: Literal["all-linear"] | tuple[Name, ...] = "all-linear"
     "last parts of module names, such as q_proj; all-linear: every linear but the output head"
     dropout: float = 0.0
@@ -42,7 +50,36 @@ class LoraConfig(Section):
         return targets
 
 
-class TrainerConfig(Section):
+class LearningSection(Section):
+    """What the two trainers' sections refuse alike."""
+
+    @model_validator(mode="after")
+    def _of_the_rate(self) -> Self:
+        given = dict(self)
+        schedule, floor = given["schedule"], given["min_lr_ratio"]
+        if given["warmup_steps"] and given["warmup_ratio"]:
+            raise ValueError(
+                f"warmup_steps {given['warmup_steps']} and warmup_ratio {given['warmup_ratio']} both say how long the "
+                "warm-up is; take one out"
+            )
+        if (floor > 0.0) != (schedule == "cosine_with_min_lr") and schedule != "warmup_stable_decay":
+            raise ValueError(
+                f"min_lr_ratio is {floor} with schedule {schedule}; expected it above 0 with cosine_with_min_lr, "
+                "any with warmup_stable_decay, 0 with the others, which have no floor"
+            )
+        if given["decay_ratio"] != DECAY_RATIO and schedule != "warmup_stable_decay":
+            raise ValueError(
+                f"decay_ratio {given['decay_ratio']} is of warmup_stable_decay, schedule is {schedule}; take it out"
+            )
+        if schedule == "warmup_stable_decay" and given["warmup_ratio"] + given["decay_ratio"] > 1.0:
+            raise ValueError(
+                f"warmup_ratio {given['warmup_ratio']} and decay_ratio {given['decay_ratio']} are more than the whole "
+                "run together; lower one"
+            )
+        return self
+
+
+class TrainerConfig(LearningSection):
     """The learner. Its weights are float32 whatever `models.dtype` is; that is what it publishes in."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -53,10 +90,17 @@ class TrainerConfig(Section):
     value_learning_rate: float = Field(default=1e-3, gt=0.0, le=1e6)
     value_epochs: int = Field(default=8, ge=1)
     "ppo: passes of the value head over a batch's states; cheap, since the trunk is run once for all"
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    "how the learning rate goes on after the warm-up: linear and cosine fall towards 0 at the run's end"
+    schedule: Schedule = "constant"
+    """how the learning rate goes on after the warm-up, as transformers.get_scheduler: linear and cosine fall towards 0
+    at the run's end, cosine_with_min_lr and warmup_stable_decay (which falls last) towards min_lr_ratio"""
+    min_lr_ratio: Share = 0.0
+    "of those two: the last learning rate over the first (verl's min_lr_ratio)"
+    decay_ratio: float = Field(default=DECAY_RATIO, gt=0.0, le=1.0)
+    "warmup_stable_decay: share of all optimizer steps in which the rate falls, as a cosine (Hu et al. 2024, section 4)"
     warmup_steps: int = Field(default=0, ge=0)
     "optimizer steps over which the learning rate rises from 0"
+    warmup_ratio: Share = 0.0
+    "the same as a share of all optimizer steps, rounded up; one of the two"
     epochs: int = Field(default=1, ge=1)
     minibatch_size: int = Field(default=32, ge=1)
     "responses per optimizer step"
@@ -65,6 +109,9 @@ class TrainerConfig(Section):
     block_samples: int = Field(default=8, ge=1)
     "samples for each trainer, by their index, whose forwards before the first step share packs"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
+    optim: Optim = "adamw"
+    """adamw_8bit: moments of 8 bits, by bitsandbytes, which it needs. muon (Jordan 2024): the layers' matrices step by
+    their momentum (0.95), orthogonalised and as long as AdamW's step; all else, embeddings and head too, by AdamW"""
     weight_decay: float = Field(default=0.0, ge=0.0)
     adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
     "of AdamW: how much of its averages of the gradient and of its square each step keeps"
@@ -160,10 +207,30 @@ def require_cotrain(training: DrafterTrainingConfig, speculation: SpeculationCon
         )
 
 
-def require_trainer(trainer: TrainerConfig, *, num_gpus: float) -> None:
-    """Raise ValueError for a GPU that is not given."""
+def require_optim(trainer: LearningSection, num_trainers: int) -> None:
+    """Raise ValueError for an optimizer that would get parts of what it takes whole."""
+    given = dict(trainer)
+    if num_trainers > 1 and given["strategy"] == "fsdp2" and given["optim"] != "adamw":
+        raise ValueError(
+            f"trainer.optim {given['optim']} steps whole weights, and with {num_trainers} trainers strategy fsdp2 "
+            "gives each a part of every one; set trainer.strategy: ddp, or trainer.optim: adamw"
+        )
+
+
+def require_trainer(trainer: TrainerConfig, *, num_gpus: float, moves_reference: bool) -> None:
+    """Raise ValueError for a GPU that is not given, a reference that cannot move, an adapter that nobody merged."""
     if trainer.device == "cuda" and num_gpus == 0:
         raise ValueError(
             "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; set it "
             "to 1, or trainer.device to auto"
+        )
+    if trainer.lora is not None and trainer.lora.adapter_path is not None:
+        raise ValueError(
+            f"trainer.lora.adapter_path is of sft and train-reward, got {trainer.lora.adapter_path} for a run, whose "
+            "first weights are those of models.target; name the merged model there (model/ beside the adapter)"
+        )
+    if moves_reference and trainer.lora is not None:
+        raise ValueError(
+            "algorithm.sync_ref_model moves the reference, which with trainer.lora is the model below the adapters "
+            "and stays; take one of the two out"
         )

@@ -68,6 +68,12 @@ class PromptDataset:
         return replace(self, prompts=PackedPrompts(self.prompts[place] for place in places), sources=sources)
 
     @property
+    def pass_prompts(self) -> float:
+        """Prompts of one epoch: weighted sources come as often as they say."""
+        visits = (source.num_prompts * source.repeats for source in self.sources)
+        return sum(visits) if self.sources else len(self.prompts)
+
+    @property
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt."""
         return self.prompts.max_tokens

@@ -10,6 +10,7 @@ Source: Hu et al. 2022, 'LoRA: Low-rank adaptation of large language models', se
 from __future__ import annotations
 
 import importlib
+import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -23,6 +24,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ...core.errors import ConfigError
 from ...core.settings.trainer import LoraConfig
+from ...core.surfaces.surface import surface
+from ...engine.weights.weight_files import ADAPTER_FILE
 from .adapter_merge import Wrapped, idle_targets, merged_tensors
 
 _LINEARS = (torch.nn.Linear, Conv1D)
@@ -42,10 +45,11 @@ class Adapter:
     def __init__(
         self, model: PreTrainedModel, settings: LoraConfig, *, seed: int, head: str | None = None
     ) -> None:
-        """Freeze the model and put adapters into it; they start at zero, so the policy is the model's own.
+        """Freeze the model and put adapters into it; new ones start at zero, so the policy is the model's own.
 
         `head` names a module that learns whole: that of a reward model, which is new.
-        Raises ConfigError: peft is not installed, no module has a name that is targeted, or one cannot be merged.
+        Raises ConfigError: peft is not installed, no module has a name that is targeted, one cannot be merged, or
+        `adapter_path` is another adapter than the settings say.
         """
         peft = require_peft()
         linears = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, _LINEARS)}
@@ -55,6 +59,7 @@ class Adapter:
             r=settings.rank,
             lora_alpha=settings.alpha,
             lora_dropout=settings.dropout,
+            use_rslora=settings.use_rslora,
             target_modules=settings.targets if isinstance(settings.targets, str) else [*settings.targets],
         )
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
@@ -69,6 +74,8 @@ class Adapter:
                     f"linear layers of it ({', '.join(sorted(linears))}), or take all-linear"
                 ) from error
         self._model = model
+        if settings.adapter_path is not None:
+            self._start_from(Path(settings.adapter_path).expanduser(), peft)
         try:
             shared = [owners for owners in self._wrapped().due.values() if len(owners) > 1]
         except ConfigError as error:
@@ -79,6 +86,33 @@ class Adapter:
                 f"trainer.lora.targets names {one} and {other}, which are one weight: merged, the two would differ; "
                 "take them out of the targets"
             )
+
+    def _start_from(self, folder: Path, peft: Any) -> None:
+        """Take over an adapter's tensors; on the meta device look at its settings alone. Raises ConfigError."""
+        what = f"trainer.lora.adapter_path {folder}"
+        try:
+            theirs = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+            tensors = peft.utils.load_peft_weights(str(folder), device="cpu")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{what} is no folder of an adapter ({error}); expected peft's files") from None
+        known = surface("adapter_config")
+        known.require(theirs, what, error=ConfigError)
+        ours = self._adapted.peft_config[_NAME].to_dict()
+        # targets have many spellings: the tensors tell them
+        for key in sorted((ours.keys() & known.used) - {"task_type", "target_modules"}):
+            asked, found = (_plain(one.get(key)) for one in (ours, theirs))
+            if asked != found:
+                raise ConfigError(
+                    f"{what} has {key} {found}, expected trainer.lora's {asked}; set it to that there"
+                )
+        expected = peft.get_peft_model_state_dict(self._adapted, save_embedding_layers=False)
+        if odd := sorted(expected.keys() ^ tensors.keys()):
+            raise ConfigError(
+                f"{what} is of other targets or another model: {odd[0]} is in one of the two; set trainer.lora.targets "
+                "to its own"
+            )
+        if self._model.device.type != "meta":
+            peft.set_peft_model_state_dict(self._adapted, tensors)
 
     def switched_off(self) -> AbstractContextManager[Any]:
         """The model without its adapters: the reference policy."""
@@ -124,6 +158,11 @@ class Adapter:
             # peft would ask the hub whether the vocabulary has grown; it never does here
             self._adapted.save_pretrained(folder, save_embedding_layers=False, state_dict=own)
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it, in one order; what is empty is not set."""
+    return (sorted(value) if isinstance(value, set | list | tuple) else value) or None
 
 
 def count_adapter_params(model: PreTrainedModel, settings: LoraConfig) -> int:

@@ -80,6 +80,7 @@ class Learner(Trainer):
             compute_dtype=compute_dtype,
             trainers=trainers,
             has_reference=algorithm.kl_coef > 0.0,
+            moves_reference=algorithm.sync_ref_model,
         )
         self._scorer = scorer
         self.algorithm = algorithm
@@ -287,9 +288,15 @@ class Learner(Trainer):
 
     def _take_minibatch(self, objective: PolicyObjective, rows: list[int]) -> None:
         """Take one optimizer step, unless its gradient is 0, and close the minibatch's figures."""
-        batch = objective.batch(rows, num_steps=self.num_steps)
+        least, share = None, self.algorithm.top_entropy_quantile
+        if share < 1.0:
+            counted = [row for row in rows if objective.targets.learned[row]]
+            least = self._forward.least_entropy(self.model, objective.experience, counted, share)
+        batch = objective.batch(rows, num_steps=self.num_steps, least_entropy=least)
         self.laps.lap("collate")
         norm = self.learn(batch, f"at weight version {self.weight_version}")
+        if norm > 0.0 and self.algorithm.sync_ref_model:
+            self._move_reference()
         closed = objective.metrics.close_minibatch(
             self.trainers.gather(batch.part),
             grad_norm=norm,
@@ -302,6 +309,18 @@ class Learner(Trainer):
         self.laps.lap("observers")
         if objective.targets.engine is not None and norm > 0.0:
             objective.targets.engine.changed()
+
+    @torch.no_grad()
+    def _move_reference(self) -> None:
+        """Let the reference follow, where it is due; the next update's divergence is from it."""
+        assert self.reference is not None, "kl_coef above 0 has one"
+        if self.num_steps % self.algorithm.ref_model_sync_steps:
+            return
+        alpha = self.algorithm.ref_model_mixup_alpha
+        for old, new in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+            old.mul_(1.0 - alpha).add_(new, alpha=alpha)
+        if self._scorer is not None and self._scorer.holds == "reference":
+            self._scorer.holds = None
 
     def _minibatches(self, group_ids: Int[Tensor, " B"], generator: torch.Generator) -> Iterator[list[int]]:
         """Of equal size up to one sample: a small last one would step as far as a whole one.

@@ -108,6 +108,21 @@ class PolicyForward:
         return sorted({row for pack in self.packs(rows, experience) for row in pack.rows})
 
     @torch.no_grad()
+    def least_entropy(
+        self, model: PreTrainedModel, experience: Experience, rows: Sequence[int], share: float
+    ) -> float:
+        """What the tokens of highest entropy, that share of these rows' response tokens, have at least. Collective.
+
+        As TRL has it over the rows of one step.
+        """
+        found = []
+        for pack in self.packs(rows, experience):
+            entropy = self.statistics(model, experience.packed(pack.rows), entropy=True).entropy
+            found += [] if pack.is_filler or entropy is None else [entropy.float().cpu()]
+        entropies = torch.cat(self.trainers.gather(torch.cat([torch.zeros(0), *found])))
+        return float(torch.quantile(entropies, 1.0 - share)) if len(entropies) else 0.0
+
+    @torch.no_grad()
     def values(
         self,
         model: PreTrainedModel,

@@ -32,6 +32,7 @@ from ...core.files import partial_of, whole_folder
 from ...core.settings.supervised import (
     DpoLossConfig,
     PreferenceLossConfig,
+    SftLossConfig,
     SupervisedModelConfig,
     SupervisedTrainerConfig,
 )
@@ -65,7 +66,7 @@ class SupervisedJob:
     model: SupervisedModelConfig
     "its name a path or hub name that every trainer can read"
     trainer: SupervisedTrainerConfig
-    loss: PreferenceLossConfig | DpoLossConfig
+    loss: PreferenceLossConfig | DpoLossConfig | SftLossConfig
     seed: int
     tokenizer: PreTrainedTokenizerBase
     train: Sequence[Any]
@@ -231,9 +232,10 @@ def _load(job: SupervisedJob) -> tuple[PreTrainedModel, ModelForm]:
 def _objective(job: SupervisedJob) -> Objective:
     if isinstance(job.loss, DpoLossConfig):
         return DirectPreferences(loss=job.loss, vocab_size=num_token_ids(job.tokenizer))
-    if job.kind == "reward":
+    if isinstance(job.loss, PreferenceLossConfig) and job.kind == "reward":
         return Preferences(center_coefficient=job.loss.center_rewards_coefficient)
-    return NextTokens(vocab_size=num_token_ids(job.tokenizer))
+    is_dynamic = isinstance(job.loss, SftLossConfig) and job.loss.type == "dft"
+    return NextTokens(vocab_size=num_token_ids(job.tokenizer), is_dynamic=is_dynamic)
 
 
 def _save(
@@ -335,7 +337,7 @@ class SupervisedLearner(Trainer):
             model,
             trainer,
             seed=seed,
-            rate_factor=step_rule(trainer.schedule, trainer.warmup_steps, total_steps),
+            rate_factor=step_rule(trainer, total_steps),
             compute_dtype=compute_dtype,
             trainers=trainers,
             head=head,

@@ -6,6 +6,7 @@ Equal items give equal parameters on the CPU, by any number of trainers up to th
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...core.config import TrainerConfig
-from ...core.errors import NotFiniteError, RlhfSpecError
+from ...core.errors import ConfigError, NotFiniteError, RlhfSpecError
 from ...core.settings.supervised import SupervisedTrainerConfig
 from .adapter import Adapter
 from .batching import Pack
@@ -67,12 +68,14 @@ class Trainer:
         trainers: OneTrainer | None = None,
         head: str | None = None,
         has_reference: bool = False,
+        moves_reference: bool = False,
     ) -> None:
         """Take a model of float32 weights that is ready for its forwards, on the device it is to learn on.
 
         With shards it is on the CPU. `rate_factor` says what the learning rate is multiplied by at the n-th step, from
         1. `compute_dtype` is what matrix products are computed in. `trainers` is the group that learns together, each
-        with an equal model and equal items. `head` names a module that learns whole beside adapters.
+        with an equal model and equal items. `head` names a module that learns whole beside adapters. A reference
+        that is to move is held in float32.
         Raises ConfigError: weights that the optimizer cannot step; and as `Adapter`.
         """
         self.model, self.seed = model, seed
@@ -96,10 +99,11 @@ class Trainer:
         self.reference: PreTrainedModel | None = None
         if has_reference and self.adapter is None:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
-            hold_linears_in(self.reference, compute_dtype)
+            if not moves_reference:
+                hold_linears_in(self.reference, compute_dtype)
         self.trainers.shard(model, self.reference)
         self.laps = Laps(model.device)
-        self.optimizer = adam(self._learned(), settings)
+        self.optimizer = optimizer_of(model, settings, head=head)
         every = self.adapter is None
         self._unmoved = {name: one for name, one in model.named_parameters() if every or one.requires_grad}
         self._reached: dict[str, Tensor] = {}
@@ -288,17 +292,67 @@ def small_trainer(model: PreTrainedModel, *, learning_rate: float, warmup_steps:
     return Trainer(model, settings, seed=0, rate_factor=lambda step: min(1.0, step / warmup_steps))
 
 
-def adam(
-    parameters: Sequence[torch.nn.Parameter], trainer: TrainerConfig | SupervisedTrainerConfig
-) -> torch.optim.AdamW:
-    """The optimizer of a model's weights. Source: Loshchilov and Hutter 2019, 'Decoupled weight decay'."""
-    on_gpu = bool(parameters) and all(one.device.type == "cuda" for one in parameters)
-    return torch.optim.AdamW(
-        parameters,
-        # one launch for all; None leaves a CPU's as it is
-        fused=True if on_gpu else None,
-        lr=trainer.learning_rate,
-        weight_decay=trainer.weight_decay,
-        betas=trainer.adam_betas,
-        eps=trainer.adam_epsilon,
-    )
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for some weights and AdamW for the others, as one optimizer with a group of each."""
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        """Take over what the two hold; `step` has them step it."""
+        self._parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Let each step its weights."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            # a state that was loaded has put others in their place
+            part.param_groups, part.state = [group], self.state
+            part.step(closure)
+
+
+def optimizer_of(
+    model: PreTrainedModel, trainer: TrainerConfig | SupervisedTrainerConfig, *, head: str | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of the weights that learn; `head` names a module that learns whole beside adapters.
+
+    Sources: Loshchilov and Hutter 2019, 'Decoupled weight decay'; Dettmers et al. 2022, '8-bit optimizers via
+    block-wise quantization'; Jordan 2024, 'Muon', its steps as long as in Liu et al. 2025, section 2.2.
+    Raises ConfigError: adamw_8bit without bitsandbytes.
+    """
+    learned = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    given: dict[str, Any] = {"lr": trainer.learning_rate, "weight_decay": trainer.weight_decay}
+    of_adam: dict[str, Any] = {"betas": trainer.adam_betas, "eps": trainer.adam_epsilon}
+    if trainer.optim == "adamw_8bit":
+        library = _require_bitsandbytes().optim
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                # as transformers: a rare token's moments would round away
+                keeping = library.GlobalOptimManager.get_instance().register_module_override
+                keeping(module, "weight", {"optim_bits": 32})
+        return library.AdamW8bit(learned.values(), **given, **of_adam)
+    matrices: list[nn.Parameter] = []
+    if trainer.optim == "muon":
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        tables = {id(weight) for end in ends if end is not None for weight in end.parameters()}
+        inside = {name: one for name, one in learned.items() if one.ndim == 2 and id(one) not in tables}
+        matrices = [one for name, one in inside.items() if head is None or head not in name.split(".")]
+    of_muon = {id(one) for one in matrices}
+    parameters = [one for one in learned.values() if id(one) not in of_muon]
+    on_gpu = bool(learned) and all(one.device.type == "cuda" for one in learned.values())
+    # one launch for all; None leaves a CPU's as it is
+    fused = True if on_gpu else None
+    if not matrices:
+        return torch.optim.AdamW(parameters, fused=fused, **given, **of_adam)
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **given)
+    if not parameters:
+        return muon
+    return MuonAndAdamW(muon, torch.optim.AdamW(parameters, fused=fused, **given, **of_adam))
+
+
+def _require_bitsandbytes() -> Any:
+    try:
+        return importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.optim adamw_8bit needs the package bitsandbytes, which is not installed ({error}); "
+            "pip install bitsandbytes, or take adamw"
+        ) from None

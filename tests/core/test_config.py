@@ -422,3 +422,40 @@ def test_sources_take_what_data_says_and_keep_it_through_a_file(tmp_path: Path) 
     assert (second.chat, second.prompt_field, second.reference_field) == (False, "q", None)
     dump_config(config, tmp_path / "c.yaml")
     assert load_config(tmp_path / "c.yaml") == config
+
+
+def test_a_run_lasts_epochs_or_iterations() -> None:
+    tree = SMALLEST | {"run": {"epochs": 1.5, "iterations": None}, "rollout": {"prompts_per_iteration": 4}}
+    config = config_from_dict(tree)
+    # fifteen prompts, four at a time
+    lasting = config.lasting(10)
+    assert (lasting.run.iterations, lasting.run.epochs) == (4, None)
+    assert config_from_dict(lasting.model_dump()) == lasting
+    assert config.lasting(0.1).run.iterations == 1
+    assert lasting.lasting(1000) is lasting
+    with pytest.raises(ConfigError, match=r"run\.epochs|epochs 1\.5 and iterations 7"):
+        config_from_dict(tree | {"run": {"epochs": 1.5, "iterations": 7}})
+    with pytest.raises(ConfigError, match="iterations"):
+        config_from_dict(SMALLEST | {"run": {"iterations": None}})
+
+
+def test_a_reference_below_adapters_does_not_move() -> None:
+    algorithm = {"kind": "grpo", "kl_coef": 0.1, "sync_ref_model": True}
+    tree = SMALLEST | {"algorithm": algorithm, "rollout": {"samples_per_prompt": 4}}
+    assert config_from_dict(tree).algorithm.sync_ref_model
+    with pytest.raises(ConfigError, match=r"sync_ref_model moves the reference"):
+        config_from_dict(tree | {"trainer": {"lora": {}}})
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_8bit"])
+def test_shards_are_stepped_by_adamw_alone(optim: str) -> None:
+    tree = SMALLEST | {"trainer": {"optim": optim}, "cluster": {"trainer": {"num_actors": 2}}}
+    with pytest.raises(ConfigError, match=rf"trainer\.optim {optim} steps whole weights"):
+        config_from_dict(tree)
+    ddp = {"trainer": {"optim": optim, "strategy": "ddp"}}
+    assert config_from_dict(tree | ddp).trainer.optim == optim
+
+
+def test_a_run_begins_with_the_target_s_own_weights() -> None:
+    with pytest.raises(ConfigError, match="adapter_path is of sft and train-reward, got a for a run"):
+        config_from_dict(SMALLEST | {"trainer": {"lora": {"adapter_path": "a"}}})

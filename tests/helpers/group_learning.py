@@ -25,7 +25,9 @@ CASES = {
     "lora": ("grpo", LoraConfig(rank=4)),
     "untied": ("grpo", None),
     "taught": ("distill", None),
+    "moving": ("grpo", None),
 }
+MOVING = {"moving": {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5}}
 CORRECTED = {"untied": {"weight": "sequence", "mask": "token", "mask_high": 1.1}}
 "Corrections against the sampler, whose samples grow older with each update."
 STRATEGIES = ("ddp", "fsdp2")
@@ -44,7 +46,7 @@ def new_learner(case, trainers=None) -> Learner:
     kind, lora = CASES[case]
     learner = Learner(
         tied_model() if case != "untied" else tiny_llama(),
-        algorithm=AlgorithmConfig(kind=kind, correction=CORRECTED.get(case, {})),
+        algorithm=AlgorithmConfig(kind=kind, correction=CORRECTED.get(case, {}), **MOVING.get(case, {})),
         # minibatches of five rows and four, in packs of a few: shares of unlike numbers of packs
         trainer=TrainerConfig(
             learning_rate=1e-3, minibatch_size=5, epochs=2, max_tokens_per_forward=24, lora=lora

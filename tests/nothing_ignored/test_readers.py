@@ -56,6 +56,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "engine/weights/loading.py": (PACKAGE, "the model's config"),
     "engine/weights/weight_files.py": (STRICT, "index: every name is a tensor"),
     "learning/data/prompt_tokens.py": (SURFACE,),
+    "learning/training/adapter.py": (SURFACE, "adapter_config"),
     "learning/data/chat/messages.py": (PACKAGE, "a call's arguments, which the template gets whole"),
     "learning/data/packed_prompts.py": (PACKAGE, "columns that it made"),
     "learning/data/record.py": (PACKAGE, "a copy of plain values"),

@@ -117,6 +117,59 @@ def cispo_loss(
     )
 
 
+def sapo_loss(
+    log_ratios: Float[Tensor, "*S"],
+    advantages: Float[Tensor, "*S"],
+    *,
+    temperature_pos: float,
+    temperature_neg: float,
+) -> PolicyLoss:
+    """A gate of slope 1 at ratio 1 that closes smoothly on both sides: -(4 / t) sigmoid(t (r - 1)) A.
+
+    `t` is `temperature_pos` where A > 0. Source: Gao et al. 2025, 'Soft adaptive policy optimization', equation 6.
+    """
+    ratio = log_ratios.exp()
+    slope = torch.where(advantages > 0.0, temperature_pos, temperature_neg)
+    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
+    loss = -torch.sigmoid(slope * (ratio - 1.0)) * 4.0 / slope * advantages
+    return PolicyLoss(loss, ratio, nowhere, nowhere)
+
+
+def geometric_mean_loss(
+    log_ratios: Float[Tensor, " M"],
+    advantages: Float[Tensor, " M"],
+    sequences: Sequences,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """A response's advantage times the geometric mean of its tokens' ratios, negated, at each of its tokens.
+
+    A token's log-ratio is clipped at `-clip_low` or `clip_high`, on the side that PPO's surrogate is.
+    Source: Zhao et al. 2025, 'Geometric-mean policy optimization', equation 4; verl's `geo_mean`.
+    """
+    sign = advantages.sign()
+    kept = sign * torch.minimum(sign * log_ratios, sign * log_ratios.clamp(-clip_low, clip_high))
+    mean = (sequences.sums(kept) / sequences.num_tokens)[sequences.of_token]
+    low, high = (log_ratios < -clip_low) & (advantages < 0.0), (log_ratios > clip_high) & (advantages > 0.0)
+    return PolicyLoss(-mean.exp() * advantages, log_ratios.exp(), low, high)
+
+
+def off_policy_kept(
+    logprobs: Float[Tensor, " M"],
+    sampler_logprobs: Float[Tensor, " M"],
+    advantages: Float[Tensor, " M"],
+    sequences: Sequences,
+    threshold: float,
+) -> Float[Tensor, " M"]:
+    """1 for tokens that count: of a good response, or one whose mean log-ratio, sampler over policy, is small enough.
+
+    Source: DeepSeek-AI 2025, 'DeepSeek-V3.2', section 3.1 (off-policy sequence masking).
+    """
+    gap = sequences.sums((sampler_logprobs - logprobs).detach()) / sequences.num_tokens
+    return ((advantages >= 0.0) | (gap <= threshold)[sequences.of_token]).float()
+
+
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """Where the bound is what counts: on the other side the loss keeps its gradient."""
     return (ratio < 1.0 - clip_low) & (advantages < 0.0), (ratio > 1.0 + clip_high) & (advantages > 0.0)

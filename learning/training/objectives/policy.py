@@ -29,8 +29,11 @@ from .losses import (
     Sequences,
     cispo_loss,
     clipped_policy_loss,
+    geometric_mean_loss,
     kl_estimate,
     log_ratio,
+    off_policy_kept,
+    sapo_loss,
     token_weights,
 )
 from .targets import Targets
@@ -57,6 +60,10 @@ class LossInputs:
     "one over the tokens of the minibatch, for means over tokens"
     divergence: Float[Tensor, " M"] | None = None
     "from a teacher, where it is a term of the loss; learns too"
+    sampler: Float[Tensor, " M"] | None = None
+    "its log-probabilities; off_policy_mask_threshold goes by them"
+    least_entropy: float | None = None
+    "of a token that the policy loss keeps"
 
 
 def objective(
@@ -74,6 +81,12 @@ def objective(
     ratios = log_ratio(inputs.logprobs, inputs.old_logprobs, algorithm.ratio_level, inputs.sequences)
     policy = _policy_loss(ratios, inputs, algorithm)
     loss = policy.loss if inputs.importance is None else policy.loss * inputs.importance
+    if algorithm.off_policy_mask_threshold is not None:
+        assert inputs.sampler is not None, "a batch brings the sampler's log-probabilities"
+        old = inputs.sampler, inputs.advantages, inputs.sequences
+        loss = loss * off_policy_kept(inputs.logprobs, *old, algorithm.off_policy_mask_threshold)
+    if inputs.least_entropy is not None and inputs.entropy is not None:
+        loss = loss * (inputs.entropy >= inputs.least_entropy)
     metrics.add("policy_loss", loss, inputs.weight)
     if inputs.reference is not None:
         kl = kl_estimate(inputs.logprobs, inputs.reference, algorithm.kl_estimator)
@@ -99,6 +112,12 @@ def _policy_loss(ratios: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig)
     clip_low, clip_high = algorithm.clip_ratio, algorithm.upper_clip
     if algorithm.policy_loss == "cispo":
         return cispo_loss(ratios, inputs.logprobs, inputs.advantages, clip_low=clip_low, clip_high=clip_high)
+    if algorithm.policy_loss == "sapo":
+        pos, neg = algorithm.sapo_temperature_pos, algorithm.sapo_temperature_neg
+        return sapo_loss(ratios, inputs.advantages, temperature_pos=pos, temperature_neg=neg)
+    if algorithm.policy_loss == "geo_mean":
+        bounds = {"clip_low": clip_low, "clip_high": clip_high}
+        return geometric_mean_loss(ratios, inputs.advantages, inputs.sequences, **bounds)
     return clipped_policy_loss(
         ratios, inputs.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=algorithm.dual_clip
     )
@@ -338,8 +357,11 @@ class PolicyObjective:
     max_new_tokens: int | None = None
     "of a response; loss_aggregation constant_length needs it"
 
-    def batch(self, rows: list[int], *, num_steps: int) -> PolicyBatch:
-        """One minibatch of samples, after so many optimizer steps. Collective with `trainer.scoring` engine."""
+    def batch(self, rows: list[int], *, num_steps: int, least_entropy: float | None = None) -> PolicyBatch:
+        """One minibatch of samples, after so many optimizer steps. Collective with `trainer.scoring` engine.
+
+        `least_entropy` is of the tokens that the policy loss keeps; None: of all.
+        """
         mask, targets = self.experience.mask, self.targets
         weight, share = torch.zeros(2, *mask.shape)
         counted = mask[rows] & targets.learned[rows, None]
@@ -354,7 +376,7 @@ class PolicyObjective:
             engine = targets.engine.of(self.forward.rows_of(learned, self.experience))
             self.laps.lap("scoring")
         packs = self.forward.packs(learned, self.experience)
-        return PolicyBatch(self, packs, weight=weight, share=share, engine=engine, num_steps=num_steps)
+        return PolicyBatch(self, packs, weight, share, engine, num_steps, least_entropy)
 
 
 @dataclass(slots=True)
@@ -368,6 +390,7 @@ class PolicyBatch:
     engine: Float[Tensor, "B R"] | None
     "log-probabilities by the engine's forward, where they are to be its"
     num_steps: int
+    least_entropy: float | None = None
     part: OpenPart = NOTHING
     "of its figures, once `problem` has been asked"
 
@@ -404,7 +427,8 @@ class PolicyBatch:
         )
         per_token = dict(zip(given, there, strict=True))
         of.laps.lap("collate")
-        has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
+        asks = algorithm.has_entropy_bonus or self.least_entropy is not None
+        has_entropy = asks or algorithm.report_entropy
         seen: list[Tensor] | None = [] if of.observers and not pack.is_filler else None
         found = of.forward.statistics(
             model,
@@ -435,6 +459,8 @@ class PolicyBatch:
                 sequences=Sequences(of_token=of_token, num_tokens=num_tokens),
                 weight=per_token["weight"],
                 share=per_token["share"],
+                sampler=per_token["sampler"],
+                least_entropy=self.least_entropy,
             ),
             algorithm=algorithm,
             kl_coef=of.coefficients.kl,

@@ -63,6 +63,8 @@ class NextTokens:
 
     vocab_size: int
     "token ids that take part, as in the learner of RL"
+    is_dynamic: bool = False
+    "each token's loss times its probability, a constant (Wu et al. 2025, 'On the generalization of SFT')"
 
     def weight(self, item: Demonstration) -> float:
         """Its learned tokens."""
@@ -74,7 +76,8 @@ class NextTokens:
         """The sum over the items."""
         ids, marks = [item.token_ids for item in items], [item.is_learned for item in items]
         logprobs = learned_logprobs(model, ids, marks, self.vocab_size, forward)
-        return {"loss": -logprobs.sum()}
+        weighed = logprobs * logprobs.detach().exp() if self.is_dynamic else logprobs
+        return {"loss": -weighed.sum()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

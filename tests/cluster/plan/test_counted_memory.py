@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhfspec.cluster.plan.memory_plan import MemoryNeeds
 from rlhfspec.cluster.plan.model_files import model_shape
 from rlhfspec.cluster.plan.model_sizes import ModelShapes
+from rlhfspec.core.config import TrainerConfig
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.learning.training.batching import PackedSequences
+from rlhfspec.learning.training.trainer_core import optimizer_of
 from rlhfspec.learning.training.training_forward import prepare_for_training, response_statistics
 
 NUM_ROWS, LENGTH, VOCAB = 8, 48, 64
@@ -78,14 +80,14 @@ def counted(config: Any, dtype: torch.dtype, *, checkpointing: bool) -> int:
     return made.alive_bytes() - NUM_ROWS * LENGTH * VOCAB * dtype.itemsize
 
 
-def planned(config: Any, dtype: str, *, checkpointing: bool) -> dict[str, int]:
+def planned(config: Any, dtype: str, *, checkpointing: bool, optim: str = "adamw") -> dict[str, int]:
     settings = config_from_dict(
         {
             "data": {"task": "chain"},
             "models": {"target": "demo", "draft": "demo", "dtype": dtype},
             "drafter_training": {"refit": False},
             "rollout": {"prompts_per_iteration": NUM_ROWS, "samples_per_prompt": 1},
-            "trainer": {"minibatch_size": NUM_ROWS, "gradient_checkpointing": checkpointing},
+            "trainer": {"minibatch_size": NUM_ROWS, "gradient_checkpointing": checkpointing, "optim": optim},
             # what an allocator of a CPU keeps besides is no tensor
             "cluster": {"trainer": {"num_gpus": 1}},
         }
@@ -93,7 +95,8 @@ def planned(config: Any, dtype: str, *, checkpointing: bool) -> dict[str, int]:
     shapes = ModelShapes(target=model_shape(config))
     parts = MemoryNeeds(settings, shapes, max_total_tokens=LENGTH).plan(object_store_bytes=0).trainer_parts
     (activations,) = (size for name, size in parts.items() if name.startswith("activations of 384 tokens"))
-    return {"activations": activations, "rounded": parts["rounded weights"]}
+    learned = {"learned": parts["gradient, moments"]} if optim != "adamw" else {}
+    return {"activations": activations, "rounded": parts["rounded weights"], **learned}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -113,3 +116,22 @@ def test_a_forward_leaves_behind_what_the_plan_says_within_a_tenth(family: str, 
     found = counted(config, getattr(torch, dtype), checkpointing=True)
     assert anew["activations"] - one_layer == pytest.approx(found, rel=0.1)
     assert anew["rounded"] * 3 == plan["rounded"]
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_8bit"])
+def test_an_optimizer_keeps_what_the_plan_says_within_a_twentieth(optim: str) -> None:
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    config = AutoConfig.for_model("llama", **FAMILIES["llama"], num_hidden_layers=3, vocab_size=VOCAB)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    optimizer = optimizer_of(model, TrainerConfig(optim=optim))
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    states = [part for held in optimizer.state.values() for part in held.values() if torch.is_tensor(part)]
+    # a table of what codes mean is one of all weights
+    kept = sum({part.data_ptr(): part.nbytes for part in states}.values())
+    gradients = sum(one.nbytes for one in model.parameters())
+    plan = planned(config, "float32", checkpointing=False, optim=optim)["learned"]
+    assert plan == pytest.approx(gradients + kept, rel=0.05)
+    assert plan < 2.6 * gradients, "AdamW's are 3"

@@ -1,14 +1,17 @@
 """What updates take away from instances beside them is said: cores of one node, or a GPU."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.util.placement_group import remove_placement_group
 
+from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.plan.run_plan import RunPlan
 from rlhfspec.cluster.plan.topology import place, plan_topology
 from rlhfspec.cluster.system.placement_slots import cores_of
-from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.core.config_io import config_from_dict, dump_config, load_config
+from tests.conftest import TinyPair
 
 
 def shared(cores: float | dict[int, tuple[str, float]], **sections) -> str:
@@ -53,3 +56,22 @@ def test_every_bundle_has_a_node_and_cores(local_ray):
         remove_placement_group(group)
     assert found.keys() == {place.bundle for place in topology.places}
     assert all(cores >= 1.0 for _, cores in found.values())
+
+
+def test_epochs_are_counted_in_prompts_and_kept_as_iterations(tiny_pair: TinyPair, tmp_path: Path):
+    tree = {
+        "run": {"epochs": 2.5},
+        "data": {"task": "chain", "limit": 10},
+        "models": {"target": str(tiny_pair.target), "draft": str(tiny_pair.draft)},
+        "sampling": {"max_new_tokens": 8},
+        "rollout": {"prompts_per_iteration": 4},
+        "trainer": {"minibatch_size": 4, "warmup_ratio": 0.1, "num_threads": 1},
+        "engine": {"num_threads": 1},
+    }
+    plan = check_run(config_from_dict(tree), output_dir=tmp_path)
+    # twenty-five prompts, four at a time
+    assert (plan.config.run.iterations, plan.config.run.epochs) == (7, None)
+    assert any("run.epochs 2.5 is 7 iterations" in line for line in plan.report)
+    dump_config(plan.config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == plan.config
+    assert plan.trainer_spec().num_optimizer_steps == 7 * plan.config.rollout.samples_per_prompt

@@ -1,10 +1,12 @@
 """LoRA: only adapters learn, the reference is the model without them, what is published is merged."""
 
 import importlib
+import json
 from typing import Literal
 
 import pytest
 import torch
+from supervised_items import items_of, new_learner, tiny
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
@@ -216,3 +218,62 @@ def test_without_peft_the_extra_is_named(make_model, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"trainer\.lora needs the package peft.*rlhfspec\[lora\]"):
         adapters.require_peft()
+
+
+def saved_adapter(folder, *, lora=LORA, base="base"):
+    """A folder with an adapter that has learned; what was published of it."""
+    learner = new_learner("sft", lora)
+    learner.step(items_of("sft")[:4])
+    folder.mkdir(exist_ok=True)
+    for name, content in learner.adapter_files(base_model=base).items():
+        (folder / name).write_bytes(content)
+    return copied(learner.weights())
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_learning_goes_on_from_an_adapter_at_peft_s_own_scale(tmp_path, use_rslora):
+    lora = LORA.model_copy(update={"use_rslora": use_rslora})
+    published = saved_adapter(tmp_path / "adapter", lora=lora)
+    begun = new_learner("sft", lora.model_copy(update={"adapter_path": str(tmp_path / "adapter")}))
+    for name, tensor in begun.weights():
+        assert torch.equal(tensor, published[name]), name
+    theirs = peft.PeftModel.from_pretrained(tiny("sft"), str(tmp_path / "adapter")).merge_and_unload()
+    for name, tensor in theirs.named_parameters():
+        torch.testing.assert_close(published[name], tensor, rtol=1e-6, atol=1e-7)
+    scale = next(
+        m.scaling["default"] for m in begun.model.modules() if isinstance(getattr(m, "scaling", None), dict)
+    )
+    assert scale == pytest.approx(4.0 if use_rslora else 2.0)
+    begun.step(items_of("sft")[:4])
+    assert any(not torch.equal(tensor, published[name]) for name, tensor in begun.weights())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rank": 8}, "has r 4, expected trainer.lora's 8"),
+        ({"alpha": 4.0}, "has lora_alpha 8.0, expected trainer.lora's 4.0"),
+        ({"use_rslora": True}, "has use_rslora None, expected trainer.lora's True"),
+        ({"targets": ("q_proj",)}, r"is of other targets or another model: .*mlp\.down_proj"),
+        ({"adapter_path": "elsewhere"}, "is no folder of an adapter"),
+    ],
+)
+def test_another_adapter_than_the_settings_say_is_refused(tmp_path, changed, said):
+    saved_adapter(tmp_path / "adapter")
+    lora = LORA.model_copy(update={"adapter_path": str(tmp_path / "adapter")} | changed)
+    with pytest.raises(ConfigError, match=said):
+        new_learner("sft", lora)
+
+
+def test_an_adapter_of_another_model_or_with_unknown_settings_is_refused(tmp_path, make_model):
+    folder = tmp_path / "adapter"
+    saved_adapter(folder)
+    lora = LORA.model_copy(update={"adapter_path": str(folder)})
+    deeper = make_model()
+    deeper.model.layers = deeper.model.layers[:1]
+    with pytest.raises(ConfigError, match=r"another model: .*layers\.1\."):
+        Adapter(deeper, lora, seed=0)
+    given = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(given | {"use_magic": True}))
+    with pytest.raises(ConfigError, match="'use_magic'"):
+        new_learner("sft", lora)

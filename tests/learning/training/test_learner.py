@@ -3,10 +3,12 @@
 import copy
 import dataclasses
 import math
+import sys
 
 import numpy as np
 import torch
-from pytest import approx, fixture, mark, raises
+from pytest import approx, fixture, importorskip, mark, raises
+from tiny_llama import tiny_llama
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
@@ -19,6 +21,7 @@ from rlhfspec.learning.training.experience import collate
 from rlhfspec.learning.training.learner import Learner
 from rlhfspec.learning.training.learning_rate import Horizon
 from rlhfspec.learning.training.objectives.targets import update_targets
+from rlhfspec.learning.training.trainer_core import optimizer_of
 from rlhfspec.learning.training.training_forward import response_logits
 
 TRAINER = TrainerConfig(learning_rate=1e-2, value_learning_rate=1e-2, minibatch_size=3, epochs=2)
@@ -569,3 +572,126 @@ def test_gradient_checkpointing_gives_the_same_update(make_learner, make_rollout
     saving.update(rollouts)
     for one, other in zip(parameters(plain), parameters(saving), strict=True):
         assert np.array_equal(one, other)
+
+
+@mark.parametrize(
+    "settings",
+    [
+        {"policy_loss": "sapo"},
+        {"policy_loss": "geo_mean", "clip_ratio": 0.4},
+        {"top_entropy_quantile": 0.2},
+        {"off_policy_mask_threshold": -9.0},
+    ],
+)
+def test_other_losses_and_masks_step_elsewhere_and_to_the_same_bits(make_learner, make_rollouts, settings):
+    settings = {"kind": "grpo", "kl_coef": 0.0} | settings
+    learners = [make_learner(algorithm=AlgorithmConfig(**settings)) for _ in range(2)]
+    usual = make_learner(algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0))
+    rollouts = make_rollouts(usual.model)
+    for one in (*learners, usual):
+        one.update(rollouts)
+    assert all(torch.equal(a, b) for a, b in zip(*map(parameters, learners), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(parameters(learners[0]), parameters(usual), strict=True))
+
+
+@mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy_loss": "sapo", "clip_ratio": 0.3}, "clip_ratio is of policy losses that clip"),
+        ({"sapo_temperature_neg": 2.0}, "sapo_temperature_neg is of policy_loss sapo"),
+        ({"policy_loss": "geo_mean", "ratio_level": "sequence"}, "geo_mean takes"),
+        ({"top_entropy_quantile": 0.2, "entropy_coef": 0.1}, "take out one of the two"),
+    ],
+)
+def test_keys_of_another_loss_are_refused(settings, said):
+    with raises(ValueError, match=said):
+        AlgorithmConfig(kind="grpo", **settings)
+
+
+def test_a_reference_that_moves_mixes_the_policy_in_and_resumes_to_the_same_bits(
+    make_learner, make_rollouts, tmp_path
+):
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.25}
+    algorithm = AlgorithmConfig(kind="grpo", kl_coef=0.1, **settings)
+    learner = make_learner(algorithm=algorithm)
+    first, rollouts = parameters(learner), make_rollouts(learner.model)
+    # two minibatches in two passes: four steps
+    seen, step = [], learner.optimizer.step
+
+    def noting(*args, **kwargs):
+        step(*args, **kwargs)
+        seen.append(parameters(learner))
+
+    learner.optimizer.step = noting
+    learner.update(rollouts)
+    assert learner.num_steps == 4
+    for old, third, now in zip(first, seen[2], learner.reference.parameters(), strict=True):
+        torch.testing.assert_close(now, 0.75 * old + 0.25 * third, rtol=1e-6, atol=1e-8)
+    learner.save(tmp_path / "state")
+    other = make_learner(algorithm=algorithm)
+    other.load(tmp_path / "state")
+    for one in (learner, other):
+        one.update(rollouts)
+    assert learner.num_steps == 8, "the next is at six"
+    for name in ("model", "reference"):
+        pairs = zip(getattr(learner, name).parameters(), getattr(other, name).parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert not any(torch.equal(a, b) for a, b in zip(first, other.reference.parameters(), strict=True))
+
+
+def test_a_reference_that_cannot_move_is_refused():
+    for settings in ({"kl_coef": 0.0, "sync_ref_model": True}, {"ref_model_sync_steps": 8}):
+        with raises(ValueError, match="would have no effect"):
+            AlgorithmConfig(kind="grpo", **settings)
+
+
+@mark.parametrize("optim", ["muon", "adamw_8bit"])
+def test_another_optimizer_steps_what_it_is_for_and_resumes_to_the_same_bits(
+    make_learner, make_rollouts, tmp_path, optim
+):
+    if optim == "adamw_8bit":
+        importorskip("bitsandbytes")
+    trainer = TRAINER.model_copy(update={"optim": optim, "weight_decay": 0.1})
+    # from 4,096 numbers on a weight's moments have 8 bits
+    straight, resumed = (
+        make_learner(tiny_llama(seed, hidden_size=64, intermediate_size=128), trainer=trainer)
+        for seed in (0, 9)
+    )
+    straight.update(make_rollouts(straight.model))
+    straight.save(tmp_path / "state")
+    resumed.load(tmp_path / "state")
+    second = make_rollouts(straight.model, seed=1)
+    for learner in (straight, resumed):
+        learner.update(second)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(straight), parameters(resumed), strict=True))
+    kinds = {name: set(straight.optimizer.state[one]) for name, one in straight.model.named_parameters()}
+    if optim == "muon":
+        by_muon = {name for name, held in kinds.items() if held == {"momentum_buffer"}}
+        assert by_muon and all("_proj" in name for name in by_muon)
+        assert all("exp_avg" in held for name, held in kinds.items() if name not in by_muon)
+        assert {name for name in kinds if "_proj" in name and name.endswith("weight")} == by_muon
+    else:
+        types = [straight.optimizer.state[one]["state1"].dtype for one in straight.model.parameters()]
+        assert {torch.uint8, torch.float32} == set(types)
+    rates = [group["lr"] for group in straight.optimizer.param_groups]
+    assert rates == [1e-2] * len(rates)
+
+
+def test_muon_orthogonalises_the_momentum_at_the_length_of_adam_s_step(make_model):
+    model = make_model()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    optimizer = optimizer_of(model, TrainerConfig(learning_rate=0.1, optim="muon"))
+    for one in model.parameters():
+        one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    step = (before - weight.detach()) / 0.1
+    # 0.2 sqrt(larger side) times a matrix whose singular values are near 1
+    singular = torch.linalg.svdvals(step) / (0.2 * max(step.shape) ** 0.5)
+    assert float(singular.min()) > 0.5 and float(singular.max()) < 1.4
+
+
+def test_eight_bits_without_their_library_are_refused(make_learner, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with raises(ConfigError, match="pip install bitsandbytes, or take adamw"):
+        make_learner(trainer=TRAINER.model_copy(update={"optim": "adamw_8bit"}))

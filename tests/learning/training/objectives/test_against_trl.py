@@ -25,6 +25,14 @@ OURS: Mapping[str, Mapping[str, object]] = {
     "KL by ratio": {"kind": "grpo", "kl_coef": 0.05, "kl_bias_correction": True},
     "entropy": {"kind": "dr_grpo", "entropy_coef": 0.01},
     "rloo": {"kind": "rloo"},
+    "sapo": {"kind": "grpo", "policy_loss": "sapo", "kl_coef": 0.05},
+    "high entropy": {
+        "kind": "grpo",
+        "kl_coef": 0.05,
+        "loss_aggregation": "token_mean",
+        "top_entropy_quantile": 0.3,
+    },
+    "off-policy mask": {"kind": "grpo", "kl_coef": 0.0, "off_policy_mask_threshold": 0.02},
 }
 "By case of `trl_losses.CASES`: the same thing in our words."
 PACKS = ([0, 3], [1, 2, 4, 5])
@@ -40,7 +48,9 @@ def loss_and_gradient(settings: Mapping[str, object], numbers: Mapping[str, Any]
         "advantages": inputs["advantages"][:, None].expand(mask.shape),
         "old_logprobs": inputs["old_logprobs"],
         "entropy": inputs["entropy"],
+        "sampler": inputs["old_logprobs"] + inputs["reference"] * 0.01,
     }
+    least = torch.quantile(inputs["entropy"][mask], 1.0 - algorithm.top_entropy_quantile)
     has_kl = algorithm.kl_coef > 0.0 and algorithm.kl_placement == "loss"
     logprobs = inputs["logprobs"].clone().requires_grad_(True)
     total = torch.zeros(())
@@ -52,6 +62,7 @@ def loss_and_gradient(settings: Mapping[str, object], numbers: Mapping[str, Any]
                 importance=None,
                 reference=inputs["reference"][rows][of_rows] if has_kl else None,
                 sequences=Sequences.of(of_rows),
+                least_entropy=float(least) if algorithm.top_entropy_quantile < 1.0 else None,
                 **{name: tensor[rows][of_rows] for name, tensor in whole.items()},
             ),
             algorithm=algorithm,

@@ -10,6 +10,7 @@ from rlhfspec.learning.training.objectives.losses import (
     cispo_loss,
     clipped_policy_loss,
     clipped_value_loss,
+    geometric_mean_loss,
     kl_estimate,
     log_ratio,
     token_weights,
@@ -52,6 +53,20 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
     assert loss.item() == approx(10.0)
     loss.sum().backward()
     assert logprobs.grad.item() == approx(-10.0)
+
+
+def test_a_response_s_ratio_is_the_geometric_mean_of_its_clipped_ones():
+    # a good response of log-ratios 0.1, 0.9 (held at 0.4) and -0.8 (free): mean -0.1; a bad one of -0.9 (held), 0.5
+    ratios = torch.tensor([0.1, 0.9, -0.8, -0.9, 0.5], requires_grad=True)
+    advantages = torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0])
+    sequences = Sequences.of(torch.tensor([[True, True, True], [True, True, False]]))
+    found = geometric_mean_loss(ratios, advantages, sequences, clip_low=0.4, clip_high=0.4)
+    good, bad = math.exp(-0.1), math.exp(0.05)
+    assert found.loss.tolist() == approx([-2 * good] * 3 + [bad] * 2)
+    (found.loss * torch.tensor([1 / 6] * 3 + [1 / 4] * 2)).sum().backward()
+    assert ratios.grad.tolist() == approx([-good / 3, 0.0, -good / 3, 0.0, bad / 4])
+    assert found.clipped_high.tolist() == [False, True, False, False, False]
+    assert found.clipped_low.tolist() == [False, False, False, True, False]
 
 
 def test_ratios_of_whole_responses():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from supervised_items import CASES, PAD, SAVED_AFTER, STEPS, items_of, learn, new_learner, tiny
+from supervised_items import CASES, PAD, SAVED_AFTER, STEPS, VOCABULARY, items_of, learn, new_learner, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast
@@ -18,7 +18,7 @@ from rlhfspec.core.settings.supervised import (
 from rlhfspec.core.settings.trainer import LoraConfig
 from rlhfspec.learning.data.supervised_rows import Demonstration
 from rlhfspec.learning.training.batching import PackedSequences
-from rlhfspec.learning.training.objectives.supervised_objectives import bradley_terry_loss
+from rlhfspec.learning.training.objectives.supervised_objectives import NextTokens, bradley_terry_loss
 from rlhfspec.learning.training.reward_head import packed_scores, scored_places
 from rlhfspec.learning.training.supervised_job import SupervisedJob, run_job
 
@@ -190,3 +190,25 @@ def test_a_row_at_which_rotary_positions_change_for_its_whole_pack_is_refused(tm
     )
     with pytest.raises(ModelError, match=r"more than 16 tokens, and one may have 17 here.*data\.max_tokens"):
         next(run_job(job, device=torch.device("cpu")))
+
+
+def test_dynamic_fine_tuning_weighs_a_token_by_its_probability():
+    """TRL's `dft`: the sum of -sg(p) log p over the learned tokens of a batch."""
+    found = {}
+    for is_dynamic in (False, True):
+        learner, items = new_learner("sft", None), items_of("sft")[:3]
+        learner.objective = NextTokens(vocab_size=VOCABULARY, is_dynamic=is_dynamic)
+        batch = learner.batch(items)
+        loss = sum(batch.loss(learner.model, pack) for pack in batch.packs)
+        loss.backward()
+        found[is_dynamic] = loss.detach(), learner.model.lm_head.weight.grad
+    model, loss, total = tiny("sft"), 0.0, 0
+    for item in items_of("sft")[:3]:
+        ids = torch.from_numpy(item.token_ids)
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        learned = logprobs[torch.from_numpy(item.is_learned)[1:]]
+        loss, total = loss - (learned * learned.exp().detach()).sum(), total + len(learned)
+    (loss / total).backward()
+    torch.testing.assert_close(found[True][0], (loss / total).detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found[True][1], model.lm_head.weight.grad, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found[True][1], found[False][1], rtol=0.1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
     "KL by ratio": {"loss_type": "grpo", "beta": 0.05, "bias_correction": True},
     "entropy": {"loss_type": "dr_grpo", "entropy_coef": 0.01},
     "rloo": {"trainer": "rloo"},
+    "sapo": {"loss_type": "sapo", "beta": 0.05},
+    "high entropy": {"loss_type": "dapo", "beta": 0.05, "top_entropy_quantile": 0.3},
+    "off-policy mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.02},
 }
 
 
@@ -81,6 +85,7 @@ def _case(inputs: dict[str, torch.Tensor], **settings: Any) -> dict[str, Any]:
         "advantages": inputs["advantages"],
         "old_per_token_logps": inputs["old_logprobs"],
         "ref_per_token_logps": inputs["reference"],
+        "sampling_per_token_logps": inputs["old_logprobs"] + inputs["reference"] * 0.01,
         "old_logps": (inputs["old_logprobs"] * mask).sum(1),
         "num_items_in_batch": mask.sum(),
     }
@@ -100,15 +105,18 @@ def _never_built(logprobs: torch.Tensor, entropy: torch.Tensor, **settings: Any)
     epsilon = settings.get("epsilon", 0.2)
     whole = SimpleNamespace(
         gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x,
+        pad_across_processes=lambda x, **kwargs: x,
         num_processes=1, sync_gradients=True,
     )  # fmt: skip
-    return SimpleNamespace(
+    never = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=whole,
         args=SimpleNamespace(
             delta=settings.get("delta"),
             use_bias_correction_kl=settings.get("bias_correction", False),
             steps_per_generation=1,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
         ),
         loss_type=settings.get("loss_type"),
         importance_sampling_level=settings.get("level", "token"),
@@ -117,8 +125,8 @@ def _never_built(logprobs: torch.Tensor, entropy: torch.Tensor, **settings: Any)
         beta=settings.get("beta", 0.0),
         max_completion_length=MAX_LENGTH,
         current_gradient_accumulation_steps=1,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        top_entropy_quantile=settings.get("top_entropy_quantile", 1.0),
+        off_policy_mask_threshold=settings.get("off_policy_mask_threshold"),
         use_vllm=False,
         vllm_importance_sampling_correction=False,
         aux_loss_enabled=False,
@@ -128,6 +136,10 @@ def _never_built(logprobs: torch.Tensor, entropy: torch.Tensor, **settings: Any)
         _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs, entropy, None),
     )
+    if settings.get("trainer") != "rloo":
+        never.get_off_policy_mask = _class(settings).get_off_policy_mask
+        never.get_high_entropy_mask = partial(_class(settings).get_high_entropy_mask, never)
+    return never
 
 
 if __name__ == "__main__":
