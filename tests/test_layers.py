@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 540
+MAX_SOURCE_FILES = 541
 MAX_LINES_OF_A_ROOM = {
     "core": 2476,
     "core/settings": 2141,
@@ -267,13 +267,13 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1952,
     "learning": 6,
-    "learning/data": 3958,
+    "learning/data": 3973,
     "learning/drafts": 2995,
     "learning/environments": 597,
     "learning/models": 1423,
     "learning/rewards": 1451,
     "learning/tasks": 251,
-    "learning/training": 5764,
+    "learning/training": 5765,
     "actors": 380,
     "actors/generation": 1974,
     "actors/migration": 874,

@@ -27,13 +27,9 @@ from ...engine.weights.causal_lm import max_context_tokens
 from ...engine.weights.loading import load_hf_config, load_tokenizer
 from ...learning.data.chat.chat_format import named_template
 from ...learning.data.chat.template_time import keep_time
+from ...learning.data.preferences import encode_preferences
 from ...learning.data.record import Record
-from ...learning.data.supervised_rows import (
-    Demonstration,
-    encode_demonstrations,
-    encode_preferences,
-    read_raw_rows,
-)
+from ...learning.data.supervised_rows import Demonstration, encode_demonstrations, read_raw_rows
 from ...learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
 from ...learning.training.supervised_job import SupervisedJob
 from ..observe.console import Reporter

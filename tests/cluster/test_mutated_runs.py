@@ -22,7 +22,8 @@ from rlhfspec.core.checkpoint_manifest import MANIFEST, verify_checkpoint, write
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import InputError, RlhfSpecError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
-from rlhfspec.learning.data.supervised_rows import encode_demonstrations, encode_preferences, read_raw_rows
+from rlhfspec.learning.data.preferences import encode_preferences
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations, read_raw_rows
 
 TALKS = (
     b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]}\n'

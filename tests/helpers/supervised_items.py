@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhfspec.core.settings.supervised import SupervisedTrainerConfig
 from rlhfspec.core.settings.trainer import LoraConfig
-from rlhfspec.learning.data.supervised_rows import Demonstration, PreferencePair
+from rlhfspec.learning.data.preferences import PreferencePair
+from rlhfspec.learning.data.supervised_rows import Demonstration
 from rlhfspec.learning.training.objectives.supervised_objectives import NextTokens, Preferences
 from rlhfspec.learning.training.parallel import OneTrainer
 from rlhfspec.learning.training.reward_head import HEAD

@@ -13,8 +13,9 @@ from word_chat import PLAIN, word_chat
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
+from rlhfspec.learning.data.preferences import encode_preferences
 from rlhfspec.learning.data.prompts import load_prompts
-from rlhfspec.learning.data.supervised_rows import encode_demonstrations, encode_preferences, read_raw_rows
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations, read_raw_rows
 
 USER, SAID = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "me"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ....engine.upload import upload
-from ...data.supervised_rows import Demonstration, PreferencePair
+from ...data.preferences import PreferencePair
+from ...data.supervised_rows import Demonstration
 from ..batching import Pack, PackedSequences, shared_packs
 from ..parallel import OneTrainer
 from ..reward_head import packed_scores

@@ -13,9 +13,10 @@ from rlhfspec.core.errors import DataError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
 from rlhfspec.core.surfaces.surface import note_once
 from rlhfspec.learning.data.chat import chat_masks
+from rlhfspec.learning.data.preferences import encode_preferences
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
-from rlhfspec.learning.data.supervised_rows import encode_demonstrations, encode_preferences, read_raw_rows
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations, read_raw_rows
 
 TALK = [
     {"role": "user", "content": "hi there"},

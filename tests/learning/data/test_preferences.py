@@ -5,8 +5,8 @@ from word_chat import PLAIN, word_chat
 
 from rlhfspec.core.errors import DataError, ModelError
 from rlhfspec.core.settings.supervised import PreferencesConfig
+from rlhfspec.learning.data.preferences import encode_preferences
 from rlhfspec.learning.data.record import Record
-from rlhfspec.learning.data.supervised_rows import encode_preferences
 
 USER = {"role": "user", "content": "who are you"}
 GOOD, BAD = {"role": "assistant", "content": "me"}, {"role": "assistant", "content": "no"}

@@ -13,9 +13,10 @@ from rlhfspec.actors.reward_server.score_schema import ScoreBody, from_body, to_
 from rlhfspec.core.config import DataConfig
 from rlhfspec.core.errors import DataError, ModelError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, PreferencesConfig
+from rlhfspec.learning.data.preferences import encode_preferences
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
-from rlhfspec.learning.data.supervised_rows import encode_demonstrations, encode_preferences, read_raw_rows
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations, read_raw_rows
 from rlhfspec.learning.environments.observations import ObservationRenderer
 from rlhfspec.learning.models.tokenization import train_bpe
 from rlhfspec.learning.rewards.reward_model import ModelText

@@ -11,9 +11,9 @@ from rlhfspec.core.config import DataConfig
 from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts
 from rlhfspec.core.settings.supervised import PreferencesConfig
 from rlhfspec.learning.data.chat.scored_text import render
+from rlhfspec.learning.data.preferences import encode_preferences
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.data.record import Record
-from rlhfspec.learning.data.supervised_rows import encode_preferences
 from rlhfspec.learning.rewards.reward_model import ModelText
 from rlhfspec.learning.rewards.score_request import ScoreRequest, score_requests
 
