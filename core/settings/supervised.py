@@ -95,6 +95,25 @@ class DemonstrationsConfig(ExamplesConfig):
     "taken where a row has it; loss on the assistant's turns"
     reference_field: Name = "completion"
     "of rows without messages: the answer to prompt_field"
+    text_field: Name | None = None
+    "every row is this text whole, the end token behind (TRL `dataset_text_field`); null: rows as above"
+    loss_on: Literal["assistant", "completion", "all"] | None = None
+    """the tokens learned: what the assistant wrote (TRL `assistant_only_loss`), all of the completion
+    (`completion_only_loss`), all there are; null: all of a text_field, else what the assistant wrote"""
+
+    @model_validator(mode="after")
+    def _texts_are_whole(self) -> DemonstrationsConfig:
+        others = {"chat", "prompt_field", "prompt_template", "messages_field", "reference_field"}
+        unread = sorted(others & self.model_fields_set) if self.text_field is not None else []
+        if unread:
+            raise ValueError(
+                f"data.text_field is all of a row; take data.{unread[0]} out, which nothing reads"
+            )
+        if self.text_field is not None and self.loss_on not in (None, "all"):
+            raise ValueError(
+                f"a data.text_field has no {self.loss_on} to take the loss on; set data.loss_on to all"
+            )
+        return self
 
 
 class PreferencesConfig(ExamplesConfig):

@@ -1,7 +1,7 @@
 """Rows of a data set for supervised training, which of them are held out, and what is learned of each.
 
-Formats are those of TRL. Demonstrations: `messages`, or `prompt` and `completion` as text or as lists of messages.
-Preferences: see `preferences`.
+Formats are those of TRL. Demonstrations: `messages`, `prompt` and `completion` as text or as lists of messages, or one
+whole text (`data.text_field`). Preferences: see `preferences`.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ def _with_equals(order: Sequence[int], prompts: Sequence[str], num_held_out: int
 
 def _prompt_of(row: Record, data: ExamplesConfig) -> str:
     """What rows of one prompt have alike: the field, or the turns up to where the assistant first answers."""
+    if isinstance(data, DemonstrationsConfig) and data.text_field is not None:
+        return row.text(data.text_field, "data.text_field")
     given = row.values.get(data.prompt_field)
     if "{prompt}" not in data.prompt_template and named_columns(data.prompt_template, row.values):
         given = row.filled(data.prompt_template, "")
@@ -132,6 +134,8 @@ def _read_of(row: Record, data: ExamplesConfig, named: Sequence[str]) -> dict[st
     """The columns of a row that are read."""
     fields: list[str | None] = [data.prompt_field, *named]
     is_chat = data.chat or row.holds_list(data.prompt_field)
+    if isinstance(data, DemonstrationsConfig) and data.text_field is not None:
+        return top_names([data.text_field], row.values)
     if isinstance(data, PreferencesConfig):
         is_chat = is_chat or row.holds_list(data.chosen_field)
         fields += [data.chosen_field, data.rejected_field, data.margin_field or "margin"]
@@ -250,9 +254,16 @@ def _tokens(
     of_conversation: Callable[..., tuple[np.ndarray, np.ndarray]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[np.ndarray, np.ndarray]:
+    if data.text_field is not None:
+        return _plain(row.text(data.text_field, "data.text_field"), None, tokenizer, learns_all=True)
     name = messages_name(row, data)
     before: Sequence[Turn] = ()
     if name is not None:
+        if data.loss_on == "completion":
+            raise DataError(
+                f"{row.origin}: data.loss_on is completion, and the row has messages; expected `{data.prompt_field}` "
+                f"and `{data.reference_field}`; split it, or set assistant or all"
+            )
         after = row.turns(name, "data.messages_field", roles=None)
     elif row.holds_list(data.prompt_field):
         # only what the assistant writes in the completion is learned
@@ -263,7 +274,7 @@ def _tokens(
         answer = row.text(data.reference_field, "data.reference_field")
         if not data.chat:
             require_once(text, answer, row.origin)
-            return _plain(text, answer, tokenizer)
+            return _plain(text, answer, tokenizer, learns_all=data.loss_on == "all")
         before, after = [{"role": "user", "content": text}], [{"role": "assistant", "content": answer}]
     if data.prompt_template != "{prompt}" and not data.chat:
         raise DataError(
@@ -271,7 +282,11 @@ def _tokens(
             "no template; take it out"
         )
     return of_conversation(
-        [*before, *after], origin=row.origin, first_turn=len(before), tools=row.tools(data.tools_field)
+        [*before, *after],
+        origin=row.origin,
+        first_turn=len(before),
+        tools=row.tools(data.tools_field),
+        loss_on=data.loss_on or "assistant",
     )
 
 
@@ -281,15 +296,18 @@ def asked(row: Record, data: ExamplesConfig, key: str) -> str:
     return row.filled(data.prompt_template, given)
 
 
-_FORMATS = "a row with `messages`, or with `prompt` and `completion`"
+_FORMATS = "a row with `messages`, with `prompt` and `completion`, or with a text (data.text_field)"
 
 
-def _plain(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt and completion one after another as they are sampled: tokenised apart, the end token behind."""
+def _plain(
+    text: str, answer: str | None, tokenizer: PreTrainedTokenizerBase, *, learns_all: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and completion one after another as they are sampled: tokenised apart, the end token behind; or a text."""
     (prompt,) = prompt_ids(tokenizer, [text])
     end = tokenizer.eos_token_id
-    response = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
-    if isinstance(end, int) and (not response or response[-1] != end):
+    response = [] if answer is None else list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    last = (prompt if answer is None else response)[-1:]
+    if isinstance(end, int) and list(last) != [end]:
         response.append(end)
     ids = np.asarray([*prompt, *response], dtype=np.int64)
-    return ids, np.arange(len(ids)) >= len(prompt)
+    return ids, np.arange(len(ids)) >= (0 if learns_all else len(prompt))

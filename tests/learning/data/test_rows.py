@@ -124,6 +124,15 @@ def test_a_folder_of_shards_and_a_pattern_are_read_as_one(tmp_path):
         assert fields(rows) == ROWS[:2]
 
 
+def test_whole_texts_are_held_out_by_what_they_say_and_read_nothing_else(tmp_path):
+    rows = [{"text": f"t{i // 2}", "prompt": f"p{i}"} for i in range(20)]
+    path, notes = write_rows(tmp_path / "rows.jsonl", rows), {}
+    data = DemonstrationsConfig(path=str(path), text_field="text", eval_share=0.2)
+    learned, held_out = read_raw_rows(data, seed=1, note=notes.setdefault)
+    assert {row.values["text"] for row in learned}.isdisjoint(row.values["text"] for row in held_out)
+    assert len(held_out) == 4 and "prompt" in next(iter(notes)) and len(notes) == 1
+
+
 def test_a_template_of_columns_alone_names_the_prompts(tmp_path):
     rows = [{"task": f"t{i // 2}", "input": "x", "completion": f"c{i}"} for i in range(20)]
     path = Path(write_rows(tmp_path / "rows.jsonl", rows))
