@@ -34,6 +34,8 @@ class Record:
     "of columns, where every object has all keys that any has"
     is_whole: Callable[[str], bool] | None = field(default=None, compare=False, repr=False)
     "whether all numbers under a name are whole ones that are written as floats"
+    source: int = 0
+    "which of data.sources it is of"
 
     def find(self, name: str, key: str) -> Any:
         """What stands under a name, or under a path of names in columns that hold objects."""

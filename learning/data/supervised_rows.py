@@ -7,7 +7,7 @@ whole text (`data.text_field`). Preferences: see `preferences`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,23 +40,31 @@ def read_raw_rows(
     empty, or too short to hold any row out; a column that cannot be left unread.
     """
     kind = "row.sft" if isinstance(data, DemonstrationsConfig) else "row.preference"
-    columns = Columns(kind, data, note)
-    rows = _some(data, data.path, "data.path", columns)
+    each = _each(data)
+    columns = [Columns(kind, one, note) for one in each]
+    sources = each[:-1] or each
+    rows = [
+        replace(row, source=index)
+        for index, source in enumerate(sources)
+        for row in _some(source, source.path or "", "data.path", columns[index])
+    ]
     if data.eval_path is not None:
-        held_out = _some(data, data.eval_path, "data.eval_path", columns)
+        held_out = [
+            replace(row, source=-1) for row in _some(data, data.eval_path, "data.eval_path", columns[-1])
+        ]
         if note is not None:
-            _note_overlap(rows, held_out, data, note)
+            _note_overlap(rows, held_out, each, note)
         return rows, held_out
     num_held_out = round(len(rows) * data.eval_share)
     if data.eval_share > 0.0:
         num_held_out = max(num_held_out, 1)
     if num_held_out >= len(rows):
         raise DataError(
-            f"{data.path} has {len(rows)} row(s), too few to learn from some and hold {num_held_out} out; expected "
-            "more, or name data.eval_path, or set data.eval_share to 0"
+            f"{', '.join(str(source.path) for source in sources)} has {len(rows)} row(s), too few to learn from some "
+            f"and hold {num_held_out} out; expected more, or name data.eval_path, or set data.eval_share to 0"
         )
     order = np.random.default_rng([seed, _HELD_OUT]).permutation(len(rows))
-    prompts = [_prompt_of(row, data) for row in rows]
+    prompts = [_prompt_of(row, each) for row in rows]
     if len(set(prompts)) == 1:  # of one prompt only rows can be held out
         prompts = [row.origin for row in rows]
     chosen = _with_equals(order.tolist(), prompts, num_held_out)
@@ -64,11 +72,18 @@ def read_raw_rows(
     return learned, [rows[index] for index in sorted(chosen)]
 
 
+def _each(data: ExamplesConfig) -> tuple[ExamplesConfig, ...]:
+    """What is said of the rows of each source, by its number, and at the end of those of data.eval_path."""
+    if isinstance(data, DemonstrationsConfig) and data.sources:
+        return (*data.each_source(), data)
+    return (data,)
+
+
 def _note_overlap(
-    rows: Sequence[Record], held_out: Sequence[Record], data: ExamplesConfig, note: Note
+    rows: Sequence[Record], held_out: Sequence[Record], each: Sequence[ExamplesConfig], note: Note
 ) -> None:
-    trained = {_prompt_of(row, data) for row in rows}
-    of = partial(_prompt_of, data=data)
+    trained = {_prompt_of(row, each) for row in rows}
+    of = partial(_prompt_of, each=each)
     if len(trained) == 1:  # what is asked is no difference
         trained, of = {repr(row.values) for row in rows}, lambda row: repr(row.values)
     known = [row.origin for row in held_out if of(row) in trained]
@@ -95,8 +110,9 @@ def _with_equals(order: Sequence[int], prompts: Sequence[str], num_held_out: int
     return held_out
 
 
-def _prompt_of(row: Record, data: ExamplesConfig) -> str:
+def _prompt_of(row: Record, each: Sequence[ExamplesConfig]) -> str:
     """What rows of one prompt have alike: the field, or the turns up to where the assistant first answers."""
+    data = each[row.source]
     if isinstance(data, DemonstrationsConfig) and data.text_field is not None:
         return row.text(data.text_field, "data.text_field")
     given = row.values.get(data.prompt_field)
@@ -134,13 +150,15 @@ def _read_of(row: Record, data: ExamplesConfig, named: Sequence[str]) -> dict[st
     """The columns of a row that are read."""
     fields: list[str | None] = [data.prompt_field, *named]
     is_chat = data.chat or row.holds_list(data.prompt_field)
+    if isinstance(data, DemonstrationsConfig):
+        fields.append(data.weight_field)
     if isinstance(data, DemonstrationsConfig) and data.text_field is not None:
-        return top_names([data.text_field], row.values)
+        return top_names([data.text_field, data.weight_field], row.values)
     if isinstance(data, PreferencesConfig):
         is_chat = is_chat or row.holds_list(data.chosen_field)
         fields += [data.chosen_field, data.rejected_field, data.margin_field or "margin"]
     elif isinstance(data, DemonstrationsConfig) and (name := messages_name(row, data)) is not None:
-        is_chat, fields[:] = True, [name]
+        is_chat, fields[:] = True, [name, data.weight_field]
     elif isinstance(data, DemonstrationsConfig):
         fields += [data.reference_field]
     return top_names([*fields, data.tools_field if is_chat else None], row.values)
@@ -178,6 +196,10 @@ class Demonstration:
     "[T] int64"
     is_learned: np.ndarray
     "[T] bool; never the first token, which nothing precedes"
+    weight: float = 1.0
+    "by which its loss counts"
+    source: int = 0
+    "which of data.sources it is of"
 
     @property
     def sequences(self) -> tuple[np.ndarray]:
@@ -192,7 +214,8 @@ class Demonstration:
     @property
     def identity(self) -> bytes:
         """Equal for equal examples alone."""
-        return b"%d " % len(self.token_ids) + self.token_ids.tobytes() + self.is_learned.tobytes()
+        weight = b"" if self.weight == 1.0 else b"%r" % self.weight
+        return b"%d " % len(self.token_ids) + self.token_ids.tobytes() + self.is_learned.tobytes() + weight
 
     @property
     def num_learned(self) -> int:
@@ -221,8 +244,12 @@ def encode_demonstrations(
         remarks.turns(turns, more["origin"])
         return conversation_tokens(tokenizer, turns, ends=ends, note=note, **more)
 
+    each = _each(data)
     for row in rows:
-        ids, mask = _tokens(row, data, of_conversation, tokenizer)
+        settings = each[row.source]
+        assert isinstance(settings, DemonstrationsConfig)
+        ids, mask = _tokens(row, settings, of_conversation, tokenizer)
+        weight = 1.0 if settings.weight_field is None else _weight(row, settings.weight_field)
         if len(ids) > data.token_limit and data.on_long == "fail":
             raise DataError(
                 f"{row.origin} has {len(ids)} tokens, data.max_tokens is {data.token_limit}; raise it, or set "
@@ -233,7 +260,10 @@ def encode_demonstrations(
         kept, behind = mask[: data.token_limit].copy(), mask[data.token_limit :]
         kept[:1] = False
         if kept.any():
-            examples.append(Demonstration(token_ids=ids[: data.token_limit], is_learned=kept))
+            cut_ids = ids[: data.token_limit]
+            examples.append(
+                Demonstration(token_ids=cut_ids, is_learned=kept, weight=weight, source=max(row.source, 0))
+            )
             lost += [bool(behind.any())] if len(behind) else []
     if not examples:
         raise DataError(
@@ -246,6 +276,15 @@ def encode_demonstrations(
     for line in remarks.lines:
         (note or note_once)(line)
     return examples, len(rows) - len(examples)
+
+
+def _weight(row: Record, name: str) -> float:
+    value = row.find(name, "data.weight_field")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+        raise DataError(
+            f"{row.origin}: field '{name}' must be a number from 0 on, got {value!r}; fix the row"
+        )
+    return float(value)
 
 
 def _tokens(
@@ -273,6 +312,11 @@ def _tokens(
         text = asked(row, data, f"data.messages_field or data.prompt_field of {_FORMATS}")
         answer = row.text(data.reference_field, "data.reference_field")
         if not data.chat:
+            if data.system_prompt is not None:
+                raise DataError(
+                    f"{row.origin}: data.system_prompt needs a conversation, got plain text; set data.chat to true, or "
+                    "write it into data.prompt_template"
+                )
             require_once(text, answer, row.origin)
             return _plain(text, answer, tokenizer, learns_all=data.loss_on == "all")
         before, after = [{"role": "user", "content": text}], [{"role": "assistant", "content": answer}]
@@ -281,6 +325,8 @@ def _tokens(
             f"{row.origin}: data.prompt_template fills nothing of conversations in; expected rows of plain prompts, or "
             "no template; take it out"
         )
+    if data.system_prompt is not None and [*before, *after][0]["role"] not in ("system", "developer"):
+        before = [{"role": "system", "content": data.system_prompt}, *before]
     return of_conversation(
         [*before, *after],
         origin=row.origin,

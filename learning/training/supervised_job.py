@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -36,6 +36,7 @@ from ...core.settings.supervised import (
 from ...engine.model.support import refuse_changing_rope
 from ...engine.weights.causal_lm import DTYPES
 from ...engine.weights.loading import load_causal_lm, num_token_ids
+from ..data.prompts import EpochOrder, Source
 from .finished_model import ModelForm, save_model, write_adapter_folder
 from .learning_rate import step_rule
 from .objectives.supervised_objectives import ForwardSettings, MeanBatch, NextTokens, Preferences
@@ -72,11 +73,21 @@ class SupervisedJob:
     "a state folder to go on from"
     config_text: str = ""
     "YAML of the run's config, which its states keep"
+    sources: tuple[Source, ...] = ()
+    "that `train` is of, one behind the other; empty: one"
+
+    @property
+    def order(self) -> EpochOrder:
+        """Of the places in `train`; every epoch has as many."""
+        counts = [source.num_prompts for source in self.sources] or [len(self.train)]
+        visits = [round(source.num_prompts * source.repeats) for source in self.sources] or counts
+        repeats = [Fraction(times, max(size, 1)) for times, size in zip(visits, counts, strict=True)]
+        return EpochOrder(counts, repeats, seed=self.seed, shuffle=True)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps over all rows once; the last has what is left of them."""
-        return math.ceil(len(self.train) / self.trainer.batch_size)
+        """Optimizer steps over all rows once, or as often as their sources weigh; the last has what is left of them."""
+        return math.ceil(self.order.length / self.trainer.batch_size)
 
     @property
     def total_steps(self) -> int:
@@ -149,7 +160,7 @@ def run_job(
 def batch_of(job: SupervisedJob, step: int) -> list[Any]:
     """The items of a step, counted from 0: each once an epoch, in an order drawn from (seed, epoch)."""
     epoch, place = divmod(step, job.steps_per_epoch)
-    order = np.random.default_rng([job.seed, epoch]).permutation(len(job.train))
+    order = job.order.order(epoch)
     first = place * job.trainer.batch_size
     return [job.train[index] for index in order[first : first + job.trainer.batch_size]]
 
@@ -198,12 +209,14 @@ def _trained_on(job: SupervisedJob) -> dict[str, Any]:
     digest = hashlib.sha256()
     for item in job.train:
         digest.update(item.identity)
+    sources = {f"data.sources: {i}, {one.name}": one.repeats for i, one in enumerate(job.sources)}
     base = {} if job.trainer.lora is None else {"model.name": job.model.name}
     return {
         "run.seed": job.seed,
         "trainer.batch_size": job.trainer.batch_size,
         "data: number of examples": len(job.train),
         "data: their tokens": digest.hexdigest()[:16],
+        **sources,
         **base,
     }
 

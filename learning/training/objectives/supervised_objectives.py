@@ -40,7 +40,10 @@ class ForwardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTokens:
-    """Cross-entropy of the learned tokens in nats, mean over tokens (Ouyang et al. 2022, section 3.5)."""
+    """Cross-entropy of the learned tokens in nats, mean over tokens (Ouyang et al. 2022, section 3.5).
+
+    An item's weight multiplies its part of the sum, not of the number that the sum is divided by.
+    """
 
     vocab_size: int
     "token ids that take part, as in the learner of RL"
@@ -63,6 +66,13 @@ class NextTokens:
             compute_dtype=forward.compute_dtype,
             keeps_casts=forward.keeps_casts,
         )
+        if any(item.weight != 1.0 for item in items):
+            factors = np.repeat(
+                np.array([item.weight for item in items], dtype=np.float32),
+                [item.num_learned for item in items],
+            )
+            (weights,) = upload([factors], logprobs.device)
+            logprobs = logprobs * weights
         return {"loss": -logprobs.sum()}
 
 

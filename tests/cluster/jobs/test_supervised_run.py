@@ -108,6 +108,27 @@ def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path, ca
     assert "held-out loss, first to last" in drawn and "train/loss" in drawn and "Amdahl" not in drawn
 
 
+def test_sources_are_mixed_by_weight_and_gone_on_with(files: Path, tmp_path: Path, capsys):
+    (tmp_path / "texts.jsonl").write_text('{"text": "who are you"}\n' * 5)
+    sources = [
+        {"path": str(files / "talks.jsonl"), "limit": 10},
+        {"path": str(tmp_path / "texts.jsonl"), "text_field": "text", "weight": 2},
+    ]
+    config = {"model": {"name": str(files / "base")}, "data": {"sources": sources, "eval_share": 0}}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(config))
+    sets = ("trainer.epochs=2", "trainer.checkpoint_every=3", "trainer.schedule=constant")
+    given = ("--config", tmp_path / "sft.yaml", "--out")
+    assert run("sft", *given, tmp_path / "run", sets=sets) == 0
+    said = capsys.readouterr()
+    assert "texts.jsonl: 5 examples, each 2 times an epoch, 50.0% of it" in said.out + said.err
+    assert run("sft", *given, tmp_path / "cut", sets=(*sets, "trainer.max_steps=3")) == 0
+    assert run("sft", "--resume", tmp_path / "cut", sets=("trainer.max_steps=6",)) == 0
+    whole = weights(tmp_path / "run/checkpoints/model")
+    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 2 * 3
+    for name, tensor in weights(tmp_path / "cut/checkpoints/model").items():
+        assert torch.equal(tensor, whole[name]), name
+
+
 def test_a_fine_tuned_model_keeps_all_end_tokens_and_what_it_said_of_sampling(files: Path, tmp_path: Path):
     base = tmp_path / "base"
     shutil.copytree(files / "base", base)

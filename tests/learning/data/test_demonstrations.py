@@ -212,6 +212,30 @@ def test_settings_beside_a_whole_text_that_mean_nothing_are_refused(more, said):
         DemonstrationsConfig(path="x", text_field="text", **more)
 
 
+def test_a_system_prompt_comes_first_where_a_conversation_has_none():
+    assert shown({"messages": TALK[1:3]}, system_prompt="be kind") == (
+        "<system> be kind <end> <user> hi there <end> <assistant> [hi] [you] [<end>]"
+    )
+    assert shown({"messages": TALK[:3]}, system_prompt="be good").startswith("<system> be kind <end> <user>")
+    fields = {"prompt": TALK[1:4], "completion": TALK[4:]}
+    assert shown(fields, system_prompt="be kind") == f"<system> be kind <end> {shown(fields)}"
+    plain = {"prompt": "who", "completion": "me"}
+    assert shown(plain, chat=True, system_prompt="be kind").startswith("<system> be kind <end> <user> who")
+    with pytest.raises(DataError, match="system_prompt needs a conversation, got plain text"):
+        shown(plain, system_prompt="be kind")
+
+
+def test_a_row_weighs_what_its_field_says():
+    data = DemonstrationsConfig(path="x", weight_field="score")
+    fields = {"prompt": "who", "completion": "me"}
+    rows = [Record(f"x:{i}", {**fields, "score": weight}) for i, weight in enumerate((0, 0.5, 2))]
+    examples, _ = encode_demonstrations(rows, data, word_chat())
+    assert [example.weight for example in examples] == [0.0, 0.5, 2.0]
+    for wrong in (-1, "2", True, float("nan")):
+        with pytest.raises(DataError, match="x:9: field 'score' must be a number from 0 on"):
+            encode_demonstrations([Record("x:9", {**fields, "score": wrong})], data, word_chat())
+
+
 def test_named_fields_and_a_plain_prompt_as_a_user_turn():
     fields = {"question": "who are you", "answer": "me"}
     names = {"prompt_field": "question", "reference_field": "answer"}
