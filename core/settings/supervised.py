@@ -211,6 +211,10 @@ class SupervisedTrainerConfig(Section):
     "steps between evaluations on held-out rows; 0: only at the end"
     checkpoint_every: int = Field(default=0, ge=0)
     "steps between checkpoints that --resume goes on from; 0 writes only the last model"
+    keep_best: bool = False
+    "keep `checkpoints/best`, of the trained weights whose eval/loss was lowest (TRL `load_best_model_at_end`)"
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    "end after so many evaluations in a row whose eval/loss is not below the lowest; null: never"
 
 
 class PreferenceLossConfig(Section):
@@ -229,6 +233,16 @@ class SupervisedConfig(Section):
     trainer: SupervisedTrainerConfig = SupervisedTrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
     "only what concerns trainers; Ray starts where trainer.num_actors is above 1"
+
+    @model_validator(mode="after")
+    def _can_compare(self) -> SupervisedConfig:
+        for name in ("keep_best", "early_stopping_patience"):
+            is_held_out = self.data.eval_path is not None or self.data.eval_share > 0.0
+            if getattr(self.trainer, name) and not (self.trainer.eval_every and is_held_out):
+                raise ValueError(
+                    f"trainer.{name} goes by eval/loss; set trainer.eval_every, and data.eval_path or data.eval_share"
+                )
+        return self
 
     @model_validator(mode="after")
     def _shares_for_all(self) -> SupervisedConfig:

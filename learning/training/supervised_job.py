@@ -3,6 +3,7 @@ and in each of several actors.
 
     FOLDER/model          the last checkpoint, Hugging Face format; FOLDER/model_0100 of step 100
     FOLDER/adapter        the PEFT adapter beside it, where trainer.lora is set
+    FOLDER/best           the model of the lowest eval/loss, by trainer.keep_best; FOLDER/best_adapter likewise
     FOLDER/state_0100     what --resume goes on from (torch.distributed.checkpoint) with trained_on.json, what it was
                           learned from, config.yaml and a manifest of checksums; the last two are kept
 """
@@ -75,6 +76,8 @@ class SupervisedJob:
     "YAML of the run's config, which its states keep"
     sources: tuple[Source, ...] = ()
     "that `train` is of, one behind the other; empty: one"
+    eval_losses: tuple[float, ...] = ()
+    "up to the state that is gone on from, in their order"
 
     @property
     def order(self) -> EpochOrder:
@@ -134,12 +137,16 @@ def run_job(
                 f"{job.resume} is of step {learner.num_steps}, and the config asks for {job.total_steps} in all; raise "
                 "trainer.epochs or trainer.max_steps to go on"
             )
-    elif job.held_out:
-        yield StepReport(step=0, metrics=_named("eval", learner.evaluate(job.held_out)))
+    losses = list(job.eval_losses)
+    if job.held_out and job.resume is None:
+        metrics = _named("eval", learner.evaluate(job.held_out))
+        losses.append(metrics["eval/loss"])
+        yield StepReport(step=0, metrics=metrics)
     # all rows are read for it
     trained_on = _trained_on(job) if job.trainer.checkpoint_every and trainers.rank == 0 else {}
     first = learner.num_steps
-    while learner.num_steps < job.total_steps:
+    is_last = False
+    while not is_last:
         batch = batch_of(job, learner.num_steps)
         began_s = time.perf_counter()
         metrics = _named("train", learner.step(batch))
@@ -150,11 +157,21 @@ def run_job(
         is_last = learner.num_steps == job.total_steps
         if job.held_out and (is_last or _is_due(learner.num_steps, job.trainer.eval_every)):
             metrics |= _named("eval", learner.evaluate(job.held_out))
+            losses.append(metrics["eval/loss"])
+            is_last = is_last or num_not_better(losses) >= (job.trainer.early_stopping_patience or math.inf)
+            if job.trainer.keep_best and not num_not_better(losses):
+                _save_model(learner, form, job, trained_on, "best", "best_adapter", says=job.kind == "sft")
         saved = _save(learner, form, job, trained_on, is_last=is_last)
         # once: all that a gradient reaches has had one by then
         is_due = learner.num_steps == min(first + _WATCHED_STEPS, job.total_steps)
         unmoved = tuple(learner.unmoved()) if is_due else ()
         yield StepReport(step=learner.num_steps, metrics=metrics, saved=saved, unmoved=unmoved)
+
+
+def num_not_better(losses: Sequence[float]) -> int:
+    """Evaluations since the one with the lowest loss, of equal ones the first; numbers that are none are never it."""
+    best = min(range(len(losses)), key=lambda at: losses[at] if losses[at] == losses[at] else math.inf)
+    return len(losses) - 1 - best
 
 
 def batch_of(job: SupervisedJob, step: int) -> list[Any]:
@@ -252,9 +269,27 @@ def _save(
     if not (is_last or is_due):
         return None
     mark = "" if is_last else f"_{learner.num_steps:04d}"
-    folder = job.folder / f"model{mark}"
+    says = job.kind == "sft" and is_last
+    folder = _save_model(learner, form, job, trained_on, f"model{mark}", f"adapter{mark}", says=says)
+    if is_due:
+        # last: who finds it finds the model of its step too
+        _save_state(learner, job, trained_on)
+    return folder
+
+
+def _save_model(
+    learner: SupervisedLearner,
+    form: ModelForm,
+    job: SupervisedJob,
+    trained_on: dict[str, Any],
+    name: str,
+    adapter_name: str,
+    *,
+    says: bool,
+) -> str:
+    folder = job.folder / name
     is_first = learner.trainers.rank == 0
-    adapter = None if learner.adapter is None else job.folder / f"adapter{mark}"
+    adapter = None if learner.adapter is None else job.folder / adapter_name
     if adapter is not None:
         # before anything is merged, which could fail
         if is_first:
@@ -262,7 +297,7 @@ def _save(
             write_adapter_folder(files, adapter, weight_version=learner.num_steps, merged_checksum="")
         else:
             _accompany(learner)
-    said = learner.say() if job.kind == "sft" and is_last else None
+    said = learner.say() if says else None
     refused = None
     try:
         checksum = save_model(learner, form, job.tokenizer, folder, said) if is_first else _accompany(learner)
@@ -276,9 +311,6 @@ def _save(
         write_manifest(
             adapter, model="adapter", weight_version=learner.num_steps, parameter_checksum=checksum
         )
-    if is_due:
-        # last: who finds it finds the model of its step too
-        _save_state(learner, job, trained_on)
     return str(folder)
 
 
