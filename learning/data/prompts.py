@@ -270,6 +270,7 @@ def sampling_params(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
         max_new_tokens=sampling.max_new_tokens,
         stop_token_ids=tuple(stops),
         stop=sampling.stop,
