@@ -44,6 +44,8 @@ class Row:
     tools: tuple[Mapping[str, Any], ...] = ()
     "that a chat template is told of"
     fields: dict[str, Any] = field(default_factory=dict)
+    place: float = 0.0
+    "by data.order_by"
 
     @property
     def messages(self) -> Messages:
@@ -148,6 +150,7 @@ class RowReader:
             self._prompt, self._key, self._is_conversation, self._named = prompt, key, is_conversation, named
         wanted = {self._prompt: self._key} | dict.fromkeys(data.reward_fields, "data.reward_fields")
         wanted |= dict.fromkeys(self._named, "data.prompt_template")
+        wanted |= {} if data.order_by is None else {data.order_by: "data.order_by"}
         if data.reference_field is not None and not (self._is_conversation and _may_be_cut(data, kinds)):
             wanted[data.reference_field] = "data.reference_field"
         tools = data.tools_field if self._is_conversation or data.chat else None
@@ -196,6 +199,7 @@ class RowReader:
             turns=turns,
             tools=record.tools(data.tools_field) if turns or data.chat else (),
             fields=fields,
+            place=0.0 if data.order_by is None else record.number(data.order_by, "data.order_by"),
         )
 
 

@@ -115,7 +115,10 @@ def load_prompts(
     reader = PromptReader(data, tokenizer, seed=seed, tick=tick, max_chars=most)
     prompts, counts, left_out = PackedPrompts(), list[int](), reader.left_out
     for source in data.each_source():
-        for row, rendered, token_ids in reader.read(source):
+        taken = reader.read(source)
+        if source.order_by is not None:
+            taken = sorted(taken, key=lambda one: one[0].place)
+        for row, rendered, token_ids in taken:
             prompts.add(
                 Prompt(
                     prompt_id=reader.first_id + row.index,

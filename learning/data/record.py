@@ -63,6 +63,13 @@ class Record:
             value = int(value)
         return require_whole_text(str(value), self._of(name))
 
+    def number(self, name: str, key: str) -> float:
+        """A finite number."""
+        value = self.find(name, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(f"{self._of(name)} must be a finite number, got {value!r}; see {key}")
+        return float(value)
+
     def plain(self, name: str, key: str) -> Any:
         """A JSON value."""
         value = self.find(name, key)

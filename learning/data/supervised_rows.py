@@ -279,12 +279,12 @@ def encode_demonstrations(
 
 
 def _weight(row: Record, name: str) -> float:
-    value = row.find(name, "data.weight_field")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+    value = row.number(name, "data.weight_field")
+    if value < 0.0:
         raise DataError(
             f"{row.origin}: field '{name}' must be a number from 0 on, got {value!r}; fix the row"
         )
-    return float(value)
+    return value
 
 
 def _tokens(
