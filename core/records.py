@@ -309,11 +309,17 @@ class ResponseFacts:
     "(role, content) of an episode since the prompt, the assistant's last; empty: the response is the only turn"
     num_given_tokens: int = 0
     "that an environment gave; sampling.max_new_tokens counts them too"
+    token_ids: tuple[int, ...] = ()
+    "of the response, those that were given too"
+    weight_version: int = 0
+    "that sampled its last token: how many iterations had been learned from"
 
     @staticmethod
     def of(completion: Completion) -> ResponseFacts:
         """The facts of a finished response."""
         return ResponseFacts(
+            token_ids=tuple(completion.token_ids.tolist()),
+            weight_version=completion.weight_spans[-1].weight_version if completion.weight_spans else 0,
             sample_index=completion.key.sample_index,
             num_tokens=completion.num_sampled_tokens,
             finish_reason=completion.finish_reason,

@@ -243,7 +243,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 541
 MAX_LINES_OF_A_ROOM = {
-    "core": 2487,
+    "core": 2493,
     "core/settings": 2237,
     "core/surfaces": 177,
     "profiles": 1106,
@@ -271,14 +271,14 @@ MAX_LINES_OF_A_ROOM = {
     "learning/drafts": 2995,
     "learning/environments": 597,
     "learning/models": 1423,
-    "learning/rewards": 1451,
+    "learning/rewards": 1465,
     "learning/tasks": 251,
     "learning/training": 5820,
     "actors": 380,
     "actors/generation": 1974,
     "actors/migration": 874,
     "actors/remote": 1441,
-    "actors/reward_server": 528,
+    "actors/reward_server": 535,
     "actors/scheduling": 469,
     "actors/transport": 1664,
     "actors/workers": 824,
