@@ -8,7 +8,6 @@ RUN/checkpoints/{adapter,model_0100,state_0100}     see `learning.training.super
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from ...core.config import RunConfig
 from ...core.config_io import dump_config, load_config_of
 from ...core.errors import describe_error
 from ...core.files import storage_errors, write_whole
-from ...core.metrics import MetricsLog
+from ...core.metrics import MetricsLog, read_metrics
 from ...core.settings.supervised import SupervisedConfig
 from ...learning.training.supervised_job import CONFIG_FILE, SupervisedJob, last_state, require_same
 from ..folder.layout import RunDir, choose_run_path
@@ -82,9 +81,9 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     take_over(run_dir)
     dump_config(config, run_dir.config_file)
     _forget_later(run_dir, state_number(state), report.note)
-    rows = whole_lines(run_dir.metrics_file, lambda row: "eval/loss" in row)
-    job = replace(prepared.job, eval_losses=tuple(json.loads(row)["eval/loss"] for row in rows))
-    return _run(config, job, run_dir, report)
+    rows = read_metrics(run_dir.metrics_file) if run_dir.metrics_file.is_file() else []
+    losses = tuple(row["eval/loss"] for row in rows if "eval/loss" in row)
+    return _run(config, replace(prepared.job, eval_losses=losses), run_dir, report)
 
 
 def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: Reporter) -> Path:
