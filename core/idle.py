@@ -50,6 +50,7 @@ _SUPERVISED: tuple[_Row, ...] = (
     ("trainer.eval_every", lambda c, s: not (c.data.eval_path or c.data.eval_share), "nothing is held out"),
     ("trainer.epochs", lambda c, s: s.max_steps is not None, "trainer.max_steps is set"),
     ("trainer.strategy", lambda c, s: c.cluster.trainer.num_actors == 1, "there is one trainer"),
+    ("data.weight_of stopping", lambda c, s: not getattr(s, "sources", ()), "there is one source"),
     ("data.eval_share", lambda c, s: s.eval_path is not None, "data.eval_path names the held-out rows"),
 )
 

@@ -19,6 +19,7 @@ def require_sampling_ranges(
     temperature: object,
     top_k: object,
     top_p: object,
+    min_p: object,
     max_new_tokens: object,
     stop_token_ids: object,
     stop: object,
@@ -39,6 +40,7 @@ def require_sampling_ranges(
         isinstance(top_k, whole) and 0 <= top_k < 2**63,
     )
     _require("top_p", top_p, "a number above 0 and at most 1", isinstance(top_p, number) and 0 < top_p <= 1)
+    _require("min_p", min_p, "a number from 0 to 1", isinstance(min_p, number) and 0 <= min_p <= 1)
     _require(
         "max_new_tokens",
         max_new_tokens,

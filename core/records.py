@@ -79,7 +79,7 @@ _SAMPLING = SamplingConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a response is sampled. temperature 0 is greedy; top_k 0 and top_p 1 keep every token.
+    """How a response is sampled. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token.
 
     Raises ConfigError for a value outside its range.
     """
@@ -87,6 +87,7 @@ class SamplingParams:
     temperature: float = _SAMPLING.temperature
     top_k: int = _SAMPLING.top_k
     top_p: float = _SAMPLING.top_p
+    min_p: float = _SAMPLING.min_p
     max_new_tokens: int = _SAMPLING.max_new_tokens
     stop_token_ids: tuple[int, ...] = _SAMPLING.stop_token_ids
     stop: tuple[str, ...] = _SAMPLING.stop
@@ -100,6 +101,7 @@ class SamplingParams:
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            min_p=self.min_p,
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=stops,
             stop=texts,
@@ -109,11 +111,17 @@ class SamplingParams:
             ("temperature", float(self.temperature)),
             ("top_k", int(self.top_k)),
             ("top_p", float(self.top_p)),
+            ("min_p", float(self.min_p)),
             ("max_new_tokens", int(self.max_new_tokens)),
             ("stop_token_ids", tuple(int(token) for token in stops)),
             ("stop", tuple(texts)),
         ):
             object.__setattr__(self, name, value)
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens may never be drawn."""
+        return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +228,7 @@ class Completion:
     policy_logprobs: np.ndarray
     "float32, log-softmax(logits / T), unfiltered: PPO's old log-probability"
     sampling_logprobs: np.ndarray
-    "float32, after top-k and top-p: for truncated importance correction"
+    "float32, after top-k, min-p and top-p: for truncated importance correction"
     finish_reason: FinishReason
     weight_spans: tuple[WeightSpan, ...]
     instance: str
@@ -303,11 +311,17 @@ class ResponseFacts:
     "(role, content) of an episode since the prompt, the assistant's last; empty: the response is the only turn"
     num_given_tokens: int = 0
     "that an environment gave; sampling.max_new_tokens counts them too"
+    token_ids: tuple[int, ...] = ()
+    "of the response, those that were given too"
+    weight_version: int = 0
+    "that sampled its last token: how many iterations had been learned from"
 
     @staticmethod
     def of(completion: Completion) -> ResponseFacts:
         """The facts of a finished response."""
         return ResponseFacts(
+            token_ids=tuple(completion.token_ids.tolist()),
+            weight_version=completion.weight_spans[-1].weight_version if completion.weight_spans else 0,
             sample_index=completion.key.sample_index,
             num_tokens=completion.num_sampled_tokens,
             finish_reason=completion.finish_reason,

@@ -73,13 +73,14 @@ class FixedBatch(RunningBatch):
         self._packed = pack(like, pinned=False).to(self.device)
         on_device = unpack(self._packed, like)
         self._fixed_inputs = StepInputs(lengths=on_device[0], last_tokens=on_device[1], words=on_device[2])
-        temperature, divisor, noise_factor, top_k, top_p = on_device[3:]
+        temperature, divisor, noise_factor, top_k, top_p, min_p = on_device[3:]
         self._fixed_sampling = RowSampling(
             temperature=temperature,
             divisor=divisor,
             noise_factor=noise_factor,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
             unit_temperature=shape.unit_temperature,
             any_greedy=shape.any_greedy,
             any_filter=shape.any_filter,
@@ -108,7 +109,7 @@ class FixedBatch(RunningBatch):
         rates = RowSampling.host_rates([request.sampling for request in batch.requests])
         lengths, last_tokens, words = batch.host_inputs(num_words)
         missing = self._count - len(lengths)
-        temperature, divisor, noise_factor, top_k, top_p = rates
+        temperature, divisor, noise_factor, top_k, top_p, min_p = rates
         return [
             np.concatenate([lengths, self.lengths[:missing]]),
             np.pad(last_tokens, ((0, missing), (0, 0))),
@@ -118,6 +119,7 @@ class FixedBatch(RunningBatch):
             np.pad(noise_factor, (0, missing)),
             np.pad(top_k, (0, missing)),
             np.pad(top_p, (0, missing), constant_values=1.0),
+            np.pad(min_p, (0, missing)),
         ]
 
 

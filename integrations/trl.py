@@ -402,6 +402,7 @@ def sampling_of(trainer: Any) -> SamplingParams:
         temperature=args.temperature,
         top_k=args.top_k or 0,
         top_p=args.top_p,
+        min_p=args.min_p or 0.0,
         max_new_tokens=args.max_completion_length,
         stop_token_ids=tuple(token for token in stops if token is not None),
     )

@@ -51,6 +51,9 @@ class Sample(BaseModel):
     turns: list[Message] = []
     "of an episode since the prompt, the assistant's last"
     num_given_tokens: int = Field(default=0, ge=0)
+    token_ids: list[int] = []
+    "of the response"
+    weight_version: int = 0
 
     @model_validator(mode="after")
     def _require_whole_facts(self) -> Self:
@@ -89,7 +92,7 @@ class ScoreAnswer(BaseModel):
 
 
 def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
-    """What is sent. Token ids are not: the server has a tokenizer of its own."""
+    """What is sent. A prompt's token ids are not: the server has a tokenizer of its own."""
     return ScoreBody(
         template_time=requests[0].template_time if requests else None,
         samples=[
@@ -107,6 +110,8 @@ def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
                 num_tokens=request.facts.num_tokens if request.facts else None,
                 finish_reason=_reason(request.facts) if request.facts else None,
                 num_given_tokens=request.facts.num_given_tokens if request.facts else 0,
+                token_ids=list(request.facts.token_ids) if request.facts else [],
+                weight_version=request.facts.weight_version if request.facts else 0,
                 turns=[Message(role=role, content=text) for role, text in request.facts.turns]
                 if request.facts
                 else [],
@@ -166,6 +171,8 @@ def _facts(sample: Sample) -> ResponseFacts | None:
         num_tokens=sample.num_tokens,
         finish_reason=FinishReason(sample.finish_reason),
         num_given_tokens=sample.num_given_tokens,
+        token_ids=tuple(sample.token_ids),
+        weight_version=sample.weight_version,
         turns=tuple((turn.role, turn.content) for turn in sample.turns),
     )
 

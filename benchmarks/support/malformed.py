@@ -77,7 +77,7 @@ def _outside(vocab_size: int, max_open: int) -> dict[str, tuple[Any, ...]]:
         "stop_token_ids": ([-1], [vocab_size], [2**70], [True]),
         "best_of": (2,),
         "model": ("other",),
-        "min_p": (0.1,),
+        "min_p": (-0.1, 1.01),
         "repetition_penalty": (1.1,),
         "presence_penalty": (1,),
         "frequency_penalty": (-1,),

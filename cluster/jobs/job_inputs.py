@@ -32,6 +32,7 @@ from ...learning.data.chat.chat_format import named_template
 from ...learning.data.chat.template_time import keep_time
 from ...learning.data.feedback import encode_feedback, with_unrelated
 from ...learning.data.preferences import encode_preferences
+from ...learning.data.prompts import Source, repeats_of, source_notes
 from ...learning.data.record import Record
 from ...learning.data.supervised_rows import Demonstration, encode_demonstrations, read_raw_rows
 from ...learning.models.catalog import KNOWN_MODELS, KnownModel, refuse_mistyped
@@ -116,6 +117,7 @@ def prepare(
         folder=folder,
         resume=resume,
         config_text=config_text(config),
+        sources=_sources(data, train),
     )
     what = "examples" if job.kind == "sft" else "rows" if is_kto else "pairs"
     why = "too long" if job.kind == "reward" else "too long, or with no token to learn within data.max_tokens"
@@ -127,6 +129,7 @@ def prepare(
         lines=(
             f"{len(train):,} {what} of {num_tokens:,} tokens, {len(held_out):,} held out{left_out}",
             f"{job.total_steps:,} steps of {config.trainer.batch_size} {what}",
+            *source_notes(job.sources, what),
             *notes,
             *(f"{key} has no effect: {why}" for key, why in idle_keys(config)),
             *(open_end(said, tokenizer) if job.kind != "reward" else ()),
@@ -181,6 +184,21 @@ def _encoded(
     if isinstance(data, FeedbackConfig):
         return encode_feedback(rows, data, tokenizer, notes.setdefault, takes_unpaired=is_kto)
     raise ConfigError("the config is none of rlhfspec sft, train-reward and dpo; use one of them")
+
+
+def _sources(data: ExamplesConfig, train: Sequence[Any]) -> tuple[Source, ...]:
+    """How often an epoch has the rows of each of several sources, as many visits in each."""
+    if not isinstance(data, DemonstrationsConfig) or not data.sources:
+        return ()
+    sizes = [sum(item.source == index for item in train) for index in range(len(data.sources))]
+    weights = [source.weight for source in data.sources]
+    repeats = repeats_of(sizes, weights, weight_of=data.weight_of, stopping=data.stopping)
+    return tuple(
+        Source(
+            name=source.path, num_prompts=size, repeats=max(round(size * times), 1) / size if size else 0.0
+        )
+        for source, size, times in zip(data.sources, sizes, repeats, strict=True)
+    )
 
 
 def _resolved(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from ...core.config import RunConfig
 from ...core.config_io import dump_config, load_config_of
 from ...core.errors import describe_error
 from ...core.files import storage_errors, write_whole
-from ...core.metrics import MetricsLog
+from ...core.metrics import MetricsLog, read_metrics
 from ...core.settings.supervised import SupervisedConfig
 from ...learning.training.supervised_job import CONFIG_FILE, SupervisedJob, last_state, require_same
 from ..folder.layout import RunDir, choose_run_path
@@ -80,14 +81,16 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     take_over(run_dir)
     dump_config(config, run_dir.config_file)
     _forget_later(run_dir, state_number(state), report.note)
-    return _run(config, prepared.job, run_dir, report)
+    rows = read_metrics(run_dir.metrics_file) if run_dir.metrics_file.is_file() else []
+    losses = tuple(row["eval/loss"] for row in rows if "eval/loss" in row)
+    return _run(config, replace(prepared.job, eval_losses=losses), run_dir, report)
 
 
 def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: Reporter) -> Path:
     metrics = MetricsLog(run_dir.metrics_file)
     evaluation: Mapping[str, float] = {}
     first_loss: float | None = None
-    num_silent = 0
+    num_silent = num_steps = 0
     losses: set[float] = set()
     try:
         with (
@@ -98,6 +101,7 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
             ticker = _Ticker(tick, report.clock, job.total_steps)
             for step in run(config, job, run_id=run_dir.path.name):
                 run_dir.owner.require()
+                num_steps = step.step
                 metrics.write(step.step, step.metrics)
                 run_dir.progress(step.step, "train")
                 evaluation = _evaluation(step.metrics) or evaluation
@@ -119,6 +123,11 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
             run_dir.set_status("interrupted" if is_stop else "failed", describe_error(error))
         raise
     run_dir.set_status("finished")
+    if num_steps < job.total_steps:
+        report.note(
+            f"eval/loss was not below its lowest in {config.trainer.early_stopping_patience} evaluations: training "
+            f"ended at step {num_steps} of {job.total_steps} (trainer.early_stopping_patience)"
+        )
     if len(losses) == 1 and job.total_steps > 1 and not num_silent:
         report.note(
             f"the loss was {losses.pop():.6g} in every step, to the last bit: nothing was learned; see whether the "
@@ -133,8 +142,10 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
     if first_loss is not None and evaluation["loss"] > first_loss:
         report.note(
             f"the held-out loss rose from {first_loss:.4f} to {evaluation['loss']:.4f}: the model got worse; lower "
-            "trainer.learning_rate, or keep an earlier checkpoint (trainer.checkpoint_every)"
+            "trainer.learning_rate, or keep the best (trainer.keep_best)"
         )
+    if config.trainer.keep_best and (job.folder / "best").is_dir():
+        report.note(f"model of the lowest eval/loss {job.folder / 'best'}")
     report.note(f"model {job.folder / 'model'}")
     return job.folder / "model"
 

@@ -96,6 +96,7 @@ def evaluation_of(
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "top_k": 0,
+            "min_p": 0.0,
             "max_new_tokens": settings.max_new_tokens or config.sampling.max_new_tokens,
             "end_token_ids": end_token_ids
             if config.sampling.end_token_ids is None

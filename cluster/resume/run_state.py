@@ -38,6 +38,8 @@ class EvaluationMarks:
     best: float | None = None
     metric: str | None = None
     "what the best is chosen by; None: as configured"
+    num_not_better: int = 0
+    "evaluations since the best"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

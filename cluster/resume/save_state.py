@@ -114,6 +114,8 @@ def state_tree(state: RunState, in_flight: InFlight) -> dict[str, Any]:
     """What `state.json` says of a state with these samples."""
     tree = asdict(state)
     del tree["folder"]
+    if not state.evaluations.num_not_better:  # which earlier versions of the project do not know
+        del tree["evaluations"]["num_not_better"]
     return {"schema_version": SCHEMA_VERSION if in_flight.unscored else WITHOUT_UNSCORED} | tree
 
 

@@ -116,13 +116,29 @@ class Evaluator:
         self._settings = system.config.evaluation
         marks = marks or EvaluationMarks()
         self._metric = marks.metric or self._settings.metric
-        self._num_done, self._best = marks.num_done, marks.best
+        self._num_done, self._best, self._num_not_better = marks.num_done, marks.best, marks.num_not_better
         self._earlier = {} if self._settings.fresh_keys or not self._num_done else _last_of(run_dir, report)
 
     @property
     def marks(self) -> EvaluationMarks:
         """What a state keeps."""
-        return EvaluationMarks(num_done=self._num_done, best=self._best, metric=self._metric)
+        return EvaluationMarks(
+            num_done=self._num_done,
+            best=self._best,
+            metric=self._metric,
+            num_not_better=self._num_not_better,
+        )
+
+    @property
+    def reason_to_stop(self) -> str | None:
+        """Why no further iteration is worth it; None: it may be."""
+        patience = self._settings.early_stopping_patience
+        if patience is None or self._num_not_better < patience:
+            return None
+        return (
+            f"{self._metric} was not above its best, {self._best:.4g}, in {self._num_not_better} evaluations: the run "
+            "ends here (evaluation.early_stopping_patience)"
+        )
 
     def at_start(self) -> dict[str, float]:
         """Evaluate the first weights, where asked for; they set the mark that a best checkpoint has to pass."""
@@ -182,8 +198,9 @@ class Evaluator:
             )
             self._metric, self._best = _ALWAYS_THERE, None
         if self._best is not None and metrics[self._metric] <= self._best:
+            self._num_not_better += 1
             return False
-        self._best = metrics[self._metric]
+        self._best, self._num_not_better = metrics[self._metric], 0
         return True
 
     def _write_samples(self, done: Evaluated, num_iterations: int) -> None:

@@ -161,6 +161,9 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
                 save_checkpoints(system, run_dir, iteration=iteration)
             run.states.at(run.stand_at(iteration + 1))
             give_back_free_memory()
+            if (reason := run.evaluator.reason_to_stop) is not None:
+                report.note(reason)
+                break
         save_checkpoints(system, run_dir)
 
 

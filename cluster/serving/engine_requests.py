@@ -205,6 +205,7 @@ class RequestReader:
                 else body.temperature,
                 top_k=max(self._usual.get("top_k", 0) if body.top_k is None else body.top_k, 0),
                 top_p=self._usual.get("top_p", 1.0) if body.top_p is None else body.top_p,
+                min_p=self._usual.get("min_p", 0.0) if body.min_p is None else body.min_p,
                 max_new_tokens=body.most_tokens or min(self._usual.get("max_new_tokens", room), room),
                 stop_token_ids=tuple(dict.fromkeys((*ends, *body.stop_token_ids))),
                 stop=body.stops,

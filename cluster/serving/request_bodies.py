@@ -39,6 +39,7 @@ class GenerationBody(BaseModel):
     "None, here and below: as the model's generation_config.json says"
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] = []
     stop_token_ids: list[int] = []

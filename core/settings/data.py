@@ -53,6 +53,9 @@ class SourceFields(Section):
     "the first turn of every conversation that has no system turn of its own"
     filter: Name | None = None
     "package.module:function, or file.py:function, of a row (a dict of all its columns) -> bool; false leaves it out"
+    order_by: Name | None = None
+    """a column of numbers, such as difficulty: prompts come by it, least first, in every epoch, each source's by its
+    own; evaluation.holdout takes the last ones; null: as the file has them"""
     skip_rows: int = Field(default=0, ge=0)
     "rows passed over first, such as those that are held out for evaluation"
     limit: int | None = Field(default=None, ge=1)
@@ -66,6 +69,8 @@ class SourceFields(Section):
                 f"data.limit with data.skip_rows, {drawn:,}, is more than a generated task draws; expected at most "
                 f"{MAX_DRAWN_PROBLEMS:,}"
             )
+        if self.task is not None and self.order_by is not None:
+            raise ValueError("data.order_by names a column, and a generated task has none; take it out")
         return self
 
 
@@ -144,6 +149,8 @@ class DataConfig(SourceFields):
             )
         if self.min_prompt_tokens > self.max_prompt_tokens:
             raise ValueError("data.min_prompt_tokens must not exceed data.max_prompt_tokens")
+        if self.shuffle and any(source.order_by is not None for source in (self, *self.sources)):
+            raise ValueError("data.order_by says in which order prompts come; set data.shuffle to false")
         return self
 
     def each_source(self) -> tuple[DataConfig, ...]:

@@ -40,6 +40,8 @@ class EvaluationConfig(Section):
     "keep `checkpoints/best`, of the trained weights whose `metric` was highest"
     metric: Name = "eval/reward_mean"
     "where rewards turn out to have no part `correct` for it, eval/reward_mean"
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    "the run ends after so many evaluations in a row that are not above the best; null: after run.iterations"
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationConfig:

@@ -26,6 +26,8 @@ class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0.0)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    "tokens less likely than so much of the likeliest are never drawn, as in vLLM; 0: all may be"
     max_new_tokens: int = Field(default=256, ge=1)
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     "what ends a response beside end_token_ids"

@@ -98,13 +98,84 @@ class ExamplesConfig(Section):
         return self.max_tokens or USUAL_TOKENS
 
 
+class ExamplesSource(Section):
+    """One of several sets of rows; null: as `data` says it."""
+
+    path: UserPath
+    weight: float = Field(default=1.0, gt=0.0, le=1e6)
+    "beside the other sources'; data.weight_of says of what"
+    split: str | None = None
+    limit: int | None = Field(default=None, ge=1)
+    chat: bool | None = None
+    prompt_field: Name | None = None
+    prompt_template: PromptTemplate | None = None
+    messages_field: Name | None = None
+    reference_field: Name | None = None
+    text_field: Name | None = None
+    loss_on: Literal["assistant", "completion", "all"] | None = None
+    system_prompt: str | None = None
+    weight_field: Name | None = None
+
+
 class DemonstrationsConfig(ExamplesConfig):
     """Rows of `messages`, or of a prompt and its completion: text, or lists of messages."""
 
+    path: UserPath | None = None  # type: ignore[assignment]  # frozen: nobody writes another kind
+    "as data.path of a run: a file, a pattern, a folder, or the name of a `datasets` data set"
     messages_field: Name = "messages"
     "taken where a row has it; loss on the assistant's turns"
     reference_field: Name = "completion"
     "of rows without messages: the answer to prompt_field"
+    text_field: Name | None = None
+    "every row is this text whole, the end token behind (TRL `dataset_text_field`); null: rows as above"
+    loss_on: Literal["assistant", "completion", "all"] | None = None
+    """the tokens learned: what the assistant wrote (TRL `assistant_only_loss`), all of the completion
+    (`completion_only_loss`), all there are; null: all of a text_field, else what the assistant wrote"""
+
+    system_prompt: str | None = None
+    "the first turn of every conversation that has no system turn first"
+    weight_field: Name | None = None
+    "a number from 0 on by which a row's loss counts, in training and held out; null: all by 1"
+    sources: tuple[ExamplesSource, ...] = ()
+    "several sets of rows, each with its weight; instead of `path`"
+    weight_of: Literal["prompt", "source"] = "prompt"
+    "prompt: a row of weight 2 comes twice as often as one of weight 1; source: that holds for whole sources"
+    stopping: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    "an epoch ends when every row has come at least once, or before one comes twice"
+
+    @model_validator(mode="after")
+    def _rows_can_be_read(self) -> DemonstrationsConfig:
+        if (self.path is None) != bool(self.sources):
+            raise ValueError("give exactly one of data.path (rows) and data.sources (several sets of them)")
+        if self.sources:
+            self.each_source()
+        elif self.text_field is not None:
+            names = (
+                "chat",
+                "prompt_field",
+                "prompt_template",
+                "messages_field",
+                "reference_field",
+                "system_prompt",
+            )
+            for name in names:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"data.text_field is all of a row; take data.{name} out, which nothing reads"
+                    )
+            if self.loss_on not in (None, "all"):
+                raise ValueError(f"data.text_field has no {self.loss_on} alone; set data.loss_on to all")
+        return self
+
+    def each_source(self) -> tuple[DemonstrationsConfig, ...]:
+        """One config a source, in their order; a single source's is this one."""
+        if not self.sources:
+            return (self,)
+        shared = {name: value for name, value in self if name != "sources"}
+        return tuple(
+            DemonstrationsConfig(**shared | {k: v for k, v in source if k != "weight" and v is not None})
+            for source in self.sources
+        )
 
 
 class PairsConfig(ExamplesConfig):
@@ -173,6 +244,10 @@ class SupervisedTrainerConfig(LearningSection):
     "steps between evaluations on held-out rows; 0: only at the end"
     checkpoint_every: int = Field(default=0, ge=0)
     "steps between checkpoints that --resume goes on from; 0 writes only the last model"
+    keep_best: bool = False
+    "keep `checkpoints/best`, of the trained weights whose eval/loss was lowest (TRL `load_best_model_at_end`)"
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    "end after so many evaluations in a row whose eval/loss is not below the lowest; null: never"
 
 
 class PreferenceLossConfig(Section):
@@ -224,6 +299,16 @@ class SupervisedConfig(Section):
     trainer: SupervisedTrainerConfig = SupervisedTrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
     "only what concerns trainers; Ray starts where trainer.num_actors is above 1"
+
+    @model_validator(mode="after")
+    def _can_compare(self) -> SupervisedConfig:
+        for name in ("keep_best", "early_stopping_patience"):
+            is_held_out = self.data.eval_path is not None or self.data.eval_share > 0.0
+            if getattr(self.trainer, name) and not (self.trainer.eval_every and is_held_out):
+                raise ValueError(
+                    f"trainer.{name} goes by eval/loss; set trainer.eval_every, and data.eval_path or data.eval_share"
+                )
+        return self
 
     @model_validator(mode="after")
     def _shares_for_all(self) -> SupervisedConfig:

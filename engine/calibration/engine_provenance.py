@@ -49,7 +49,8 @@ def provenance_of(
         **facts,
         target_weights=NO_DRAFT if draft is None else _checksum(target),
         draft_weights=_checksum(draft),
-        sampling=f"T={sampling.temperature:g} top_k={sampling.top_k} top_p={sampling.top_p:g}",
+        sampling=f"T={sampling.temperature:g} top_k={sampling.top_k} top_p={sampling.top_p:g}"
+        + (f" min_p={sampling.min_p:g}" if sampling.min_p else ""),
         max_total_tokens=max_total_tokens,
         versions=", ".join(f"{package} {metadata.version(package)}" for package in _RECORDED),
         date=datetime.now(UTC).isoformat(timespec="seconds"),

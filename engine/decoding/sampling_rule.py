@@ -1,6 +1,6 @@
 """The sampling rule: what the target's token at a position *is* (design 3.1).
 
-    token(t) = argmax over the tokens kept by top-k, then top-p, of  logits / T + g[t]
+    token(t) = argmax over the tokens kept by top-k and min-p, then top-p, of  logits / T + g[t]
 
 With Gumbel noise `g` the argmax is an exact sample of softmax(logits / T) restricted to the kept tokens
 (Gumbel-max identity). At T = 0 the noise is zero. Plain decoding emits this token; verification accepts a
@@ -29,6 +29,7 @@ class RowSampling:
     temperature: Float[Tensor, " B"]
     top_k: Int[Tensor, " B"]
     top_p: Float[Tensor, " B"]
+    min_p: Float[Tensor, " B"]
     divisor: Float[Tensor, " B"]
     "of the logits: T, 1 where T = 0"
     noise_factor: Float[Tensor, " B"]
@@ -48,19 +49,20 @@ class RowSampling:
             noise_factor=on_device[2],
             top_k=on_device[3],
             top_p=on_device[4],
+            min_p=on_device[5],
             unit_temperature=all(p.temperature in (0.0, 1.0) for p in params),
             any_greedy=any(p.temperature == 0.0 for p in params),
-            any_filter=any((p.top_k > 0 or p.top_p < 1.0) and p.temperature > 0.0 for p in params),
+            any_filter=any(p.filters for p in params),
         )
 
     @staticmethod
     def host_rates(params: list[SamplingParams]) -> list[np.ndarray]:
-        """Return temperature, divisor, noise factor, top-k and top-p of each sample as arrays [B]."""
+        """Return temperature, divisor, noise factor, top-k, top-p and min-p of each sample as arrays [B]."""
         temperature = np.array([p.temperature for p in params])
         divisor = np.where(temperature == 0.0, 1.0, temperature)
         rates = [each.astype(np.float32) for each in (temperature, divisor, temperature > 0.0)]
-        top_p = np.array([p.top_p for p in params], dtype=np.float32)
-        return [*rates, np.array([p.top_k for p in params], dtype=np.int64), top_p]
+        shares = [np.array([getattr(p, one) for p in params], dtype=np.float32) for one in ("top_p", "min_p")]
+        return [*rates, np.array([p.top_k for p in params], dtype=np.int64), *shares]
 
 
 def scale(logits: Float[Tensor, "B R V"], rows: RowSampling) -> Float[Tensor, "B R V"]:
@@ -166,18 +168,20 @@ def _leaders_in_one_pass(
 
 
 def kept_tokens(scaled: Float[Tensor, "B R V"], rows: RowSampling) -> Bool[Tensor, "B R V"]:
-    """Mark the tokens that top-k, then top-p, keep. Ties go to the smaller token id.
+    """Mark the tokens that top-k and min-p, then top-p, keep. Ties go to the smaller token id.
 
-    top-p keeps the smallest set, by falling probability among the top-k, whose mass reaches top_p.
+    min-p drops those less likely than min_p times the best (Nguyen et al. 2024, equation 2; as in vLLM before top-p).
+    top-p keeps the smallest set, by falling probability among what these keep, whose mass reaches top_p.
     """
     vocab_size = scaled.shape[-1]
     ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
     limit = torch.where(rows.top_k > 0, rows.top_k, vocab_size)[:, None, None]
-    in_top_k = torch.arange(vocab_size, device=scaled.device) < limit
-    probs = torch.softmax(ordered.masked_fill(~in_top_k, float("-inf")), dim=-1)
+    in_first = torch.arange(vocab_size, device=scaled.device) < limit
+    in_first = in_first & ((ordered - ordered[..., :1]).exp() >= rows.min_p[:, None, None])
+    probs = torch.softmax(ordered.masked_fill(~in_first, float("-inf")), dim=-1)
     mass_before = probs.cumsum(-1) - probs
     top_p = rows.top_p[:, None, None]
-    kept = in_top_k & ((mass_before < top_p) | (top_p >= 1.0))
+    kept = in_first & ((mass_before < top_p) | (top_p >= 1.0))
     # a top_p that rounds to 0 still keeps the best
     kept[..., :1].fill_(True)
     kept |= (rows.temperature == 0.0)[:, None, None]

@@ -85,7 +85,7 @@ def encode_feedback(
                     require_once(prompt, str(response), row.origin)
                     whole.append(plain_tokens(prompt, str(response), tokenizer))
             require_different(whole[0][0], whole[1][0], row.origin)
-        made = [maker.fitting(*one, row.origin) for one in whole]
+        made = [maker.fitting(*one, row) for one in whole]
         fitting = tuple(one for one in made if one is not None)
         if len({one.token_ids.tobytes() for one in fitting}) == len(is_chosen):
             found.append(Feedback(responses=fitting, is_chosen=is_chosen))

@@ -46,8 +46,10 @@ class Row:
     turns: tuple[Turn, ...] = ()
     "of a conversation, up to the one that is to be answered"
     tools: tuple[Mapping[str, Any], ...] = ()
-    "that a chat template is of_teacher of"
+    "that a chat template is told of"
     fields: dict[str, Any] = field(default_factory=dict)
+    place: float = 0.0
+    "by data.order_by"
 
     @property
     def messages(self) -> Messages:
@@ -156,6 +158,7 @@ class RowReader:
             )
         wanted = {self._prompt: self._key} | dict.fromkeys(data.reward_fields, "data.reward_fields")
         wanted |= self._named
+        wanted |= {} if data.order_by is None else {data.order_by: "data.order_by"}
         if data.reference_field is not None and not (self._is_conversation and _may_be_cut(data, kinds)):
             wanted[data.reference_field] = "data.reference_field"
         tools = data.tools_field if self._is_conversation or data.chat else None
@@ -207,6 +210,7 @@ class RowReader:
             turns=turns,
             tools=record.tools(data.tools_field) if turns or data.chat else (),
             fields=fields,
+            place=0.0 if data.order_by is None else record.number(data.order_by, "data.order_by"),
         )
 
 

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
@@ -93,14 +94,18 @@ class PromptDataset:
         lines = list(self.remarks)
         if self.left_out and (said := self.left_out.describe()):
             lines.append(f"prompts left out: {said}")
-        if len(self.sources) > 1:
-            visits = [source.num_prompts * source.repeats for source in self.sources]
-            lines += [
-                f"source {source.name}: {source.num_prompts:,} prompts, each {source.repeats:g} times an epoch, "
-                f"{count / sum(visits):.1%} of it"
-                for source, count in zip(self.sources, visits, strict=True)
-            ]
-        return lines
+        return [*lines, *source_notes(self.sources, "prompts")]
+
+
+def source_notes(sources: Sequence[Source], what: str) -> list[str]:
+    """What an epoch is made of, where there are several."""
+    visits = [source.num_prompts * source.repeats for source in sources]
+    return [
+        f"source {source.name}: {source.num_prompts:,} {what}, each {source.repeats:g} times an epoch, "
+        f"{count / sum(visits):.1%} of it"
+        for source, count in zip(sources, visits, strict=True)
+        if len(sources) > 1
+    ]
 
 
 def load_prompts(
@@ -116,7 +121,10 @@ def load_prompts(
     reader = PromptReader(data, tokenizer, seed=seed, tick=tick, max_chars=most)
     prompts, counts, left_out = PackedPrompts(), list[int](), reader.left_out
     for source in data.each_source():
-        for row, rendered, token_ids in reader.read(source):
+        taken = reader.read(source)
+        if source.order_by is not None:
+            taken = sorted(taken, key=lambda one: one[0].place)
+        for row, rendered, token_ids in taken:
             prompts.add(
                 Prompt(
                     prompt_id=reader.first_id + row.index,
@@ -275,6 +283,7 @@ def sampling_params(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
         max_new_tokens=sampling.max_new_tokens,
         stop_token_ids=tuple(stops),
         stop=sampling.stop,
@@ -362,11 +371,18 @@ class EpochOrder:
     one visit a round begun.
     """
 
-    def __init__(self, sizes: Sequence[int], repeats: Sequence[float], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, sizes: Sequence[int], repeats: Sequence[float | Fraction], *, seed: int, shuffle: bool
+    ) -> None:
         self._sizes = tuple(sizes)
         self._repeats = tuple(repeats)
         self._seed = seed
         self._shuffle = shuffle
+
+    @property
+    def length(self) -> int:
+        """Of an epoch; where repeats are fractions of the sizes, of every one."""
+        return sum(math.floor(size * times) for size, times in zip(self._sizes, self._repeats, strict=True))
 
     def order(self, epoch: int) -> np.ndarray:
         """Return [V] int64, the places visited in epoch `epoch`, counted from 0; any epoch costs the same."""

@@ -34,6 +34,8 @@ class Record:
     "of columns, where every object has all keys that any has"
     is_whole: Callable[[str], bool] | None = field(default=None, compare=False, repr=False)
     "whether all numbers under a name are whole ones that are written as floats"
+    source: int = 0
+    "which of data.sources it is of"
 
     def find(self, name: str, key: str) -> Any:
         """What stands under a name, or under a path of names in columns that hold objects."""
@@ -60,6 +62,13 @@ class Record:
         ):
             value = int(value)
         return require_whole_text(str(value), self._of(name))
+
+    def number(self, name: str, key: str) -> float:
+        """A finite number."""
+        value = self.find(name, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(f"{self._of(name)} must be a finite number, got {value!r}; see {key}")
+        return float(value)
 
     def plain(self, name: str, key: str) -> Any:
         """A JSON value."""

@@ -1,13 +1,13 @@
 """Rows of a data set for supervised training, which of them are held out, and what is learned of each.
 
-Formats are those of TRL. Demonstrations: `messages`, or `prompt` and `completion` as text or as lists of messages.
-Preferences: see `preferences` and `feedback`.
+Formats are those of TRL. Demonstrations: `messages`, `prompt` and `completion` as text or as lists of messages, or one
+whole text (`data.text_field`). Preferences: see `preferences` and `feedback`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,24 +46,33 @@ def read_raw_rows(
     empty, or too short to hold any row out; a column that cannot be left unread.
     """
     kind = "row.sft" if isinstance(data, DemonstrationsConfig) else "row.preference"
-    kind = "row.dpo" if isinstance(data, FeedbackConfig) else kind
-    columns = Columns(kind, data, note)
-    rows = _some(data, data.path, "data.path", columns)
+    if isinstance(data, FeedbackConfig):
+        kind = "row.dpo"
+    each = _each(data)
+    columns = [Columns(kind, one, note) for one in each]
+    sources = each[:-1] or each
+    rows = [
+        replace(row, source=index)
+        for index, source in enumerate(sources)
+        for row in _some(source, source.path or "", "data.path", columns[index])
+    ]
     if data.eval_path is not None:
-        held_out = _some(data, data.eval_path, "data.eval_path", columns)
+        held_out = [
+            replace(row, source=-1) for row in _some(data, data.eval_path, "data.eval_path", columns[-1])
+        ]
         if note is not None:
-            _note_overlap(rows, held_out, data, note)
+            _note_overlap(rows, held_out, each, note)
         return rows, held_out
     num_held_out = round(len(rows) * data.eval_share)
     if data.eval_share > 0.0:
         num_held_out = max(num_held_out, 1)
     if num_held_out >= len(rows):
         raise DataError(
-            f"{data.path} has {len(rows)} row(s), too few to learn from some and hold {num_held_out} out; expected "
-            "more, or name data.eval_path, or set data.eval_share to 0"
+            f"{', '.join(str(source.path) for source in sources)} has {len(rows)} row(s), too few to learn from some "
+            f"and hold {num_held_out} out; expected more, or name data.eval_path, or set data.eval_share to 0"
         )
     order = np.random.default_rng([seed, _HELD_OUT]).permutation(len(rows))
-    prompts = [_prompt_of(row, data) for row in rows]
+    prompts = [_prompt_of(row, each) for row in rows]
     if len(set(prompts)) == 1:  # of one prompt only rows can be held out
         prompts = [row.origin for row in rows]
     chosen = _with_equals(order.tolist(), prompts, num_held_out)
@@ -71,11 +80,18 @@ def read_raw_rows(
     return learned, [rows[index] for index in sorted(chosen)]
 
 
+def _each(data: ExamplesConfig) -> tuple[ExamplesConfig, ...]:
+    """What is said of the rows of each source, by its number, and at the end of those of data.eval_path."""
+    if isinstance(data, DemonstrationsConfig) and data.sources:
+        return (*data.each_source(), data)
+    return (data,)
+
+
 def _note_overlap(
-    rows: Sequence[Record], held_out: Sequence[Record], data: ExamplesConfig, note: Note
+    rows: Sequence[Record], held_out: Sequence[Record], each: Sequence[ExamplesConfig], note: Note
 ) -> None:
-    trained = {_prompt_of(row, data) for row in rows}
-    of = partial(_prompt_of, data=data)
+    trained = {_prompt_of(row, each) for row in rows}
+    of = partial(_prompt_of, each=each)
     if len(trained) == 1:  # what is asked is no difference
         trained, of = {repr(row.values) for row in rows}, lambda row: repr(row.values)
     known = [row.origin for row in held_out if of(row) in trained]
@@ -102,8 +118,11 @@ def _with_equals(order: Sequence[int], prompts: Sequence[str], num_held_out: int
     return held_out
 
 
-def _prompt_of(row: Record, data: ExamplesConfig) -> str:
+def _prompt_of(row: Record, each: Sequence[ExamplesConfig]) -> str:
     """What rows of one prompt have alike: the field, or the turns up to where the assistant first answers."""
+    data = each[row.source]
+    if isinstance(data, DemonstrationsConfig) and data.text_field is not None:
+        return row.text(data.text_field, "data.text_field")
     given = row.values.get(data.prompt_field)
     if "{prompt}" not in data.prompt_template and named_columns(data.prompt_template, row.values):
         given = row.filled(data.prompt_template, "")
@@ -144,6 +163,10 @@ def _read_of(row: Record, data: ExamplesConfig, named: Sequence[str]) -> dict[st
     """The columns of a row that are read."""
     fields: list[str | None] = [data.prompt_field, *named]
     is_chat = data.chat or row.holds_list(data.prompt_field)
+    if isinstance(data, DemonstrationsConfig):
+        fields.append(data.weight_field)
+    if isinstance(data, DemonstrationsConfig) and data.text_field is not None:
+        return top_names([data.text_field, data.weight_field], row.values)
     if isinstance(data, FeedbackConfig) and is_unpaired(row, data):
         fields += [data.reference_field, data.label_field]
     elif isinstance(data, PairsConfig):
@@ -151,7 +174,7 @@ def _read_of(row: Record, data: ExamplesConfig, named: Sequence[str]) -> dict[st
         fields += [data.chosen_field, data.rejected_field]
         fields += [data.margin_field or "margin"] if isinstance(data, PreferencesConfig) else []
     elif isinstance(data, DemonstrationsConfig) and (name := messages_name(row, data)) is not None:
-        is_chat, fields[:] = True, [name]
+        is_chat, fields[:] = True, [name, data.weight_field]
     elif isinstance(data, DemonstrationsConfig):
         fields += [data.reference_field]
     return top_names([*fields, data.tools_field if is_chat else None], row.values)
@@ -189,6 +212,10 @@ class Demonstration:
     "[T] int64"
     is_learned: np.ndarray
     "[T] bool; never the first token, which nothing precedes"
+    weight: float = 1.0
+    "by which its loss counts"
+    source: int = 0
+    "which of data.sources it is of"
 
     @property
     def sequences(self) -> tuple[np.ndarray]:
@@ -203,7 +230,8 @@ class Demonstration:
     @property
     def identity(self) -> bytes:
         """Equal for equal examples alone."""
-        return b"%d " % len(self.token_ids) + self.token_ids.tobytes() + self.is_learned.tobytes()
+        weight = b"" if self.weight == 1.0 else b"%r" % self.weight
+        return b"%d " % len(self.token_ids) + self.token_ids.tobytes() + self.is_learned.tobytes() + weight
 
     @property
     def num_learned(self) -> int:
@@ -225,7 +253,7 @@ def encode_demonstrations(
     examples: list[Demonstration] = []
     maker = ExampleMaker(data, tokenizer, note)
     for row in rows:
-        example = maker.fitting(*maker.tokens(row), row.origin)
+        example = maker.fitting(*maker.tokens(row), row)
         examples += [] if example is None else [example]
     if not examples:
         raise DataError(
@@ -246,6 +274,7 @@ class ExampleMaker:
         note: Note | None,
     ) -> None:
         self._data, self._tokenizer, self._note = data, tokenizer, note
+        self._each: Sequence[Any] = _each(data)
         closing = turn_end(tokenizer)
         self._ends = () if closing is None else (closing,)
         self._remarks = Remarks(tokenizer)
@@ -253,19 +282,19 @@ class ExampleMaker:
 
     def tokens(self, row: Record) -> tuple[np.ndarray, np.ndarray]:
         """Ids [T] of a row's conversation, or of prompt and completion, and which are learned."""
-        return _tokens(row, self._data, self.of_conversation, self._tokenizer)
+        return _tokens(row, self._each[row.source], self.of_conversation, self._tokenizer)
 
     def of_conversation(self, turns: Sequence[Turn], **more: Any) -> tuple[np.ndarray, np.ndarray]:
         """See `conversation_tokens`."""
         self._remarks.turns(turns, more["origin"])
         return conversation_tokens(self._tokenizer, turns, ends=self._ends, note=self._note, **more)
 
-    def fitting(self, ids: np.ndarray, mask: np.ndarray, origin: str) -> Demonstration | None:
+    def fitting(self, ids: np.ndarray, mask: np.ndarray, row: Record) -> Demonstration | None:
         """An example within data.max_tokens; None: left out. Raises DataError: too long, with on_long fail."""
         limit = self._data.token_limit
         if len(ids) > limit and self._data.on_long == "fail":
             raise DataError(
-                f"{origin} has {len(ids)} tokens, data.max_tokens is {limit}; raise it, or set data.on_long to "
+                f"{row.origin} has {len(ids)} tokens, data.max_tokens is {limit}; raise it, or set data.on_long to "
                 "truncate or skip"
             )
         if len(ids) > limit and self._data.on_long == "skip":
@@ -275,7 +304,9 @@ class ExampleMaker:
         if not kept.any():
             return None
         self._lost += [bool(behind.any())] if len(behind) else []
-        return Demonstration(token_ids=ids[:limit], is_learned=kept)
+        name = getattr(self._each[row.source], "weight_field", None)
+        weight = 1.0 if name is None else _weight(row, name)
+        return Demonstration(token_ids=ids[:limit], is_learned=kept, weight=weight, source=max(row.source, 0))
 
     def tell(self, of: str) -> None:
         """Note what was cut, and what else a user should know."""
@@ -287,15 +318,34 @@ class ExampleMaker:
             (self._note or note_once)(line)
 
 
+def _weight(row: Record, name: str) -> float:
+    value = row.number(name, "data.weight_field")
+    if value < 0.0:
+        raise DataError(
+            f"{row.origin}: field '{name}' must be a number from 0 on, got {value!r}; fix the row"
+        )
+    return value
+
+
 def _tokens(
     row: Record,
     data: DemonstrationsConfig | FeedbackConfig,
     of_conversation: Callable[..., tuple[np.ndarray, np.ndarray]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[np.ndarray, np.ndarray]:
+    of_sft = data if isinstance(data, DemonstrationsConfig) else DemonstrationsConfig(path=data.path)
+    loss_on, system = of_sft.loss_on, of_sft.system_prompt
+    if of_sft.text_field is not None:
+        text = row.text(of_sft.text_field, "data.text_field")
+        return plain_tokens(text, None, tokenizer, learns_all=True)
     name = messages_name(row, data) if isinstance(data, DemonstrationsConfig) else None
     before: Sequence[Turn] = ()
     if name is not None:
+        if loss_on == "completion":
+            raise DataError(
+                f"{row.origin}: data.loss_on is completion, and the row has messages; expected `{data.prompt_field}` "
+                f"and `{data.reference_field}`; split it, or set assistant or all"
+            )
         after = row.turns(name, "data.messages_field", roles=None)
     elif row.holds_list(data.prompt_field):
         # only what the assistant writes in the completion is learned
@@ -305,16 +355,27 @@ def _tokens(
         text = asked(row, data, f"data.messages_field or data.prompt_field of {_FORMATS}")
         answer = row.text(data.reference_field, "data.reference_field")
         if not data.chat:
+            if system is not None:
+                raise DataError(
+                    f"{row.origin}: data.system_prompt needs a conversation, got plain text; set data.chat to true, or "
+                    "write it into data.prompt_template"
+                )
             require_once(text, answer, row.origin)
-            return plain_tokens(text, answer, tokenizer)
+            return plain_tokens(text, answer, tokenizer, learns_all=loss_on == "all")
         before, after = [{"role": "user", "content": text}], [{"role": "assistant", "content": answer}]
     if data.prompt_template != "{prompt}" and not data.chat:
         raise DataError(
             f"{row.origin}: data.prompt_template fills nothing of conversations in; expected rows of plain prompts, or "
             "no template; take it out"
         )
+    if system is not None and [*before, *after][0]["role"] not in ("system", "developer"):
+        before = [{"role": "system", "content": system}, *before]
     return of_conversation(
-        [*before, *after], origin=row.origin, first_turn=len(before), tools=row.tools(data.tools_field)
+        [*before, *after],
+        origin=row.origin,
+        first_turn=len(before),
+        tools=row.tools(data.tools_field),
+        loss_on=loss_on or "assistant",
     )
 
 
@@ -324,15 +385,18 @@ def asked(row: Record, data: ExamplesConfig, key: str) -> str:
     return row.filled(data.prompt_template, given)
 
 
-_FORMATS = "a row with `messages`, or with `prompt` and `completion`"
+_FORMATS = "a row with `messages`, with `prompt` and `completion`, or with a text (data.text_field)"
 
 
-def plain_tokens(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt and completion one after another as they are sampled: tokenised apart, the end token behind."""
+def plain_tokens(
+    text: str, answer: str | None, tokenizer: PreTrainedTokenizerBase, *, learns_all: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and completion one after another as they are sampled: tokenised apart, the end token behind; or a text."""
     (prompt,) = prompt_ids(tokenizer, [text])
     end = tokenizer.eos_token_id
-    response = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
-    if isinstance(end, int) and (not response or response[-1] != end):
+    response = [] if answer is None else list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    last = (prompt if answer is None else response)[-1:]
+    if isinstance(end, int) and list(last) != [end]:
         response.append(end)
     ids = np.asarray([*prompt, *response], dtype=np.int64)
-    return ids, np.arange(len(ids)) >= len(prompt)
+    return ids, np.arange(len(ids)) >= (0 if learns_all else len(prompt))

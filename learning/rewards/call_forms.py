@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 from ...core.surfaces.surface import surface
@@ -22,7 +22,9 @@ Answer = tuple[str, Any]
 
 PLACES = ("prompt", "response", "reference")
 "the arguments of a function of ours, in their order"
-EXTRAS = ("messages", "prefill", "finish_reason", "num_tokens", "sample_index", "prompt_id")
+_COLUMNS_FIRST = ("token_ids", "iteration")
+"a column of the data that has such a name goes before ours"
+EXTRAS = ("messages", "prefill", "finish_reason", "num_tokens", "sample_index", "prompt_id", *_COLUMNS_FIRST)
 "what a function may ask for by name"
 
 _WORDS = {
@@ -70,8 +72,14 @@ _VERL = {
     "data_source": "data_source",
     "extra_info": "extra_info",
 }
+_TRL = {
+    "prompts": "prompt",
+    "completions": "response",
+    "completion_ids": "token_ids",
+    "trainer_state": "trainer_state",
+}
 FOREIGN = (
-    Foreign("TRL", "completions", {"prompts": "prompt", "completions": "response"}),
+    Foreign("TRL", "completions", _TRL),
     Foreign("OpenRLHF", "queries", {"queries": "query", "prompts": "prompt", "labels": "reference"}),
     Foreign("verl", "solution_str", _VERL, in_lists=False, empty=("extra_info",)),
     Foreign(
@@ -164,6 +172,8 @@ class Call:
         )
 
     def _value(self, columns: Mapping[str, Any], name: str) -> Any:
+        if name == "trainer_state":  # TRL's, one for the batch
+            return SimpleNamespace(global_step=columns.get("iteration"))
         if self.foreign is None:
             return columns.get(name)
         value = columns.get(name)
@@ -186,7 +196,9 @@ class Call:
             return {name: value for name, value in columns.items() if name not in taken}
         if self.foreign.owner != "TRL":  # which alone gives all columns
             return {}
-        rest = {name: name for name in columns if name not in {*PLACES, *EXTRAS, *plan}}
+        rest = {
+            name: name for name in columns if name not in {*PLACES, *EXTRAS, *plan}.difference(_COLUMNS_FIRST)
+        }
         asked = {parameter.name for parameter in self.parameters}
         rest |= {name: value for name, value in self.foreign.values.items() if name not in asked}
         return {name: self._value(columns, value) for name, value in rest.items()}
@@ -274,7 +286,7 @@ def _foreign_plan(call: Call, form: Foreign, names: Collection[str] | None) -> d
             continue
         is_needed = parameter.default is parameter.empty
         name = form.values.get(parameter.name, parameter.name)
-        if name in (*PLACES, *EXTRAS, "query") or name in (names or ()):
+        if name in (*PLACES, *EXTRAS, "query", "trainer_state") or name in (names or ()):
             plan[parameter.name] = name
         elif is_needed and (why := surface("reward.arguments").refused.get(name)):
             raise CannotBeCalled(f"asks for '{name}', and {why.partition('; ')[0]}", "give it a default")

@@ -189,6 +189,8 @@ def _columns(request: ScoreRequest) -> dict[str, Any]:
     return {
         # a column of the user's that has this name goes before ours
         "prefill": prompt.prefill,
+        "token_ids": list(facts.token_ids) if facts else None,
+        "iteration": facts.weight_version if facts else None,
         **prompt.fields,
         "prompt": prompt.text,
         "response": request.response,

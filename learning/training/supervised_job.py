@@ -3,6 +3,7 @@ and in each of several actors.
 
     FOLDER/model          the last checkpoint, Hugging Face format; FOLDER/model_0100 of step 100
     FOLDER/adapter        the PEFT adapter beside it, where trainer.lora is set
+    FOLDER/best           the model of the lowest eval/loss, by trainer.keep_best; FOLDER/best_adapter likewise
     FOLDER/state_0100     what --resume goes on from (torch.distributed.checkpoint) with trained_on.json, what it was
                           learned from, config.yaml and a manifest of checksums; the last two are kept
 """
@@ -17,11 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -39,6 +40,7 @@ from ...core.settings.supervised import (
 from ...engine.model.support import refuse_changing_rope
 from ...engine.weights.causal_lm import DTYPES
 from ...engine.weights.loading import load_causal_lm, num_token_ids
+from ..data.prompts import EpochOrder, Source
 from .finished_model import ModelForm, save_model, write_adapter_folder
 from .learning_rate import step_rule
 from .objectives.direct_preferences import DirectPreferences, Values, response_values
@@ -77,11 +79,23 @@ class SupervisedJob:
     "a state folder to go on from"
     config_text: str = ""
     "YAML of the run's config, which its states keep"
+    sources: tuple[Source, ...] = ()
+    "that `train` is of, one behind the other; empty: one"
+    eval_losses: tuple[float, ...] = ()
+    "up to the state that is gone on from, in their order"
+
+    @property
+    def order(self) -> EpochOrder:
+        """Of the places in `train`; every epoch has as many."""
+        counts = [source.num_prompts for source in self.sources] or [len(self.train)]
+        visits = [round(source.num_prompts * source.repeats) for source in self.sources] or counts
+        repeats = [Fraction(times, max(size, 1)) for times, size in zip(visits, counts, strict=True)]
+        return EpochOrder(counts, repeats, seed=self.seed, shuffle=True)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps over all rows once; the last has what is left of them."""
-        return math.ceil(len(self.train) / self.trainer.batch_size)
+        """Optimizer steps over all rows once, or as often as their sources weigh; the last has what is left of them."""
+        return math.ceil(self.order.length / self.trainer.batch_size)
 
     @property
     def total_steps(self) -> int:
@@ -130,12 +144,16 @@ def run_job(
                 f"{job.resume} is of step {learner.num_steps}, and the config asks for {job.total_steps} in all; raise "
                 "trainer.epochs or trainer.max_steps to go on"
             )
-    elif job.held_out:
-        yield StepReport(step=0, metrics=_named("eval", learner.evaluate(job.held_out)))
+    losses = list(job.eval_losses)
+    if job.held_out and job.resume is None:
+        metrics = _named("eval", learner.evaluate(job.held_out))
+        losses.append(metrics["eval/loss"])
+        yield StepReport(step=0, metrics=metrics)
     # all rows are read for it
     trained_on = _trained_on(job) if job.trainer.checkpoint_every and trainers.rank == 0 else {}
     first = learner.num_steps
-    while learner.num_steps < job.total_steps:
+    is_last = False
+    while not is_last:
         batch = batch_of(job, learner.num_steps)
         began_s = time.perf_counter()
         metrics = _named("train", learner.step(batch))
@@ -146,6 +164,10 @@ def run_job(
         is_last = learner.num_steps == job.total_steps
         if job.held_out and (is_last or _is_due(learner.num_steps, job.trainer.eval_every)):
             metrics |= _named("eval", learner.evaluate(job.held_out))
+            losses.append(metrics["eval/loss"])
+            is_last = is_last or num_not_better(losses) >= (job.trainer.early_stopping_patience or math.inf)
+            if job.trainer.keep_best and not num_not_better(losses):
+                _save_model(learner, form, job, trained_on, "best", "best_adapter", says=job.kind != "reward")
         saved = _save(learner, form, job, trained_on, is_last=is_last)
         # once: all that a gradient reaches has had one by then
         is_due = learner.num_steps == min(first + _WATCHED_STEPS, job.total_steps)
@@ -153,10 +175,16 @@ def run_job(
         yield StepReport(step=learner.num_steps, metrics=metrics, saved=saved, unmoved=unmoved)
 
 
+def num_not_better(losses: Sequence[float]) -> int:
+    """Evaluations since the one with the lowest loss, of equal ones the first; numbers that are none are never it."""
+    best = min(range(len(losses)), key=lambda at: losses[at] if losses[at] == losses[at] else math.inf)
+    return len(losses) - 1 - best
+
+
 def batch_of(job: SupervisedJob, step: int) -> list[Any]:
     """The items of a step, counted from 0: each once an epoch, in an order drawn from (seed, epoch)."""
     epoch, place = divmod(step, job.steps_per_epoch)
-    order = np.random.default_rng([job.seed, epoch]).permutation(len(job.train))
+    order = job.order.order(epoch)
     first = place * job.trainer.batch_size
     return [job.train[index] for index in order[first : first + job.trainer.batch_size]]
 
@@ -205,13 +233,16 @@ def _trained_on(job: SupervisedJob) -> dict[str, Any]:
     digest = hashlib.sha256()
     for item in job.train:
         digest.update(item.identity)
-    keeps_base = job.trainer.lora is not None or getattr(job.loss, "type", "orpo") != "orpo"
+    sources = {f"data.sources: {i}, {one.name}": one.repeats for i, one in enumerate(job.sources)}
+    has_reference = isinstance(job.loss, DpoLossConfig) and job.loss.type != "orpo"
+    keeps_base = job.trainer.lora is not None or has_reference
     base = {"model.name": job.model.name} if keeps_base else {}
     return {
         "run.seed": job.seed,
         "trainer.batch_size": job.trainer.batch_size,
         "data: number of examples": len(job.train),
         "data: their tokens": digest.hexdigest()[:16],
+        **sources,
         **base,
     }
 
@@ -250,9 +281,27 @@ def _save(
     if not (is_last or is_due):
         return None
     mark = "" if is_last else f"_{learner.num_steps:04d}"
-    folder = job.folder / f"model{mark}"
+    says = job.kind != "reward" and is_last
+    folder = _save_model(learner, form, job, trained_on, f"model{mark}", f"adapter{mark}", says=says)
+    if is_due:
+        # last: who finds it finds the model of its step too
+        _save_state(learner, job, trained_on)
+    return folder
+
+
+def _save_model(
+    learner: SupervisedLearner,
+    form: ModelForm,
+    job: SupervisedJob,
+    trained_on: dict[str, Any],
+    name: str,
+    adapter_name: str,
+    *,
+    says: bool,
+) -> str:
+    folder = job.folder / name
     is_first = learner.trainers.rank == 0
-    adapter = None if learner.adapter is None else job.folder / f"adapter{mark}"
+    adapter = None if learner.adapter is None else job.folder / adapter_name
     if adapter is not None:
         # before anything is merged, which could fail
         if is_first:
@@ -260,7 +309,7 @@ def _save(
             write_adapter_folder(files, adapter, weight_version=learner.num_steps, merged_checksum="")
         else:
             _accompany(learner)
-    said = learner.say() if job.kind != "reward" and is_last else None
+    said = learner.say() if says else None
     refused = None
     try:
         checksum = save_model(learner, form, job.tokenizer, folder, said) if is_first else _accompany(learner)
@@ -274,9 +323,6 @@ def _save(
         write_manifest(
             adapter, model="adapter", weight_version=learner.num_steps, parameter_checksum=checksum
         )
-    if is_due:
-        # last: who finds it finds the model of its step too
-        _save_state(learner, job, trained_on)
     return str(folder)
 
 

@@ -18,6 +18,7 @@ SAMPLINGS = {
     "top-p 0.9": SamplingParams(top_p=0.9, max_new_tokens=14),
     "T=0": SamplingParams(temperature=0.0, max_new_tokens=14),
     "T=0.7 top-k 5": SamplingParams(temperature=0.7, top_k=5, max_new_tokens=14),
+    "min-p 0.2 top-p 0.9": SamplingParams(min_p=0.2, top_p=0.9, max_new_tokens=14),
 }
 Make = Callable[..., Engine]
 MakeRequests = Callable[..., list[SampleRequest]]
@@ -176,6 +177,7 @@ def filtered_logprobs(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
     if params.top_k:
         order = order[: params.top_k]
     weights = np.exp(scores[order] - scores.max())
+    order, weights = np.array(order)[weights >= params.min_p], weights[weights >= params.min_p]
     probs, mass, kept = weights / weights.sum(), 0.0, []
     for token, prob in zip(order, probs, strict=True):
         if kept and mass >= params.top_p:

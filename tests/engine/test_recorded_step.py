@@ -32,7 +32,7 @@ from tests.helpers.backends import torch_backend
 SAMPLINGS = {
     "hot": SamplingParams(max_new_tokens=9, temperature=0.7),
     "greedy": SamplingParams(max_new_tokens=9, temperature=0.0),
-    "filtered": SamplingParams(max_new_tokens=9, top_p=0.8, top_k=20),
+    "filtered": SamplingParams(max_new_tokens=9, top_p=0.8, top_k=20, min_p=0.05),
 }
 
 

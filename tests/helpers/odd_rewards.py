@@ -129,8 +129,8 @@ def sees_a_column(prompt, response, reference, **columns):
 
 def takes_all(prompt, response, reference, **columns):
     """Whatever there is."""
-    known = ["finish_reason", "messages", "num_tokens", "prefill", "prompt_id", "sample_index"]
-    return float(sorted(columns) == known)
+    known = ["finish_reason", "iteration", "messages", "num_tokens", "prefill", "prompt_id", "sample_index"]
+    return float(sorted(columns) == [*known, "token_ids"])
 
 
 def slow(prompt, response, reference):

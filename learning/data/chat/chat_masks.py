@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -40,8 +40,11 @@ def conversation_tokens(
     tools: Tools = (),
     ends: Sequence[int] = (),
     note: Callable[[str], object] | None = None,
+    loss_on: Literal["assistant", "completion", "all"] = "assistant",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids, int64 [T], of a conversation, and which are learned, bool [T]: the assistant's of `first_turn` on.
+
+    With `loss_on` completion all that the template writes from there on, headers and other roles too; all: everything.
 
     A turn's end token, the tokenizer's or one of `ends`, is learned, also where the next turn begins with it or, behind
     the last, nothing does; what a template writes behind it is not, nor are turns that say `weight: 0` or the like.
@@ -51,6 +54,8 @@ def conversation_tokens(
     when more follow.
     """
     require_template(tokenizer, tools)
+    if loss_on != "assistant":
+        return _whole(tokenizer, turns, origin, first_turn if loss_on == "completion" else 0, tools, note)
     said = [index for index, turn in enumerate(turns) if turn.get("role") == _ASSISTANT]
     if not any(index >= first_turn for index in said):
         raise DataError(f"{origin} has no message of role assistant, so there is nothing to learn from it")
@@ -83,6 +88,34 @@ def conversation_tokens(
         mask |= own if len(closing) else own | (is_end & (starts == end))
     _require_mask(mask, starts, text, turns, first_turn, origin)
     return ids, mask
+
+
+def _whole(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Turn],
+    origin: str,
+    first_turn: int,
+    tools: Tools,
+    note: Callable[[str], object] | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    for index, turn in enumerate(turns[first_turn:], first_turn):
+        if not is_learned(turn, f"{origin}, message {index}"):
+            raise DataError(
+                f"{origin}: message {index} says that it is not learned, and data.loss_on takes all; expected no such "
+                "word; take it out, or set data.loss_on to assistant"
+            )
+    require_all_written(tokenizer, turns, tools, origin=origin, note=note)
+    text = rendered(tokenizer, turns, ask=False, origin=origin, tools=tools)
+    before = (
+        rendered(tokenizer, turns[:first_turn], ask=True, origin=origin, tools=tools) if first_turn else ""
+    )
+    if not text.startswith(before):
+        raise DataError(
+            f"{origin}: the chat template writes the prompt otherwise when the completion follows, so where it begins "
+            "cannot be told; set data.loss_on to assistant or all, or name another template (model.chat_template)"
+        )
+    ids, starts = _with_places(tokenizer, text)
+    return ids, starts >= len(before)
 
 
 def is_learned(turn: Turn, what: str) -> bool:

@@ -59,7 +59,10 @@ def learned_logprobs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTokens:
-    """Cross-entropy of the learned tokens in nats, mean over tokens (Ouyang et al. 2022, section 3.5)."""
+    """Cross-entropy of the learned tokens in nats, mean over tokens (Ouyang et al. 2022, section 3.5).
+
+    An item's weight multiplies its part of the sum, not of the number that the sum is divided by.
+    """
 
     vocab_size: int
     "token ids that take part, as in the learner of RL"
@@ -76,8 +79,16 @@ class NextTokens:
         """The sum over the items."""
         ids, marks = [item.token_ids for item in items], [item.is_learned for item in items]
         logprobs = learned_logprobs(model, ids, marks, self.vocab_size, forward)
+        if any(item.weight != 1.0 for item in items):
+            factors = np.repeat(
+                np.array([item.weight for item in items], dtype=np.float32),
+                [item.num_learned for item in items],
+            )
+            (weights,) = upload([factors], logprobs.device)
+        else:
+            weights = torch.ones((), device=logprobs.device)
         weighed = logprobs * logprobs.detach().exp() if self.is_dynamic else logprobs
-        return {"loss": -weighed.sum()}
+        return {"loss": -(weighed * weights).sum()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

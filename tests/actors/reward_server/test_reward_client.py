@@ -39,6 +39,8 @@ def requests(count: int):
             finish_reason=FinishReason.LENGTH,
             turns=(("assistant", "a"), ("user", "b"), ("assistant", "c")),
             num_given_tokens=2,
+            token_ids=(5, 6, 1),
+            weight_version=4,
         )
         for i in range(count)
     ]

@@ -23,3 +23,5 @@ def test_metrics_and_facts_count_sampled_tokens():
     assert SampleRow.of(one, None).num_tokens == 3
     facts = ResponseFacts.of(one.completion)
     assert (facts.num_tokens, facts.num_given_tokens) == (3, 7)
+    assert facts.token_ids == tuple(one.completion.token_ids) and len(facts.token_ids) == 10
+    assert facts.weight_version == one.completion.weight_spans[-1].weight_version

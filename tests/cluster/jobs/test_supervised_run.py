@@ -25,6 +25,7 @@ from rlhfspec.core.checkpoint_manifest import verify_checkpoint
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.metrics import read_metrics
 from rlhfspec.core.records import Prompt
+from rlhfspec.core.settings.supervised import SftConfig
 from rlhfspec.learning.data.chat.scored_text import render
 from rlhfspec.learning.rewards.reward_function import build_reward
 
@@ -106,6 +107,54 @@ def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path, ca
     assert main(["show", str(folder.path)]) == 0
     drawn = capsys.readouterr().out
     assert "held-out loss, first to last" in drawn and "train/loss" in drawn and "Amdahl" not in drawn
+
+
+def test_sources_are_mixed_by_weight_and_gone_on_with(files: Path, tmp_path: Path, capsys):
+    (tmp_path / "texts.jsonl").write_text('{"text": "who are you"}\n' * 5)
+    sources = [
+        {"path": str(files / "talks.jsonl"), "limit": 10},
+        {"path": str(tmp_path / "texts.jsonl"), "text_field": "text", "weight": 2},
+    ]
+    config = {"model": {"name": str(files / "base")}, "data": {"sources": sources, "eval_share": 0}}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(config))
+    sets = ("trainer.epochs=2", "trainer.checkpoint_every=3", "trainer.schedule=constant")
+    given = ("--config", tmp_path / "sft.yaml", "--out")
+    assert run("sft", *given, tmp_path / "run", sets=sets) == 0
+    said = capsys.readouterr()
+    assert "texts.jsonl: 5 examples, each 2 times an epoch, 50.0% of it" in said.out + said.err
+    assert run("sft", *given, tmp_path / "cut", sets=(*sets, "trainer.max_steps=3")) == 0
+    assert run("sft", "--resume", tmp_path / "cut", sets=("trainer.max_steps=6",)) == 0
+    whole = weights(tmp_path / "run/checkpoints/model")
+    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 2 * 3
+    for name, tensor in weights(tmp_path / "cut/checkpoints/model").items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def test_training_ends_where_the_held_out_loss_no_longer_falls_and_keeps_the_best(
+    files: Path, tmp_path: Path, capsys
+):
+    sets = ("trainer.epochs=20", "trainer.early_stopping_patience=2", "trainer.keep_best=true")
+    # a rate that learns at first and then jumps about
+    sets = (*sets, "trainer.learning_rate=0.05", "trainer.schedule=constant")
+    run_dir = sft(files, tmp_path / "run", *sets)
+    said = capsys.readouterr()
+    losses = [row["eval/loss"] for row in read_metrics(run_dir.metrics_file) if "eval/loss" in row]
+    best = losses.index(min(losses))
+    assert 0 < best == len(losses) - 3
+    assert f"training ended at step {2 * best + 4} of 100" in " ".join((said.out + said.err).split())
+    folder = run_dir.checkpoints_folder
+    assert verify_checkpoint(folder / "best")["weight_version"] == 2 * best
+    assert verify_checkpoint(folder / "model")["weight_version"] == 2 * best + 4
+    # gone on with behind the best, it counts on from what there was before
+    at = 2 * best + 2
+    more = ("trainer.keep_best=false", f"trainer.max_steps={at}", f"trainer.checkpoint_every={at}")
+    cut = sft(files, tmp_path / "cut", *sets, *more)
+    assert run("sft", "--resume", cut.path, sets=("trainer.max_steps=100",)) == 0
+    assert len(read_metrics(cut.metrics_file)) == 2 * best + 5
+    with pytest.raises(ValueError, match="eval_every"):
+        SftConfig.model_validate(
+            {"model": {"name": "m"}, "data": {"path": "x"}, "trainer": {"keep_best": True, "eval_every": 0}}
+        )
 
 
 def test_a_fine_tuned_model_keeps_all_end_tokens_and_what_it_said_of_sampling(files: Path, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from made_rollouts import rollout
 
 from rlhfspec.cluster.observe.iteration_metrics import evaluation_metrics, pass_at_k
+from rlhfspec.cluster.resume.run_state import EvaluationMarks
 from rlhfspec.cluster.run.evaluate import Evaluator
 from rlhfspec.core.metrics import require_declared
 from rlhfspec.core.settings.evaluation import EvaluationConfig
@@ -87,3 +89,19 @@ def test_a_metric_that_the_rewards_do_not_have_gives_way_and_is_told():
     better = [evaluator._take_mark({"eval/reward_mean": value}) for value in (0.5, 0.4, 0.6)]
     assert better == [True, False, True]
     assert len(notes) == 1 and "chosen by eval/reward_mean" in notes[0]
+
+
+def test_a_run_ends_after_so_many_evaluations_that_are_not_better_also_over_a_resume():
+    def evaluator(marks: EvaluationMarks | None = None, patience: int | None = 2) -> Evaluator:
+        settings = EvaluationConfig(every=1, early_stopping_patience=patience)
+        parts: Any = SimpleNamespace(config=SimpleNamespace(evaluation=settings)), None, None, None, None
+        return Evaluator(*parts, marks)
+
+    first = evaluator()
+    for value in (0.5, 0.4, 0.6, 0.6):
+        first._take_mark({"eval/reward_mean": value})
+        assert first.reason_to_stop is None
+    resumed = evaluator(replace(first.marks, num_done=0))
+    resumed._take_mark({"eval/reward_mean": 0.1})
+    assert "above its best, 0.6, in 2 evaluations" in str(resumed.reason_to_stop)
+    assert evaluator(replace(resumed.marks, num_done=0), patience=None).reason_to_stop is None

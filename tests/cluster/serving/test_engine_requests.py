@@ -62,10 +62,10 @@ def test_what_vllm_sends_as_its_defaults_is_taken(reader: RequestReader):
     ("body", "status", "param", "words"),
     [
         (
-            {"prompt": "1", "min_p": 0.1},
+            {"prompt": "1", "repetition_penalty": 1.1},
             400,
-            "min_p",
-            "has 'min_p': expected none or 0, got 0.1; this engine",
+            "repetition_penalty",
+            "has 'repetition_penalty': expected none or 1, got 1.1; this engine",
         ),
         ({"prompt": "1", "logprobs": 3}, 400, "logprobs", "expected none or 0, got 3; the engine knows"),
         ({"prompt": "1", "max_tokens": 64}, 400, "prompt", "do not fit 64 tokens"),
@@ -211,19 +211,19 @@ def test_what_the_template_reads_reaches_it(tmp_path: Path):
 
 
 def test_a_generation_config_gives_what_bodies_leave_out(tmp_path: Path):
-    said = {"temperature": 0.5, "top_k": 7, "max_new_tokens": 9, "repetition_penalty": 1.0}
+    said = {"temperature": 0.5, "top_k": 7, "min_p": 0.1, "max_new_tokens": 9, "repetition_penalty": 1.0}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     read = chatting(tmp_path, usual=usual_sampling(str(tmp_path)))
     sampling = read().requests[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.max_new_tokens) == (0.5, 7, 9)
+    assert (sampling.min_p, read(min_p=0.0).requests[0].sampling.min_p) == (0.1, 0.0)
     assert read(max_tokens=12, temperature=0).requests[0].sampling.max_new_tokens == 12
     assert usual_sampling(str(tmp_path), "vllm") == {}
 
 
-@pytest.mark.parametrize("key", ["repetition_penalty", "min_p"])
-def test_a_generation_config_that_vllm_would_follow_and_we_cannot_is_refused(tmp_path: Path, key: str):
-    (tmp_path / "generation_config.json").write_text(json.dumps({key: 1.1}))
-    with pytest.raises(ModelError, match=f"has '{key}': .* --generation-config vllm"):
+def test_a_generation_config_that_vllm_would_follow_and_we_cannot_is_refused(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.1}))
+    with pytest.raises(ModelError, match=r"has 'repetition_penalty': .* --generation-config vllm"):
         usual_sampling(str(tmp_path))
 
 

@@ -54,6 +54,19 @@ def test_top_p_measures_mass_among_the_top_k() -> None:
     assert kept(probs, top_p=0.75) == [1, 2, 3]
 
 
+def test_min_p_drops_what_is_less_likely_than_a_share_of_the_best_and_top_p_measures_the_rest() -> None:
+    probs = [0.05, 0.4, 0.19, 0.36]
+    assert kept(probs, min_p=0.4) == kept(probs, min_p=0.4, top_k=3) == [1, 2, 3]
+    assert kept(probs, min_p=0.5) == [1, 3] and kept(probs, min_p=1.0) == [1]
+    assert kept(probs, min_p=0.5, top_k=1) == [1]
+    # 0.4 is 0.53 of what min-p keeps: with 0.36 it reaches 0.99, among all it would not
+    assert kept(probs, min_p=0.5, top_p=0.5) == [1] and kept(probs, top_p=0.5) == [1, 3]
+    # of p / T, as in vLLM: at T = 2 ratios are roots
+    rows = rows_of(SamplingParams(temperature=2.0, min_p=0.5))
+    marks = kept_tokens(scale(torch.tensor([[probs]]).log(), rows), rows)
+    assert marks.flatten().nonzero().flatten().tolist() == [1, 2, 3]
+
+
 def test_greedy_takes_the_largest_logit_whatever_the_noise_and_filters() -> None:
     rows = rows_of(SamplingParams(temperature=0.0, top_k=1, top_p=0.1))
     scaled = scale(torch.tensor([[LOGITS]]), rows)
@@ -120,8 +133,10 @@ def chi_square_p(params: SamplingParams, noise: Noise, rule: Rule) -> float:
 
 
 def expected_probs(params: SamplingParams) -> np.ndarray:
-    """Softmax(logits / T) cut to the smallest set with mass top_p."""
+    """Softmax(logits / T) cut by min_p, then to the smallest set with mass top_p."""
     probs = np.exp(np.array(LOGITS) / params.temperature)
+    probs /= probs.sum()
+    probs[probs < params.min_p * probs.max()] = 0.0
     probs /= probs.sum()
     order = np.argsort(-probs)
     size = int(np.searchsorted(np.cumsum(probs[order]), params.top_p)) + 1
@@ -137,6 +152,7 @@ SAMPLINGS = {
     "T=1": SamplingParams(),
     "top-p 0.8": SamplingParams(top_p=0.8),
     "T=0.7 top-p 0.9": SamplingParams(temperature=0.7, top_p=0.9),
+    "T=2 min-p 0.3": SamplingParams(temperature=2.0, min_p=0.3),
 }
 
 

@@ -159,6 +159,83 @@ def test_plain_prompt_and_completion_are_learned_from_the_completion_on_with_an_
     assert shown({"prompt": "who are you", "completion": "me <end>"}) == "who are you [me] [<end>]"
 
 
+def test_a_whole_text_is_learned_with_an_end_token_behind():
+    # the first token of all is predicted by nothing
+    assert shown({"text": "who are you"}, text_field="text") == "who [are] [you] [<end>]"
+    assert shown({"text": "who are you <end>"}, text_field="text", loss_on="all") == "who [are] [you] [<end>]"
+    with pytest.raises(DataError, match=r"x\.jsonl:1 has no field 'words' \(data\.text_field\)"):
+        shown({"text": "who"}, text_field="words")
+
+
+FIRST_ALONE = "{{ messages[0].content }} <end>"
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN, FIRST_ALONE], ids=["marked", "plain", "first alone"])
+def test_all_of_a_conversation_is_learned_as_the_template_writes_it(template):
+    turns = [{"role": "user", "content": "hi"}] if template == FIRST_ALONE else TALK[1:3]
+    learned = {FIRST_ALONE: "hi [<end>]"}.get(
+        template, "<user> [hi] [there] [<end>] [<assistant>] [hi] [you] [<end>]"
+    )
+    assert shown({"messages": turns}, template=template, loss_on="all") == learned
+    assert shown({"prompt": "hi", "completion": "me"}, loss_on="all") == "hi [me] [<end>]"
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "plain"])
+def test_all_of_a_completion_is_learned_other_roles_and_their_headers_too(template):
+    fields = {"prompt": TALK[1:2], "completion": TALK[2:]}
+    asked = "<user> hi there <end> <assistant> [hi] [you] [<end>] "
+    assert shown(fields, template=template, loss_on="completion") == (
+        asked + "[<user>] [who] [are] [you] [<end>] [<assistant>] [me] [<end>]"
+    )
+    assert shown(fields, template=template) == (asked + "<user> who are you <end> <assistant> [me] [<end>]")
+    assert shown({"prompt": "hi", "completion": "me"}, loss_on="completion") == "hi [me] [<end>]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "loss_on", "said"),
+    [
+        ({"messages": TALK}, "completion", "the row has messages; expected `prompt` and `completion`"),
+        ({"messages": [*TALK[:2], {**TALK[2], "weight": 0}]}, "all", "message 2 says that it is not learned"),
+    ],
+)
+def test_what_a_loss_on_cannot_cover_is_named(fields, loss_on, said):
+    with pytest.raises(DataError, match=said):
+        shown(fields, loss_on=loss_on)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"loss_on": "completion"}, "has no completion"), ({"chat": True}, r"take data\.chat out")],
+)
+def test_settings_beside_a_whole_text_that_mean_nothing_are_refused(more, said):
+    with pytest.raises(ValueError, match=said):
+        DemonstrationsConfig(path="x", text_field="text", **more)
+
+
+def test_a_system_prompt_comes_first_where_a_conversation_has_none():
+    assert shown({"messages": TALK[1:3]}, system_prompt="be kind") == (
+        "<system> be kind <end> <user> hi there <end> <assistant> [hi] [you] [<end>]"
+    )
+    assert shown({"messages": TALK[:3]}, system_prompt="be good").startswith("<system> be kind <end> <user>")
+    fields = {"prompt": TALK[1:4], "completion": TALK[4:]}
+    assert shown(fields, system_prompt="be kind") == f"<system> be kind <end> {shown(fields)}"
+    plain = {"prompt": "who", "completion": "me"}
+    assert shown(plain, chat=True, system_prompt="be kind").startswith("<system> be kind <end> <user> who")
+    with pytest.raises(DataError, match="system_prompt needs a conversation, got plain text"):
+        shown(plain, system_prompt="be kind")
+
+
+def test_a_row_weighs_what_its_field_says():
+    data = DemonstrationsConfig(path="x", weight_field="score")
+    fields = {"prompt": "who", "completion": "me"}
+    rows = [Record(f"x:{i}", {**fields, "score": weight}) for i, weight in enumerate((0, 0.5, 2))]
+    examples, _ = encode_demonstrations(rows, data, word_chat())
+    assert [example.weight for example in examples] == [0.0, 0.5, 2.0]
+    for wrong in (-1, "2", True, float("nan")):
+        with pytest.raises(DataError, match=r"x:9: field 'score' must be a (finite )?number"):
+            encode_demonstrations([Record("x:9", {**fields, "score": wrong})], data, word_chat())
+
+
 def test_named_fields_and_a_plain_prompt_as_a_user_turn():
     fields = {"question": "who are you", "answer": "me"}
     names = {"prompt_field": "question", "reference_field": "answer"}

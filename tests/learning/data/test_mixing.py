@@ -144,6 +144,22 @@ def test_seeds_and_epochs_order_differently():
     assert len(set(orders)) == 9
 
 
+def test_prompts_come_by_a_column_in_every_epoch_each_source_s_by_its_own(tmp_path, tokenizer):
+    rows = [{"question": f"{n}?", "answer": "", "level": level} for n, level in enumerate((3, 1.5, 2, 1.5))]
+    path, plain = write_rows(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", ["x", "y"])
+    data = DataConfig(path=str(path), order_by="level", shuffle=False)
+    cursor = PromptCursor(load_prompts(data, tokenizer, seed=0), run_seed=3, shuffle=False)
+    assert [prompt_id for prompt_id, _ in drawn(cursor, 8)] == [1, 3, 2, 0] * 2
+    both = DataConfig(sources=({"path": str(path), "order_by": "level"}, {"path": str(plain)}), shuffle=False)
+    dataset = load_prompts(both, tokenizer, seed=0)
+    assert [prompt.prompt_id for prompt in dataset.prompts] == [1, 3, 2, 0, 4, 5]
+    with raises(ValueError, match=r"set data\.shuffle to false"):
+        DataConfig(path="a", order_by="level")
+    write_rows(tmp_path / "a.jsonl", [{"question": "1?", "answer": "", "level": "hard"}])
+    with raises(DataError, match=r"field 'level' must be a finite number, got 'hard'; see data\.order_by"):
+        load_prompts(data, tokenizer, seed=0)
+
+
 @mark.parametrize(
     ("change", "named"),
     [

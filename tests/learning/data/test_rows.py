@@ -7,10 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_rows import write_rows
+from word_chat import word_chat
 
 from rlhfspec.core.errors import DataError
 from rlhfspec.core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
-from rlhfspec.learning.data.supervised_rows import read_raw_rows
+from rlhfspec.learning.data.supervised_rows import encode_demonstrations, read_raw_rows
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(20)]
 
@@ -122,6 +123,51 @@ def test_a_folder_of_shards_and_a_pattern_are_read_as_one(tmp_path):
             write_rows(folder / f"part-{number}.jsonl", [ROWS[number]])
         rows, _ = read_raw_rows(ExamplesConfig(path=str(path), eval_share=0.0), seed=0)
         assert fields(rows) == ROWS[:2]
+
+
+def test_each_source_has_rows_of_its_own_form_and_is_named_in_the_examples(tmp_path):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "me"}]
+    talks = write_rows(tmp_path / "talks.jsonl", [{"messages": talk}])
+    texts = write_rows(tmp_path / "texts.jsonl", [{"body": "who are you"}, {"body": "me"}])
+    asked = write_rows(tmp_path / "held.jsonl", [{"prompt": "who", "completion": "me"}])
+    sources = [
+        {"path": str(talks), "loss_on": "all", "weight": 2},
+        {"path": str(texts), "text_field": "body"},
+    ]
+    data = DemonstrationsConfig(sources=sources, eval_path=str(asked))
+    # as a run folder keeps it
+    data = DemonstrationsConfig.model_validate(data.model_dump(mode="json"))
+    learned, held_out = read_raw_rows(data, seed=0)
+    examples, _ = encode_demonstrations(learned, data, word_chat())
+    assert [(one.source, one.num_learned, one.num_tokens) for one in examples] == [
+        (0, 5, 6),
+        (1, 3, 4),
+        (1, 1, 2),
+    ]
+    (example,), _ = encode_demonstrations(held_out, data, word_chat())
+    assert (example.num_tokens, example.num_learned) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"path": "a", "sources": [{"path": "b"}]}, "exactly one of data.path"),
+        ({}, "exactly one of data.path"),
+        ({"sources": [{"path": "b", "text_field": "t", "chat": True}]}, r"take data\.chat out"),
+    ],
+)
+def test_sources_that_contradict_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        DemonstrationsConfig(**given)
+
+
+def test_whole_texts_are_held_out_by_what_they_say_and_read_nothing_else(tmp_path):
+    rows = [{"text": f"t{i // 2}", "prompt": f"p{i}"} for i in range(20)]
+    path, notes = write_rows(tmp_path / "rows.jsonl", rows), {}
+    data = DemonstrationsConfig(path=str(path), text_field="text", eval_share=0.2)
+    learned, held_out = read_raw_rows(data, seed=1, note=notes.setdefault)
+    assert {row.values["text"] for row in learned}.isdisjoint(row.values["text"] for row in held_out)
+    assert len(held_out) == 4 and "prompt" in next(iter(notes)) and len(notes) == 1
 
 
 def test_a_template_of_columns_alone_names_the_prompts(tmp_path):

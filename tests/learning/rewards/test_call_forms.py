@@ -28,6 +28,8 @@ SAMPLE = {
     "num_tokens": 3,
     "sample_index": 7,
     "prompt_id": 1,
+    "token_ids": [5, 6, 1],
+    "iteration": 2,
 }
 TURN = [{"role": "assistant", "content": "It is 4"}]
 
@@ -107,7 +109,7 @@ def test_a_decorated_function_is_called_by_what_its_wrapper_takes():
         (lambda prompt, solution_text, **columns: 1.0, "'solution_text', which may be"),
         (lambda response, *rest: 1.0, "'response' in the place of prompt"),
         (lambda completions, answer: 1.0, "the column 'answer'"),
-        (lambda completions, trainer_state: 1.0, "only TRL's trainer has"),
+        (lambda completions, log_metric: 1.0, "only TRL's trainer has"),
         (lambda data_source, solution_str, ground_truth: 1.0, "the column 'data_source'"),
         (
             lambda queries, prompts, labels: queries[0].split("<|im_start|>assistant"),
@@ -128,9 +130,17 @@ def test_a_function_of_trl_gets_lists_of_one_with_columns_by_name():
 
     call = call_of(score)
     assert call.answer(call({"answer": "four", "level": 3, **SAMPLE})) == (PARTS, {"value": 3.0})
-    assert seen_by(lambda completions, **kwargs: sorted(kwargs), level=3) == ["level", "prompts"]
+    names = ["completion_ids", "iteration", "level", "prompts", "token_ids", "trainer_state"]
+    assert seen_by(lambda completions, **kwargs: sorted(kwargs), level=3) == names
     assert seen_by(lambda completions, reference: (completions, reference)) == (["It is 4"], ["4"])
-    assert seen_by(lambda completions, trainer_state=None: trainer_state) is None
+    assert seen_by(lambda completions, log_metric=None: log_metric) is None
+
+
+def test_token_ids_and_the_iteration_are_there_by_name_as_trl_has_them_too():
+    assert seen_by(lambda response, token_ids, iteration: (token_ids, iteration)) == ([5, 6, 1], 2)
+    assert seen_by(lambda completions, completion_ids: completion_ids) == [[5, 6, 1]]
+    assert seen_by(lambda completions, trainer_state: trainer_state.global_step) == 2
+    assert seen_by(lambda completions, **kwargs: kwargs["trainer_state"].global_step) == 2
 
 
 def test_a_function_of_trl_that_reads_messages_gets_messages():

@@ -1,5 +1,8 @@
 """One supervised learner: packed losses are the dense ones, batches add up, schedules, adapters, state."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,11 +19,12 @@ from rlhfspec.core.settings.supervised import (
     SupervisedTrainerConfig,
 )
 from rlhfspec.core.settings.trainer import LoraConfig
+from rlhfspec.learning.data.prompts import Source
 from rlhfspec.learning.data.supervised_rows import Demonstration
 from rlhfspec.learning.training.batching import PackedSequences
 from rlhfspec.learning.training.objectives.supervised_objectives import NextTokens, bradley_terry_loss
 from rlhfspec.learning.training.reward_head import packed_scores, scored_places
-from rlhfspec.learning.training.supervised_job import SupervisedJob, run_job
+from rlhfspec.learning.training.supervised_job import SupervisedJob, batch_of, run_job
 
 
 def dense_token_loss(model, items):
@@ -61,6 +65,50 @@ def test_loss_and_gradient_of_packs_are_those_of_single_sequences(kind):
     assert batch.means["loss"] == pytest.approx(expected.item(), rel=1e-5)
     for (name, one), other in zip(model.named_parameters(), learner.model.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_row_s_weight_multiplies_its_loss_and_not_the_number_of_tokens():
+    items, model = items_of("sft"), tiny("sft")
+    weights = [0.0, 2.0, 1.0, 0.5, *[1.0] * (len(items) - 4)]
+    parts = [
+        weight * item.num_learned * dense_token_loss(model, [item])
+        for item, weight in zip(items, weights, strict=True)
+    ]
+    expected = torch.stack(parts).sum() / sum(item.num_learned for item in items)
+    expected.backward()
+    learner = new_learner("sft", None)
+    weighed = [replace(item, weight=weight) for item, weight in zip(items, weights, strict=True)]
+    batch = learner.batch(weighed)
+    for pack in batch.packs:
+        batch.loss(learner.model, pack).backward()
+    batch.finish()
+    assert batch.means["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    for (name, one), other in zip(model.named_parameters(), learner.model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-5, msg=name)
+    assert weighed[1].identity != items[1].identity and weighed[2].identity == items[2].identity
+
+
+def test_sources_come_by_their_weights_in_epochs_of_equal_length():
+    given = {
+        "kind": "sft",
+        "model": SupervisedModelConfig(name="m"),
+        "loss": PreferenceLossConfig(),
+        "seed": 7,
+    }
+    given |= {"tokenizer": None, "held_out": (), "folder": Path("x"), "train": range(10)}
+    given["trainer"] = SupervisedTrainerConfig(batch_size=4, epochs=3)
+    plain = SupervisedJob(**given)
+    # as every run before there were sources
+    order = np.random.default_rng([7, 1]).permutation(10).tolist()
+    assert [item for step in range(3, 6) for item in batch_of(plain, step)] == order
+    sources = tuple(Source(name=n, num_prompts=5, repeats=times) for n, times in (("a", 1.0), ("b", 1.4)))
+    mixed = SupervisedJob(**given, sources=sources)
+    assert (plain.total_steps, mixed.steps_per_epoch, mixed.total_steps) == (9, 3, 9)
+    seen = [[item for step in range(3 * e, 3 * e + 3) for item in batch_of(mixed, step)] for e in range(5)]
+    assert all(len(epoch) == 12 and sum(item >= 5 for item in epoch) == 7 for epoch in seen)
+    # what is more than whole rounds goes round
+    counts = np.bincount([item for epoch in seen for item in epoch], minlength=10)
+    assert counts.tolist() == [5] * 5 + [7] * 5
 
 
 @pytest.mark.parametrize("kind", list(DENSE))
