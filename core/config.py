@@ -167,7 +167,12 @@ class Config(Section):
         require_schedule(rollout, environment=environment)
         require_publication(self.cluster.publication, rollout.max_staleness)
         require_metric(self.evaluation, reward)
-        require_reward(reward, environment=environment, max_new_tokens=self.sampling.max_new_tokens)
+        require_reward(
+            reward,
+            environment=environment,
+            max_new_tokens=self.sampling.max_new_tokens,
+            samples_per_prompt=self.rollout.samples_per_prompt,
+        )
         return self
 
 

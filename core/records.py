@@ -301,6 +301,8 @@ class ResponseFacts:
     "(role, content) of an episode since the prompt, the assistant's last; empty: the response is the only turn"
     num_given_tokens: int = 0
     "that an environment gave; sampling.max_new_tokens counts them too"
+    group_id: int | None = None
+    "that samples of one prompt share; None: nobody knows the others"
 
     @staticmethod
     def of(completion: Completion) -> ResponseFacts:
@@ -310,6 +312,7 @@ class ResponseFacts:
             num_tokens=completion.num_sampled_tokens,
             finish_reason=completion.finish_reason,
             num_given_tokens=completion.num_tokens - completion.num_sampled_tokens,
+            group_id=completion.group_id,
         )
 
 

@@ -52,6 +52,8 @@ class RunPlan:
     "what `check` prints"
     notes: tuple[str, ...] = ()
     "what a run says at its start"
+    scores_groups: bool = False
+    "the reward looks at all samples of a prompt together"
     takes_any_stop: bool = False
     "requests may name stop strings that the config does not"
     brings_drafts: bool = False

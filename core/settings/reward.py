@@ -29,6 +29,9 @@ class Scorer(Section):
     "kind serve: name of a Ray Serve application of the same Ray cluster, called by handle instead of `url`"
     pattern: str | None = None
     "kind format: 1.0 for a response that this regular expression matches as a whole (`.` takes line ends), else 0.0"
+    scope: Literal["auto", "sample", "group"] = "auto"
+    """what a Python function is given at once: a response, or all of a prompt (`group`: its arguments are lists,
+    `prompts`, `responses`, `references`); auto: a group where it takes lists, as TRL's, verl's and OpenRLHF's may"""
     mean: float = 0.0
     "taken off the value"
     std: float = Field(default=1.0, gt=0.0)
@@ -55,6 +58,11 @@ class Scorer(Section):
                 re.compile(self.pattern)
             except re.error as error:
                 raise ValueError(f"reward.pattern is no regular expression: {error}") from None
+        if self.scope != "auto" and ":" not in self.kind:
+            raise ValueError(
+                f"reward.scope {self.scope} is of Python functions, and with kind {self.kind} it would have no effect; "
+                "take it out"
+            )
         if self.kind == "environment" and (self.mean, self.std, self.clip) != (0.0, 1.0, None):
             raise ValueError(
                 "reward.kind environment takes what the environment gives; reward.mean, std and clip would have no "
@@ -123,7 +131,7 @@ class RewardConfig(Scorer):
     max_tokens: int | None = Field(default=None, ge=1)
     "of prompt and response in a reward model, null: what it holds; prompts are cut on their left, responses never"
     timeout_s: Seconds = 10.0
-    "for one call of a Python function"
+    "for each response that a call of a Python function is given"
     on_error: Literal["fail", "skip"] = "fail"
     "a sample whose function raises, hangs, or gives no finite number: ends the run, or leaves the batch"
     shaping: ShapingConfig = ShapingConfig()
@@ -181,8 +189,15 @@ class RewardConfig(Scorer):
         return self
 
 
-def require_reward(reward: RewardConfig, *, environment: str | None, max_new_tokens: int) -> None:
+def require_reward(
+    reward: RewardConfig, *, environment: str | None, max_new_tokens: int, samples_per_prompt: int
+) -> None:
     """Raise ValueError for shaping that fits no response, or that an environment, which must be there, does itself."""
+    if samples_per_prompt < 2 and any(scorer.scope == "group" for scorer in reward.scorers):
+        raise ValueError(
+            f"reward.scope group compares samples of one prompt: rollout.samples_per_prompt >= 2, got "
+            f"{samples_per_prompt}"
+        )
     overlong = reward.shaping.overlong
     if overlong is not None:
         longest = overlong.max_tokens or max_new_tokens

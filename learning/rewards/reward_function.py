@@ -72,7 +72,13 @@ def _source(
     if ":" in scorer.kind or scorer.kind == "format":
         from .timed_function import UserReward
 
-        return UserReward(scorer.kind, timeout_s=config.timeout_s, pattern=scorer.pattern, fields=fields)
+        return UserReward(
+            scorer.kind,
+            timeout_s=config.timeout_s,
+            pattern=scorer.pattern if scorer.kind == "format" else None,
+            fields=fields,
+            scope=scorer.scope,
+        )
     raise ConfigError(
         f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format or "
         "package.module:function"

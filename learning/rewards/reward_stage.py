@@ -11,7 +11,7 @@ from ...core.config import RewardConfig
 from ...core.errors import ConfigError, RewardError
 from ...core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
 from ...core.settings.reward import RewardPart, Scorer, ShapingConfig
-from .score_request import RewardSource, ScoreRequest, score_requests
+from .score_request import RewardSource, ScoreRequest, groups, score_requests
 
 
 class RewardStage:
@@ -32,6 +32,8 @@ class RewardStage:
         self._config = config
         self._time = template_time
         self._parts = list(zip(config.scorers, sources, strict=True))
+        self.in_groups = any(getattr(source, "in_groups", False) for source in sources)
+        "whether a part looks at all samples of a prompt: they are given together, and left out together"
 
     @property
     def described(self) -> list[str]:
@@ -97,6 +99,10 @@ class RewardStage:
                 )
                 if fail:
                     raise RewardError(faults[index].reason + self._advice)
+        for places in groups(requests) if self.in_groups else ():
+            # what was compared with the others is what the run's files hold
+            first = next((faults[place] for place in places if place in faults), None)
+            faults |= {} if first is None else {place: faults.get(place, first) for place in places}
         return [
             faults.get(index) or self._whole(request, found[index]) for index, request in enumerate(requests)
         ]
