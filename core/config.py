@@ -172,6 +172,7 @@ class Config(Section):
             environment=environment,
             max_new_tokens=self.sampling.max_new_tokens,
             samples_per_prompt=self.rollout.samples_per_prompt,
+            combine=self.algorithm.combine,
         )
         return self
 

@@ -70,6 +70,8 @@ def _without_effect(algorithm: AlgorithmConfig) -> dict[str, str]:
     idle: dict[str, str] = {}
     if not algorithm.has_critic:
         idle |= dict.fromkeys(("gae_lambda", "clip_value", "whiten_advantages"), of_critic)
+    if not algorithm.compares_groups:
+        idle["combine"] = "advantages that compare the samples of one prompt"
     if algorithm.compares_groups:
         idle["gamma"] = "advantages gae and reinforce_pp, which discount"
     if algorithm.entropy_target is None:
@@ -86,9 +88,19 @@ class AlgorithmConfig(Section):
 
     kind: Kind = "ppo"
     advantage: Literal[
-        "gae", "group_std", "group_mean", "leave_one_out", "reinforce_pp", "reinforce_pp_baseline"
+        "gae",
+        "group_std",
+        "batch_std",
+        "group_mean",
+        "leave_one_out",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
     ] = "gae"
-    "gae needs a critic, reinforce_pp nothing, the others compare the samples of one prompt"
+    """gae needs a critic, reinforce_pp nothing, the others compare the samples of one prompt; batch_std divides by the
+    deviation of all rewards of the batch (TRL's scale_rewards batch)"""
+    combine: Literal["sum", "normalize_then_sum"] = "sum"
+    """reward.parts: their weighted sum is compared, or each part, less its group's mean and over its deviation, is
+    added by its weight (GDPO; TRL's multi_objective_aggregation, which goes on as batch_std)"""
     whiten_advantages: bool = True
     "gae: mean 0 and variance 1 over the batch's tokens"
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)

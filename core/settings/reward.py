@@ -190,9 +190,20 @@ class RewardConfig(Scorer):
 
 
 def require_reward(
-    reward: RewardConfig, *, environment: str | None, max_new_tokens: int, samples_per_prompt: int
+    reward: RewardConfig,
+    *,
+    environment: str | None,
+    max_new_tokens: int,
+    samples_per_prompt: int,
+    combine: str,
 ) -> None:
-    """Raise ValueError for shaping that fits no response, or that an environment, which must be there, does itself."""
+    """Raise ValueError for shaping that fits no response, or that an environment, which must be there, does itself.
+
+    `combine`: of `algorithm`; it needs parts, and reads nothing of what is taken off their sum.
+    """
+    if combine != "sum" and (not reward.parts or reward.shaping.is_on):
+        lacks = "reward.shaping is no part: let a function be it" if reward.parts else "reward.parts is empty"
+        raise ValueError(f"algorithm.combine {combine} compares each of reward.parts by itself, and {lacks}")
     if samples_per_prompt < 2 and any(scorer.scope == "group" for scorer in reward.scorers):
         raise ValueError(
             f"reward.scope group compares samples of one prompt: rollout.samples_per_prompt >= 2, got "

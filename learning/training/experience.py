@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,8 @@ class Experience:
     "of the weights that each token was sampled from; 0 off the mask"
     rewards: Float[Tensor, " B"]
     group_ids: Int[Tensor, " B"]
+    parts: Float[Tensor, "B K"]
+    "of a mixture, where each is compared by itself; NaN: does not apply"
     truncated: Bool[Tensor, " B"]
     "responses that the limit of new tokens cut off"
 
@@ -59,8 +62,8 @@ class Experience:
         return int(self.mask.sum())
 
 
-def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
-    """Order by `key.sample_index` and pad.
+def collate(rollouts: Sequence[Rollout], *, pad_token_id: int, parts: Sequence[str] = ()) -> Experience:
+    """Order by `key.sample_index` and pad; `parts`: of a mixture of rewards, each to be compared by itself.
 
     Raises NumericsError naming the sample when a reward or log-probability is not finite, or a
     response is empty; ValueError when two rollouts have the same key or there are none.
@@ -102,6 +105,10 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
         sampling_logprobs=_padded(sampling, mask),
         weight_versions=weight_versions,
         rewards=torch.tensor([rollout.reward.value for rollout in ordered], dtype=torch.float32),
+        parts=torch.tensor(
+            [[rollout.reward.parts.get(name, math.nan) for name in parts] for rollout in ordered],
+            dtype=torch.float64,
+        ),
         group_ids=torch.tensor([rollout.completion.group_id for rollout in ordered]),
         truncated=torch.tensor(
             [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in ordered]

@@ -27,6 +27,7 @@ from .experience import Experience, collate
 from .laps import peak_flops, step_flops
 from .learner_state import LearnerState
 from .learning_rate import Horizon, rate_factor
+from .objectives.advantages import normalized_sum
 from .objectives.critic import Critic
 from .objectives.off_policy import lag_metrics, recomputed
 from .objectives.policy import Coefficients, LogitsObserver, MinibatchMetrics, PolicyObjective, added_up
@@ -57,6 +58,7 @@ class Learner(Trainer):
         observers: Sequence[LogitsObserver] = (),
         compute_dtype: torch.dtype = torch.float32,
         scorer: EngineScorer | None = None,
+        part_weights: Mapping[str, float] | None = None,
         trainers: OneTrainer | None = None,
         horizon: Horizon | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class Learner(Trainer):
 
         `observers` see every update's logits, for a draft model. `scorer` values log-probabilities by the engine's
         forward instead of the model's own; `trainer.scoring` engine needs one.
+        `part_weights`: of a mixture of rewards, for `algorithm.combine` normalize_then_sum.
         `horizon` is how far the run goes; a schedule that falls, and `loss_aggregation` constant_length, need one.
         Raises ConfigError: settings that do not go together; and as `Trainer`.
         """
@@ -81,6 +84,7 @@ class Learner(Trainer):
             has_reference=algorithm.kl_coef > 0.0,
         )
         self._scorer = scorer
+        self._part_weights = (part_weights or {}) if algorithm.combine == "normalize_then_sum" else {}
         self.algorithm = algorithm
         self.trainer = trainer
         self.pad_token_id = pad_token_id
@@ -125,7 +129,10 @@ class Learner(Trainer):
         anything is not finite: no step is taken with it, and weights that a step made so are not given a version.
         """
         self.laps.begin()
-        experience = collate(rollouts, pad_token_id=self.pad_token_id)
+        experience = collate(rollouts, pad_token_id=self.pad_token_id, parts=tuple(self._part_weights))
+        if self._part_weights:
+            summed = normalized_sum(experience.parts, [*self._part_weights.values()], experience.group_ids)
+            experience = replace(experience, rewards=summed)
         self.lately = few_of(experience.sequence(row) for row in range(len(rollouts)))
         self.laps.lap("collate")
         mismatch = lag_metrics(
