@@ -287,6 +287,8 @@ class Reward:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     "named summands or diagnostics, all finite"
+    tokens: tuple[float, ...] = ()
+    "what of `value` is paid where, a number for each sampled token; the rest, of none the whole, on the last one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,10 +164,7 @@ class Call:
 
     def _one_of(self, result: Any, place: int, count: int) -> tuple[Any, str]:
         """The reward at a place of a list of so many."""
-        try:
-            items = [] if isinstance(result, str | bytes | Mapping) else list(result)
-        except TypeError:  # no list, or a tensor without dimensions
-            items = []
+        items = _listed(result)
         if len(items) == count:
             return items[place], ""
         assert self.foreign is not None
@@ -349,21 +346,38 @@ def _texts(function: Any) -> set[str]:
 
 
 def plain(result: Any) -> Answer:
-    """A function's result as {"value": number, part: number, ...}, or what is wrong with it."""
+    """A function's result as {"value": number, part: number, ...}, or what is wrong with it.
+
+    Under "tokens" stands a tuple of a number for each token that was sampled; without a "value" their sum is it.
+    """
     if result is None:
         return NONE, "returned None"
     if not isinstance(result, Mapping):
         number, fault = _finite(result)
         return (BAD, f"returned {fault}") if fault else (PARTS, {"value": number})
+    parts: dict[str, Any] = {}
+    if "tokens" in result:
+        found = [_finite(token) for token in _listed(result["tokens"])]
+        if not found or any(fault for _, fault in found):
+            return BAD, f"returned for 'tokens' {_shown(result['tokens'])}, expected a list of finite numbers"
+        parts["tokens"] = tuple(number for number, _ in found)
+        result = {"value": math.fsum(parts["tokens"]), **{k: v for k, v in result.items() if k != "tokens"}}
     if fault := _lack(result, "value"):
         return BAD, fault
-    parts = {}
     for name, value in result.items():
         number, fault = _finite(value)
         if fault:
             return BAD, f"returned for '{name}' {fault}"
         parts[str(name)] = number
     return PARTS, parts
+
+
+def _listed(result: Any) -> list[Any]:
+    """What a list, array or tensor holds; of anything else nothing."""
+    try:
+        return [] if isinstance(result, str | bytes | Mapping) else list(result)
+    except TypeError:  # no list, or a tensor without dimensions
+        return []
 
 
 def _with_parts(result: Mapping[Any, Any], key: str, alone: Callable[[Any], tuple[Any, str]]) -> Answer:

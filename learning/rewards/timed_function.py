@@ -89,7 +89,7 @@ class UserReward:
                     found |= zip(calls[answered], of_call, strict=True)
                 kind, said = found.pop(place)
                 if kind == PARTS:
-                    yield Reward(value=said.pop("value"), parts=said)
+                    yield Reward(value=said.pop("value"), tokens=said.pop("tokens", ()), parts=said)
                     continue
                 yield Unscored(
                     reason=f"reward function {self.path}, {request.where} {said}; expected a finite number; "

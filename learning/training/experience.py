@@ -40,6 +40,8 @@ class Experience:
     "of the weights that each token was sampled from; 0 off the mask"
     rewards: Float[Tensor, " B"]
     group_ids: Int[Tensor, " B"]
+    paid: Float[Tensor, "B R"]
+    "what of `rewards` a token is paid itself, where that is known; the rest is the last one's"
     parts: Float[Tensor, "B K"]
     "of a mixture, where each is compared by itself; NaN: does not apply"
     truncated: Bool[Tensor, " B"]
@@ -105,6 +107,7 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int, parts: Sequence[s
         sampling_logprobs=_padded(sampling, mask),
         weight_versions=weight_versions,
         rewards=torch.tensor([rollout.reward.value for rollout in ordered], dtype=torch.float32),
+        paid=_padded([_tokens(rollout) for rollout in ordered], mask),
         parts=torch.tensor(
             [[rollout.reward.parts.get(name, math.nan) for name in parts] for rollout in ordered],
             dtype=torch.float64,
@@ -137,13 +140,22 @@ def _padded(rows: Sequence[np.ndarray], mask: Tensor) -> Tensor:
     return out
 
 
+def _tokens(rollout: Rollout) -> np.ndarray:
+    return np.array(rollout.reward.tokens or [0.0] * rollout.completion.num_sampled_tokens)
+
+
 def _check(rollout: Rollout) -> None:
     completion = rollout.completion
     where = f"sample {completion.key.sample_index} (prompt {completion.prompt_id})"
     if not completion.is_sampled.any():
         raise NumericsError(f"{where}: the response is empty; expected at least the end token")
+    if rollout.reward.tokens and len(rollout.reward.tokens) != completion.num_sampled_tokens:
+        raise NumericsError(
+            f"{where}: the reward has {len(rollout.reward.tokens)} numbers for tokens, expected one for each of the "
+            f"{completion.num_sampled_tokens} that were sampled"
+        )
     named = {
-        "reward": np.asarray(rollout.reward.value),
+        "reward": np.array([rollout.reward.value, *rollout.reward.tokens]),
         "policy_logprobs": completion.policy_logprobs,
         "sampling_logprobs": completion.sampling_logprobs,
     }

@@ -162,3 +162,8 @@ async def in_turn(responses, sample_index):
     """Ours with lists: the place of each response in its list, and whose it is."""
     await asyncio.sleep(0)
     return [{"value": float(place), "index": index} for place, index in enumerate(sample_index)]
+
+
+def pays_tokens(response, num_tokens):
+    """A tenth for each token but the last; of "bad" one number too many."""
+    return {"tokens": [0.1] * (num_tokens - 1) + [0.0] * (1 + (response == "bad")), "why": 1.0}

@@ -214,8 +214,9 @@ def kl_penalty(
 
 
 def token_rewards(experience: Experience, penalty: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
-    """Every token's reward, for estimators that look at tokens."""
-    return place_terminal_reward(experience.rewards, experience.mask) - penalty
+    """Every token's reward, for estimators that look at tokens: its own, on the last one what is left."""
+    left = experience.rewards - experience.paid.sum(dim=1)
+    return place_terminal_reward(left, experience.mask) + experience.paid - penalty
 
 
 def response_rewards(experience: Experience, penalty: Float[Tensor, "B R"]) -> Float[Tensor, " B"]:
