@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 540
+MAX_SOURCE_FILES = 541
 MAX_LINES_OF_A_ROOM = {
     "core": 2487,
-    "core/settings": 2179,
+    "core/settings": 2224,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -271,7 +271,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/drafts": 2995,
     "learning/environments": 607,
     "learning/models": 1423,
-    "learning/rewards": 1576,
+    "learning/rewards": 1785,
     "learning/tasks": 251,
     "learning/training": 5821,
     "actors": 382,
@@ -288,7 +288,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/jobs": 1455,
     "cluster/observe": 2467,
     "cluster/ray_start": 816,
-    "cluster/plan": 2656,
+    "cluster/plan": 2659,
     "cluster/report": 652,
     "cluster/resume": 1322,
     "cluster/run": 2297,

@@ -12,10 +12,11 @@ from ...core.records import Prompt
 from ...core.settings.data import DataConfig
 from ...core.settings.environment import EnvironmentConfig
 from ...core.settings.evaluation import EvaluationConfig
-from ...core.settings.reward import RewardConfig
+from ...core.settings.reward import RewardConfig, Scorer
 from ...engine.weights.loading import load_hf_config, load_tokenizer
 from ...learning.data.chat.scored_text import format_notes
 from ...learning.environments.environment_protocol import Environment, prompt_check
+from ...learning.rewards.judge import MOST_AT_ONCE
 from ...learning.rewards.reward_function import build_reward
 from ...learning.rewards.reward_model import require_one_output
 from ...learning.tasks.gsm8k import reference_number
@@ -53,7 +54,8 @@ def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> Che
             params = count_params(config, AutoModelForSequenceClassification, name)
             num_params = (num_params or 0) + params
         elif scorer.kind not in ("serve", "environment"):
-            alone = RewardConfig(kind=scorer.kind, pattern=scorer.pattern, scope=scorer.scope)
+            own = {name: getattr(scorer, name) for name in Scorer.model_fields}
+            alone = RewardConfig(**own, cache=reward.cache)
             stage = build_reward(alone, fields=fields)
             functions, in_groups = functions + stage.described, in_groups or stage.in_groups
     return CheckedReward(num_params, tuple(functions), in_groups)
@@ -97,10 +99,11 @@ def scoring_timeout_s(reward: RewardConfig, order_timeout_s: float, group_size: 
     if reward.calls_functions:
         # `async` ones are awaited together first, then one by one where one of them hung
         limit += (1 + max(reward.batch_size, group_size)) * reward.timeout_s
-    if any(scorer.kind == "serve" for scorer in reward.scorers):
-        server = reward.server
-        limit += (server.retries + 1) * server.timeout_s + server.backoff_s * 2**server.retries
-    return limit
+    server, rounds = reward.server, int(any(scorer.kind == "serve" for scorer in reward.scorers))
+    for judge in (scorer for scorer in reward.scorers if scorer.kind == "judge"):
+        questions = max(reward.batch_size, group_size) * (group_size if judge.scope == "group" else 1)
+        rounds += -(-questions // MOST_AT_ONCE)
+    return limit + rounds * ((server.retries + 1) * server.timeout_s + server.backoff_s * 2**server.retries)
 
 
 def require_references(

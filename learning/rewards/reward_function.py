@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from pathlib import Path
 
 from ...core.config import RewardConfig
 from ...core.errors import ConfigError
@@ -60,6 +61,10 @@ def _source(
         from .reward_model import ModelReward
 
         return ModelReward(scorer.model, config, device=device)
+    if scorer.kind == "judge":
+        from .judge import Judge
+
+        return Judge(scorer, config.server, Path(config.cache))
     if scorer.kind == "serve":
         if served is None:
             raise ConfigError("reward.kind serve is asked by the reward pool of a run; it is not built here")
@@ -80,6 +85,6 @@ def _source(
             scope=scorer.scope,
         )
     raise ConfigError(
-        f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format or "
+        f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format, judge or "
         "package.module:function"
     )
