@@ -113,6 +113,8 @@ class TrainerSpec:
     pad_token_id: int
     vocab_size: int
     "token ids the tokenizer knows, as for the instances"
+    part_weights: Mapping[str, float] = field(default_factory=dict)
+    "of reward.parts, where algorithm.combine compares each by itself"
     base_model: str = ""
     "path or hub name of the first weights, for the adapter that LoRA saves"
     engine: EngineConfig | None = None

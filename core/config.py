@@ -191,6 +191,8 @@ class Config(Section):
             environment=environment,
             max_new_tokens=self.sampling.max_new_tokens,
             learns_from_it=self.algorithm.advantage != "none",
+            samples_per_prompt=self.rollout.samples_per_prompt,
+            combine=self.algorithm.combine,
         )
         return self
 

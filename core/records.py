@@ -297,6 +297,8 @@ class Reward:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     "named summands or diagnostics, all finite"
+    tokens: tuple[float, ...] = ()
+    "what of `value` is paid where, a number for each sampled token; the rest, of none the whole, on the last one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +317,8 @@ class ResponseFacts:
     "of the response, those that were given too"
     weight_version: int = 0
     "that sampled its last token: how many iterations had been learned from"
+    group_id: int | None = None
+    "that samples of one prompt share; None: nobody knows the others"
 
     @staticmethod
     def of(completion: Completion) -> ResponseFacts:
@@ -326,6 +330,7 @@ class ResponseFacts:
             num_tokens=completion.num_sampled_tokens,
             finish_reason=completion.finish_reason,
             num_given_tokens=completion.num_tokens - completion.num_sampled_tokens,
+            group_id=completion.group_id,
         )
 
 

@@ -82,8 +82,14 @@ class ServerArguments(BaseModel):
             raise ConfigError("reward.shaping belongs to the config of the run; take it out of the server's")
         if any(scorer.kind == "serve" for scorer in config.scorers):
             raise ConfigError("a reward server cannot ask another one; name what it serves itself")
+        if any(scorer.scope == "group" for scorer in config.scorers):
+            raise ConfigError("a reward server scores samples one by one; take reward.scope: group out")
+        # samples of all who ask are mixed: nobody's group is whole
+        alone = {"scope": "sample"}
+        parts = [part.model_copy(update=alone if ":" in part.kind else {}) for part in config.parts]
         # one bad sample is no fault of the others in its batch; the run decides what it comes to
-        return config.model_copy(update={"on_error": "skip"})
+        own = {"on_error": "skip", "parts": tuple(parts)} | (alone if ":" in config.kind else {})
+        return config.model_copy(update=own)
 
 
 def build(args: dict[str, Any]) -> serve.Application:

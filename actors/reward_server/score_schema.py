@@ -81,6 +81,7 @@ class ScoredSample(BaseModel):
 
     value: float | None = None
     parts: dict[str, float] = {}
+    tokens: tuple[float, ...] = ()
     error: str | None = None
     is_none: bool = False
 
@@ -181,7 +182,7 @@ def to_answer(outcomes: Sequence[Reward | Unscored]) -> ScoreAnswer:
     """What is answered."""
     return ScoreAnswer(
         rewards=[
-            ScoredSample(value=outcome.value, parts=outcome.parts)
+            ScoredSample(value=outcome.value, parts=outcome.parts, tokens=outcome.tokens)
             if isinstance(outcome, Reward)
             else ScoredSample(error=outcome.reason, is_none=outcome.is_none)
             for outcome in outcomes
@@ -202,7 +203,7 @@ def read_answer(content: bytes, whose: str) -> list[Reward | Unscored]:
 def from_answer(answer: ScoreAnswer) -> list[Reward | Unscored]:
     """What the asking side goes on with."""
     return [
-        Reward(value=scored.value, parts=scored.parts)
+        Reward(value=scored.value, parts=scored.parts, tokens=scored.tokens)
         if scored.value is not None
         else Unscored(
             reason=scored.error or "the reward server gave neither a value nor an error",

@@ -91,6 +91,7 @@ class TrainerActor(GroupMember):
             observers=[] if self._soft_targets is None else [self._soft_targets],
             compute_dtype=self._compute_dtype,
             scorer=self._scorer(manifest, chunks),
+            part_weights=self._spec.part_weights,
             trainers=self._trainers,
             horizon=Horizon(
                 num_optimizer_steps=self._spec.num_optimizer_steps, max_new_tokens=self._spec.max_new_tokens

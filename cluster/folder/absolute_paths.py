@@ -13,7 +13,7 @@ from ...core.outside import is_dir
 from ...core.settings.section import Section
 from .layout import is_ray_working_dir
 
-PATHS = frozenset({"run.output_dir", "run.cache_dir", "run.copy_to", "rollout.record"})
+PATHS = frozenset({"run.output_dir", "run.cache_dir", "run.copy_to", "rollout.record", "reward.cache"})
 "Keys of folders that need not be there; of lists of sections without the number."
 FILES = frozenset(
     {

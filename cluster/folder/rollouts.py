@@ -62,6 +62,10 @@ SCHEMA = pa.schema(
 )
 
 
+_TOKENS = "reward_tokens"
+"`Reward.tokens`: in files that hold a reward which is paid before the end."
+
+
 def write_rollouts(
     path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
 ) -> None:
@@ -72,7 +76,9 @@ def write_rollouts(
     rows = [_row(rollout) for rollout in rollouts]
     for row, advantage in zip(rows, advantages or [None] * len(rows), strict=True):
         row["advantage"] = advantage
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    pays_tokens = any(rollout.reward.tokens for rollout in rollouts)
+    schema = SCHEMA.append(pa.field(_TOKENS, pa.list_(pa.float64()))) if pays_tokens else SCHEMA
+    table = pa.Table.from_pylist(rows, schema=schema)
     file = BytesIO()
     pq.write_table(table, file, compression="zstd")
     write_whole(path, file.getvalue())
@@ -97,6 +103,7 @@ def _row(rollout: Rollout) -> dict[str, object]:
         "response_sampled": completion.sampled,
         "reward": reward.value,
         "reward_parts": list(reward.parts.items()),
+        _TOKENS: reward.tokens or None,
         "finish_reason": str(completion.finish_reason),
         # of the last token; where a response comes of several: each one, and its first token
         "weight_version": completion.weight_spans[-1].weight_version,
@@ -206,8 +213,9 @@ _ARRAYS = {
     "span_positions": (pa.int32(), np.int32),
     "span_keeps_caches": (pa.bool_(), np.bool_),
     "draft_depths": (pa.uint8(), np.uint8),
+    _TOKENS: (pa.float64(), np.float64),
 }
-_OPTIONAL = ("span_versions", "span_positions", "span_keeps_caches", "draft_depths")
+_OPTIONAL = ("span_versions", "span_positions", "span_keeps_caches", "draft_depths", _TOKENS)
 "Files of versions before these have none; that of caches is in those of schema 3 alone."
 
 
@@ -274,7 +282,11 @@ def _recorded(
         prompt=prompt,
         completion=completion,
         response_text=row["response"],
-        reward=Reward(value=row["reward"], parts=dict(row["reward_parts"])),
+        reward=Reward(
+            value=row["reward"],
+            parts=dict(row["reward_parts"]),
+            tokens=tuple(lists[_TOKENS].tolist()) if _TOKENS in lists else (),
+        ),
     )
     return Recorded(location=location, rollout=rollout, advantage=row.get("advantage"))
 

@@ -147,14 +147,20 @@ def plan_evaluation(config: Config) -> RunPlan:
         takes_drafts=True,
         ranks=config.cluster.generation.tensor_parallel,
     )
-    check_reward(config.reward, reward_columns(config.data, config.evaluation))
+    reward = check_reward(config.reward, reward_columns(config.data, config.evaluation))
     inputs = Inputs(
         tokenizer=tokenizer,
         dataset=dataset,
         evaluation=evaluation,
         max_total_tokens=longest + config.max_first_words_tokens,
     )
-    return RunPlan(config=config, topology=plan_topology(config), models=models, inputs=inputs)
+    return RunPlan(
+        config=config,
+        topology=plan_topology(config),
+        models=models,
+        inputs=inputs,
+        scores_groups=reward.in_groups,
+    )
 
 
 def prompts_of(

@@ -12,10 +12,11 @@ from ...core.records import Prompt
 from ...core.settings.data import DataConfig
 from ...core.settings.environment import EnvironmentConfig
 from ...core.settings.evaluation import EvaluationConfig
-from ...core.settings.reward import RewardConfig
+from ...core.settings.reward import RewardConfig, Scorer
 from ...engine.weights.loading import load_hf_config, load_tokenizer
 from ...learning.data.chat.scored_text import format_notes
 from ...learning.environments.environment_protocol import Environment, prompt_check
+from ...learning.rewards.judge import MOST_AT_ONCE
 from ...learning.rewards.reward_function import build_reward
 from ...learning.rewards.reward_model import require_one_output
 from ...learning.tasks.gsm8k import reference_number
@@ -33,6 +34,8 @@ class CheckedReward:
     "of all reward models in the pool; None: there are only rules"
     functions: tuple[str, ...]
     "a line for each of the user's: its file, and how it is called"
+    in_groups: bool = False
+    "one of them is given all samples of a prompt together"
 
 
 def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> CheckedReward:
@@ -41,7 +44,7 @@ def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> Che
     Raises ModelError for a model, ConfigError for a function that cannot be used. A reward server is asked at the
     start of the run, from where it is used.
     """
-    num_params, functions = None, []
+    num_params, functions, in_groups = None, [], False
     for scorer in reward.scorers:
         if scorer.kind == "model" and scorer.model is not None:
             name = scorer.model
@@ -51,9 +54,11 @@ def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> Che
             params = count_params(config, AutoModelForSequenceClassification, name)
             num_params = (num_params or 0) + params
         elif scorer.kind not in ("serve", "environment"):
-            alone = RewardConfig(kind=scorer.kind, pattern=scorer.pattern)
-            functions += build_reward(alone, fields=fields).described
-    return CheckedReward(num_params, tuple(functions))
+            own = {name: getattr(scorer, name) for name in Scorer.model_fields}
+            alone = RewardConfig(**own, cache=reward.cache)
+            stage = build_reward(alone, fields=fields)
+            functions, in_groups = functions + stage.described, in_groups or stage.in_groups
+    return CheckedReward(num_params, tuple(functions), in_groups)
 
 
 def pattern_notes(
@@ -85,16 +90,20 @@ def resolved_reward(reward: RewardConfig, max_new_tokens: int) -> RewardConfig:
     return reward.model_copy(update={"shaping": shaping.model_copy(update={"overlong": overlong})})
 
 
-def scoring_timeout_s(reward: RewardConfig, order_timeout_s: float) -> float:
-    """How long one batch may take: functions may hang at every call, a server is asked again and again."""
+def scoring_timeout_s(reward: RewardConfig, order_timeout_s: float, group_size: int = 1) -> float:
+    """How long one batch may take: functions may hang at every call, a server is asked again and again.
+
+    `group_size`: the most samples of a prompt, which may be scored together whatever `reward.batch_size` is.
+    """
     limit = order_timeout_s
     if reward.calls_functions:
         # `async` ones are awaited together first, then one by one where one of them hung
-        limit += (1 + reward.batch_size) * reward.timeout_s
-    if any(scorer.kind == "serve" for scorer in reward.scorers):
-        server = reward.server
-        limit += (server.retries + 1) * server.timeout_s + server.backoff_s * 2**server.retries
-    return limit
+        limit += (1 + max(reward.batch_size, group_size)) * reward.timeout_s
+    server, rounds = reward.server, int(any(scorer.kind == "serve" for scorer in reward.scorers))
+    for judge in (scorer for scorer in reward.scorers if scorer.kind == "judge"):
+        questions = max(reward.batch_size, group_size) * (group_size if judge.scope == "group" else 1)
+        rounds += -(-questions // MOST_AT_ONCE)
+    return limit + rounds * ((server.retries + 1) * server.timeout_s + server.backoff_s * 2**server.retries)
 
 
 def require_references(

@@ -118,8 +118,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     evaluation = () if inputs.evaluation is None else inputs.evaluation.lines
     have = "an unknown amount" if room.memory_bytes is None else gib(room.memory_bytes)
     rows = [f"{label:<15}{amount}" for label, amount in memory.rows()]
-    if memory.gpu_bytes:
-        rows.append(f"of each GPU    {gib(memory.gpu_bytes)} an instance")
+    rows += [f"of each GPU    {gib(memory.gpu_bytes)} an instance"] if memory.gpu_bytes else []
     return RunPlan(
         config=config if keeps_ends else config.ending_at(inputs.end_token_ids),
         topology=topology,
@@ -127,6 +126,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
         inputs=inputs,
         memory=memory,
         profile=RunProfile(config, inputs).known(),
+        scores_groups=reward.in_groups,
         report=_report(
             {
                 "models": (*models.lines, adapter),

@@ -52,6 +52,8 @@ class RunPlan:
     "what `check` prints"
     notes: tuple[str, ...] = ()
     "what a run says at its start"
+    scores_groups: bool = False
+    "the reward looks at all samples of a prompt together"
     takes_any_stop: bool = False
     "requests may name stop strings that the config does not"
     brings_drafts: bool = False
@@ -138,6 +140,7 @@ class RunPlan:
             seed=config.run.seed,
             pad_token_id=pad if isinstance(pad, int) else 0,
             vocab_size=num_token_ids(tokenizer),
+            part_weights={part.name: part.weight for part in config.reward.parts},
             base_model=config.models.target,
             engine=config.engine if config.trainer.scoring == "engine" else None,
             max_total_tokens=self.inputs.dataset.max_prompt_tokens + config.max_response_tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -97,7 +98,7 @@ class RolloutStream:
         self.failure: RlhfSpecError | None = None
         "of rewards that no update waited for: the next phase raises it"
         self._unsent: list[Scored] = []
-        "whole, and not sent to the reward pool"
+        "whole, and not sent to the reward pool; where groups are scored, some wait there for the rest of their group"
         self._late_moves: list[MoveRecord] = []
         self._answers: list[tuple[Scored, Reward | Unscored]] = []
         "what was scored; those of another schedule's samples wait for its next phase"
@@ -207,7 +208,9 @@ class RolloutStream:
     def _misses_rewards(self, phase: _Phase) -> bool:
         if phase.schedule.scores_in_phase or self._system.episodes is not None:
             return bool(phase.missing)
-        return bool(self._unsent) or (phase.beside is not None and phase.beside.awaits_rewards())
+        return bool(self._scorable(phase.schedule)) or (
+            phase.beside is not None and phase.beside.awaits_rewards()
+        )
 
     def _generate(self, phase: _Phase) -> None:
         """Take what was completed; environments answer, what is whole goes to be scored."""
@@ -252,6 +255,7 @@ class RolloutStream:
         """Send full batches; a partial one only to an idle actor or at the end. Idle actors share what there is.
 
         Those that are learned from soonest first and by themselves: the update that needs them waits for no others.
+        A group that is scored as a whole goes to one actor, however many it has.
         """
         system, size, rewards = self._system, self._system.config.reward.batch_size, self._system.rewards
         if rewards is None:
@@ -261,12 +265,17 @@ class RolloutStream:
             self._answers += [(one, system.episodes.reward(one[1].key)) for one in self._unsent]
             self._unsent.clear()
             return
-        self._unsent.sort(key=lambda one: schedule.batch_of(one[0].key))
-        while self._unsent and ((idle := rewards.num_idle) or len(self._unsent) >= size or is_last):
-            share = min(size, math.ceil(len(self._unsent) / max(idle, 1)))
-            first = schedule.batch_of(self._unsent[0][0].key)
-            batch = [one for one in self._unsent[:share] if schedule.batch_of(one[0].key) == first]
-            del self._unsent[: len(batch)]
+        units = self._scorable(schedule)
+        while (num := sum(map(len, units))) and ((idle := rewards.num_idle) or num >= size or is_last):
+            share = min(size, math.ceil(num / max(idle, 1)))
+            batch = list(units.pop(0))
+            first = schedule.batch_of(batch[0][0].key)
+            while units and len(batch) + len(units[0]) <= share:
+                if schedule.batch_of(units[0][0][0].key) != first:
+                    break
+                batch += units.pop(0)
+            sent = {request.key for request, _, _ in batch}
+            self._unsent = [one for one in self._unsent if one[0].key not in sent]
             texts = [text for _, _, text in batch]
             facts = [ResponseFacts.of(completion) for _, completion, _ in batch]
             if system.episodes is not None:
@@ -275,6 +284,18 @@ class RolloutStream:
                 texts = [text for text, _ in spoken]
                 facts = [replace(fact, turns=turns) for fact, (_, turns) in zip(facts, spoken, strict=True)]
             rewards.submit(batch, [request.prompt for request, _, _ in batch], texts, facts)
+
+    def _scorable(self, schedule: Schedule) -> list[list[Scored]]:
+        """What may be sent, soonest first: each response alone, or with its group, once the last of that is whole."""
+        own = [one for one in self._unsent if schedule.holds(one[0].key)]
+        units = [[one] for one in own]
+        if own and self._system.plan.scores_groups:
+            groups: dict[int, list[Scored]] = defaultdict(list)
+            for one in sorted(own, key=lambda one: one[0].key.sample_index):
+                groups[one[0].group_id].append(one)
+            sizes = schedule.group_sizes()
+            units = [members for group, members in groups.items() if len(members) == sizes[group]]
+        return sorted(units, key=lambda unit: schedule.batch_of(unit[0][0].key))
 
     def _receive(self, phase: _Phase, *, wait_s: float, may_fail_later: bool) -> None:
         """What was scored of a schedule's samples, and what could not be; a failure may be kept for the next phase."""

@@ -234,6 +234,7 @@ class Episodes:
         self._rewards[key] = Reward(
             value=float(sum(episode.rewards)),
             parts=episode.parts | {"num_turns": float(episode.num_turns)},
+            tokens=episode.token_rewards(completion.num_sampled_tokens),
         )
         return episode.request, completion, response_text(self._tokenizer, completion)
 

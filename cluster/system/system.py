@@ -268,6 +268,8 @@ def _rewards(plan: RunPlan, made: _Placed) -> RewardPool[Scored] | None:
     cluster, reward, template_time = plan.config.cluster, plan.reward, plan.config.run.template_time
     if reward.kind == "environment":
         return None
+    evaluated = plan.config.evaluation.samples_per_prompt if plan.scores_groups else 1
+    group_size = max(evaluated, plan.config.rollout.samples_per_prompt) if plan.scores_groups else 1
 
     def make(actor: int, number: int) -> Handle:
         where = made.topology.reward[actor]
@@ -278,7 +280,7 @@ def _rewards(plan: RunPlan, made: _Placed) -> RewardPool[Scored] | None:
 
     return RewardPool(
         [make(actor, 0) for actor in range(len(made.topology.reward))],
-        timeout_s=scoring_timeout_s(reward, cluster.order_timeout_s),
+        timeout_s=scoring_timeout_s(reward, cluster.order_timeout_s, group_size),
         heartbeat_timeout_s=cluster.silence_limit_s(reward.timeout_s),
         kind=reward.title,
         make=make,

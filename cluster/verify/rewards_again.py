@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -12,7 +13,7 @@ from ...core.errors import DataError, InputError
 from ...core.records import Completion, Prompt, ResponseFacts, Reward, Unscored
 from ...learning.data.prompts import load_prompts
 from ...learning.rewards.reward_function import build_reward
-from ..folder.rollouts import Recorded
+from ..folder.rollouts import Recorded, locations_in, read_recorded
 from ..plan.reward_plan import resolved_reward
 from .choice import RecordedRun
 from .verification import Difference, reward_differences
@@ -37,6 +38,8 @@ class RewardsAgain:
             update={"on_error": "skip"}
         )
         self._stage = build_reward(reward, fields=None, template_time=config.run.template_time)
+        self._file: tuple[Path, list[Recorded]] | None = None
+        "read last"
         self.prompts: dict[int, Prompt] = {}
         try:
             dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
@@ -56,7 +59,19 @@ class RewardsAgain:
             prompt = self.prompts.get(recorded.prompt_id, recorded)
             prompts.append(prompt)
             found += _prompt_differences(file, sample.location.key.sample_index, recorded, prompt)
-        for sample, again in zip(samples, self._score(prompts, texts, completions), strict=True):
+        if self._stage.in_groups and samples:
+            # the rest of each group as it was recorded
+            chosen = {sample.location.key for sample in samples}
+            group_ids = {completion.group_id for completion in completions}
+            where = samples[0].location.file
+            if self._file is None or self._file[0] != where:
+                self._file = where, read_recorded(locations_in(where))
+            for one in self._file[1]:
+                if one.location.key not in chosen and one.rollout.completion.group_id in group_ids:
+                    prompts.append(self.prompts.get(one.rollout.prompt.prompt_id, one.rollout.prompt))
+                    texts = [*texts, one.rollout.response_text]
+                    completions = [*completions, one.rollout.completion]
+        for sample, again in zip(samples, self._score(prompts, texts, completions), strict=False):
             index, recorded = sample.location.key.sample_index, sample.rollout.reward
             if isinstance(again, Reward):
                 found += reward_differences(file, index, recorded, again)

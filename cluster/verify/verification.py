@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
@@ -59,6 +60,8 @@ def reward_differences(file: str, sample: int, recorded: Reward, again: Reward) 
     rows: list[tuple[str, float | None, float | None]] = [("reward", recorded.value, again.value)]
     for name in sorted(recorded.parts.keys() | again.parts.keys()):
         rows.append((f"reward part {name}", recorded.parts.get(name), again.parts.get(name)))
+    for token, pair in enumerate(zip_longest(recorded.tokens, again.tokens)):
+        rows.append((f"reward of token {token}", *pair))
     for what, got, expected in rows:
         if got != expected:
             yield Difference(file=file, sample=sample, what=what, expected=_said(expected), got=_said(got))

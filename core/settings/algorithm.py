@@ -78,7 +78,7 @@ _MOVED: Mapping[str, tuple[object, str]] = {
 
 _OF_ADVANTAGES = (
     "gamma", "ratio_level", "policy_loss", "clip_ratio", "clip_ratio_high", "dual_clip", "correction",
-    "top_entropy_quantile", "off_policy_mask_threshold",
+    "top_entropy_quantile", "off_policy_mask_threshold", "combine",
 )  # fmt: skip
 "Keys of a loss by rewards."
 
@@ -89,6 +89,8 @@ def _without_effect(algorithm: AlgorithmConfig) -> dict[str, str]:
     idle: dict[str, str] = {}
     if not algorithm.has_critic:
         idle |= dict.fromkeys(("gae_lambda", "clip_value", "whiten_advantages"), of_critic)
+    if not algorithm.compares_groups:
+        idle["combine"] = "advantages that compare the samples of one prompt"
     if algorithm.compares_groups:
         idle["gamma"] = "advantages gae and reinforce_pp, which discount"
     if algorithm.entropy_target is None:
@@ -117,10 +119,20 @@ class AlgorithmConfig(Section):
 
     kind: Kind = "ppo"
     advantage: Literal[
-        "gae", "group_std", "group_mean", "leave_one_out", "reinforce_pp", "reinforce_pp_baseline", "none"
+        "gae",
+        "group_std",
+        "batch_std",
+        "group_mean",
+        "leave_one_out",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "none",
     ] = "gae"
     """gae needs a critic, reinforce_pp nothing, none learns from no reward, the others compare the samples of one
-    prompt"""
+    prompt; batch_std divides by the deviation of all rewards of the batch (TRL's scale_rewards batch)"""
+    combine: Literal["sum", "normalize_then_sum"] = "sum"
+    """reward.parts: their weighted sum is compared, or each part, less its group's mean and over its deviation, is
+    added by its weight (GDPO; TRL's multi_objective_aggregation, which goes on as batch_std)"""
     whiten_advantages: bool = True
     "gae: mean 0 and variance 1 over the batch's tokens"
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)

@@ -15,20 +15,41 @@ RESERVED_NAMES = ("mean", "std", "accuracy", "num_skipped", "unshaped", "overlon
 "names under `reward/` in metrics.jsonl that no part of a mixture may take"
 
 
+_OF_A_JUDGE = ("template", "rubric", "choice", "default", "answer_tokens", "key_env")
+
+
 class Scorer(Section):
     """What one reward is made of."""
 
     kind: str = "chain"
-    """`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, `environment` (what its steps give), `none` (0, for
-    algorithm.kind distill), or a Python function as `package.module:function` or `path/to/file.py:function`"""
+    """`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, `judge` (a language model behind OpenAI's API),
+    `environment` (what its steps give), `none` (0, for algorithm.kind distill), or a Python function as
+    `package.module:function` or `path/to/file.py:function`"""
     model: Name | None = None
-    "kind model: path or hub name of a sequence-classification model"
+    "kind model: path or hub name of a sequence-classification model; kind judge: what its server calls it"
     url: Name | None = None
-    "kind serve: address of a reward server, such as http://127.0.0.1:8000/score"
+    "kind serve: address of a reward server, such as http://127.0.0.1:8000/score; judge: http://127.0.0.1:8000/v1"
     app: Name | None = None
     "kind serve: name of a Ray Serve application of the same Ray cluster, called by handle instead of `url`"
     pattern: str | None = None
-    "kind format: 1.0 for a response that this regular expression matches as a whole (`.` takes line ends), else 0.0"
+    """kind format: 1.0 for a response that this regular expression matches as a whole (`.` takes line ends), else 0.0;
+    judge: its first group, where it matches last, is the score; null: of `Score: NUMBER`"""
+    template: str | None = None
+    "kind judge: what it is asked, with {prompt}, {response}, {reference}, and {other} of a pair (scope group)"
+    rubric: str | None = None
+    "kind judge: by what it judges, in a template of ours"
+    choice: dict[str, float] | None = None
+    """kind judge: scores of first words of the answer, such as {Yes: 1.0, No: 0.0}, weighed by their probabilities (the
+    server must know `top_logprobs`); takes the place of `pattern`"""
+    default: float | None = None
+    "kind judge: the score where the answer has none (`reward/unread` is the share); null: as a function that fails"
+    answer_tokens: int = Field(default=512, ge=1)
+    "kind judge: of an answer, at most"
+    key_env: Name | None = None
+    "kind judge: the environment variable with the server's API key"
+    scope: Literal["auto", "sample", "group"] = "auto"
+    """what a Python function is given at once: a response, or all of a prompt (`group`: its arguments are lists,
+    `prompts`, `responses`, `references`); auto: a group where it takes lists, as TRL's, verl's and OpenRLHF's may"""
     mean: float = 0.0
     "taken off the value"
     std: float = Field(default=1.0, gt=0.0)
@@ -46,15 +67,20 @@ class Scorer(Section):
             )
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"reward.url must begin with http:// or https://, got '{self.url}'")
-        if self.kind == "format":
-            if self.pattern is None:
-                raise ValueError(
-                    "reward.kind is 'format' but reward.pattern is null; give a regular expression"
-                )
-            try:
-                re.compile(self.pattern)
-            except re.error as error:
-                raise ValueError(f"reward.pattern is no regular expression: {error}") from None
+        if self.kind == "format" and self.pattern is None:
+            raise ValueError("reward.kind is 'format' but reward.pattern is null; give a regular expression")
+        try:
+            num_groups = re.compile(self.pattern or "").groups
+        except re.error as error:
+            raise ValueError(f"reward.pattern is no regular expression: {error}") from None
+        if self.kind == "judge" and self.pattern is not None and not num_groups:
+            raise ValueError("reward.pattern of a judge needs a group, the score, such as Score: ([0-9]+)")
+        if self.scope != "auto" and self.kind != "judge" and ":" not in self.kind:
+            raise ValueError(
+                f"reward.scope {self.scope} is of Python functions and judges, and with kind {self.kind} it would have "
+                "no effect; take it out"
+            )
+        self._require_judge()
         if self.kind == "environment" and (self.mean, self.std, self.clip) != (0.0, 1.0, None):
             raise ValueError(
                 "reward.kind environment takes what the environment gives; reward.mean, std and clip would have no "
@@ -63,6 +89,31 @@ class Scorer(Section):
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             raise ValueError(f"reward.clip must be [low, high] with low below high, got {list(self.clip)}")
         return self
+
+    def _require_judge(self) -> None:
+        """Raise ValueError for a judge that lacks something, or for what another kind does not read."""
+        if self.kind != "judge":
+            for name in _OF_A_JUDGE:
+                if getattr(self, name) != Scorer.model_fields[name].default:
+                    raise ValueError(f"reward.{name} is of kind judge, this is {self.kind}; take it out")
+            return
+        if self.url is None or self.model is None or (self.template is None) == (self.rubric is None):
+            raise ValueError(
+                "reward.kind judge needs reward.url (its server), reward.model (its name there), and one of "
+                "reward.template and reward.rubric"
+            )
+        text, pair = self.template, self.scope == "group"
+        if text is not None and ("{response}" not in text or ("{other}" in text) != pair):
+            raise ValueError(
+                "reward.template needs {response}, and {other} with reward.scope group alone: it asks for pairs"
+            )
+        if self.choice is not None and (self.rubric or self.pattern or not self.choice):
+            raise ValueError(
+                "reward.choice needs words, and reward.template beside it, which asks for them alone"
+            )
+        scores = (*(self.choice or {}).values(), self.default or 0.0)
+        if pair and not all(0.0 <= score <= 1.0 for score in scores):
+            raise ValueError("reward.choice and reward.default of pairs (scope group) are from 0 to 1")
 
 
 class RewardPart(Scorer):
@@ -101,10 +152,10 @@ class ShapingConfig(Section):
 
 
 class RewardServerConfig(Section):
-    """How a reward server is asked (kind serve)."""
+    """How a reward server, or a judge, is asked (kinds serve, judge)."""
 
     timeout_s: Seconds = 120.0
-    "for one batch"
+    "for one batch, or one question to a judge"
     retries: int = Field(default=6, ge=0)
     "after the first try, when the server is down, refuses, or loses a replica"
     backoff_s: Seconds = 0.5
@@ -123,9 +174,11 @@ class RewardConfig(Scorer):
     max_tokens: int | None = Field(default=None, ge=1)
     "of prompt and response in a reward model, null: what it holds; prompts are cut on their left, responses never"
     timeout_s: Seconds = 10.0
-    "for one call of a Python function"
+    "for each response that a call of a Python function is given"
     on_error: Literal["fail", "skip"] = "fail"
     "a sample whose function raises, hangs, or gives no finite number: ends the run, or leaves the batch"
+    cache: Name = "~/.cache/rlhfspec/judge.jsonl"
+    "file of judges' scores by the hash of judge and text: what is there is not asked again"
     shaping: ShapingConfig = ShapingConfig()
     server: RewardServerConfig = RewardServerConfig()
 
@@ -182,16 +235,31 @@ class RewardConfig(Scorer):
 
 
 def require_reward(
-    reward: RewardConfig, *, environment: str | None, max_new_tokens: int, learns_from_it: bool = True
+    reward: RewardConfig,
+    *,
+    environment: str | None,
+    max_new_tokens: int,
+    learns_from_it: bool,
+    samples_per_prompt: int,
+    combine: str,
 ) -> None:
     """Raise ValueError for shaping that fits no response, or that an environment, which must be there, does itself.
 
-    And for none where it is learned from.
+    And for none where it is learned from. `combine`: of `algorithm`; it needs parts, and reads nothing of what is
+    taken off their sum.
     """
     if learns_from_it and reward.kind == "none" and not (reward.parts or reward.shaping.is_on):
         raise ValueError(
             "reward.kind is none, and the algorithm learns from rewards, which would all be equal; name a reward, or "
             "set algorithm.kind to distill"
+        )
+    if combine != "sum" and (not reward.parts or reward.shaping.is_on):
+        lacks = "reward.shaping is no part: let a function be it" if reward.parts else "reward.parts is empty"
+        raise ValueError(f"algorithm.combine {combine} compares each of reward.parts by itself, and {lacks}")
+    if samples_per_prompt < 2 and any(scorer.scope == "group" for scorer in reward.scorers):
+        raise ValueError(
+            f"reward.scope group compares samples of one prompt: rollout.samples_per_prompt >= 2, got "
+            f"{samples_per_prompt}"
         )
     overlong = reward.shaping.overlong
     if overlong is not None:

@@ -40,6 +40,8 @@ class Episode:
         self.turns: list[tuple[str, str]] = []
         "(role, content) since the prompt, the assistant's and the environment's"
         self.rewards: list[float] = []
+        self._paid_at: list[int] = []
+        "the last sampled token of the turn that each is of"
         self.parts: dict[str, float] = {}
         "sums over the steps"
         self._spoken: list[str] = []
@@ -72,6 +74,13 @@ class Episode:
         for name, value in parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + value
 
+    def token_rewards(self, num_tokens: int) -> tuple[float, ...]:
+        """Each turn's reward on its last sampled token, of so many; empty: all is paid at the end."""
+        paid = [0.0] * num_tokens
+        for place, reward in zip(self._paid_at, self.rewards, strict=True):
+            paid[place] += reward
+        return tuple(paid) if any(paid[:-1]) else ()
+
     def first(self, prompt: Prompt | None = None) -> SampleRequest:
         """Return the request of the first turn; `prompt` takes the place of the one asked for."""
         if prompt is not None:
@@ -97,6 +106,7 @@ class Episode:
         does one whose last turn was cut: an environment cannot tell that from an end.
         """
         self.rewards.append(reward)
+        self._paid_at.append(completion.num_sampled_tokens - 1)
         most = self.request.sampling.max_new_tokens
         num_tokens = completion.num_tokens + len(observation)
         if done or self.num_turns >= self._limits.max_turns or num_tokens >= most:

@@ -1,8 +1,9 @@
 """How a user's reward function is called: what each of its parameters is given, and what its result means.
 
 Ours: prompt, response, reference and whatever else has a name of ours, by name; other words by their place. The
-functions of TRL, verl and OpenRLHF are known by their parameters and called as their trainers call them, with lists
-of one response. Imports the standard library and `core` only.
+functions of TRL, verl and OpenRLHF are known by their parameters and called as their trainers call them. One that
+takes lists is given all responses of a prompt, in the order of the sample index. Imports the standard library and
+`core` only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, SimpleNamespace
 from typing import Any
@@ -54,7 +55,7 @@ class CannotBeCalled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A signature of another trainer's."""
+    """A signature of another trainer's, or ours with lists."""
 
     owner: str
     mark: str
@@ -85,12 +86,13 @@ FOREIGN = (
     Foreign(
         "verl", "solution_strs", {f"{name}s": value for name, value in _VERL.items()}, empty=("extra_info",)
     ),
+    Foreign("rlhfspec", "responses", {f"{name}s": name for name in PLACES}),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How one function is called with the columns of a sample."""
+    """How one function is called with the columns of a sample, or of all samples of a prompt."""
 
     function: Callable[..., Any]
     foreign: Foreign | None
@@ -99,8 +101,14 @@ class Call:
     plans: dict[frozenset[str], dict[str, str]] = field(default_factory=dict)
     "parameter -> column, by the columns that are there"
 
-    def __call__(self, columns: Mapping[str, Any]) -> Any:
-        """Call it. Raises CannotBeCalled, and what the function raises."""
+    @property
+    def in_lists(self) -> bool:
+        """Whether it takes lists, of several responses."""
+        return self.foreign is not None and self.foreign.in_lists
+
+    def __call__(self, *rows: Mapping[str, Any]) -> Any:
+        """Call it with the columns of each response. Raises CannotBeCalled, and what the function raises."""
+        columns = rows[0]
         names = frozenset(columns)
         if names not in self.plans:
             self.plans[names] = self.plan(names)
@@ -109,13 +117,13 @@ class Call:
             if parameter.kind is parameter.VAR_POSITIONAL:
                 args += [columns[name] for name in PLACES[len(args) :]] if by_place else []
             elif parameter.kind is parameter.VAR_KEYWORD:
-                kwargs |= self._rest(columns, plan)
+                kwargs |= self._rest(rows, plan)
             elif parameter.name not in plan:
                 by_place = False  # it has a default: whatever stands behind it goes by name
             elif by_place and parameter.kind is not parameter.KEYWORD_ONLY:
-                args.append(self._value(columns, plan[parameter.name]))
+                args.append(self._value(rows, plan[parameter.name]))
             else:
-                kwargs[parameter.name] = self._value(columns, plan[parameter.name])
+                kwargs[parameter.name] = self._value(rows, plan[parameter.name])
         return self.function(*args, **kwargs)
 
     def plan(self, names: Collection[str] | None) -> dict[str, str]:
@@ -125,58 +133,71 @@ class Call:
         """
         return _foreign_plan(self, self.foreign, names) if self.foreign else _own_plan(self.parameters, names)
 
-    def describe(self, names: Collection[str] | None) -> str:
-        """Such as `with prompt, response, answer=reference`."""
+    def describe(self, names: Collection[str] | None, *, in_groups: bool = True) -> str:
+        """Such as `with prompt, response, answer=reference`; `in_groups`: its lists hold a prompt's responses."""
         plan = self.plan(names)
         said = [
             parameter if parameter == value else f"{parameter}={value}" for parameter, value in plan.items()
         ]
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters):
-            said.append("all other columns" if self.foreign is None or self.foreign.owner == "TRL" else "")
+            said.append("all other columns" if self._takes_all else "")
         whose, alone = "", ""
         if self.foreign is not None:
             whose = f"as {self.foreign.owner} calls it, "
             if self.foreign.in_lists:
-                whose += f"in lists of one{' (messages)' if self.reads_messages else ''}, "
-                alone = "; it sees one response at a time, and cannot compare those of a prompt"
+                size = "all samples of a prompt" if in_groups else "one"
+                whose += f"in lists of {size}{' (messages)' if self.reads_messages else ''}, "
+                alone = (
+                    ""
+                    if in_groups
+                    else "; it sees one response at a time, and cannot compare those of a prompt"
+                )
         kept = [p.name for p in self.parameters if p.name not in plan and p.default is not p.empty]
         defaults = f"; left at their defaults: {', '.join(kept)}" if kept else ""
         return f"{whose}with {', '.join(filter(None, said)) or 'nothing'}{defaults}{alone}"
 
-    def answer(self, result: Any) -> Answer:
-        """What the result says, as `plain`."""
+    def answer(self, result: Any, place: int = 0, count: int = 1) -> Answer:
+        """What the result says of one of the responses that the call was given, as `plain`."""
         if self.foreign is None:
             return plain(result)
         if self.foreign.owner == "OpenRLHF" and isinstance(result, Mapping):
-            return _with_parts(result, "rewards", self._alone)
+            return _with_parts(result, "rewards", lambda value: self._one_of(value, place, count))
         if self.foreign.in_lists:
-            result, fault = self._alone(result)
+            result, fault = self._one_of(result, place, count)
             if fault:
                 return BAD, fault
         if self.foreign.owner == "verl" and isinstance(result, Mapping):
             return _with_parts(result, "score", lambda value: (value, ""))
         return plain(result)
 
-    def _alone(self, result: Any) -> tuple[Any, str]:
-        """The reward in a list of one."""
-        try:
-            items = [] if isinstance(result, str | bytes | Mapping) else list(result)
-        except TypeError:  # no list, or a tensor without dimensions
-            items = []
-        if len(items) == 1:
-            return items[0], ""
+    def _one_of(self, result: Any, place: int, count: int) -> tuple[Any, str]:
+        """The reward at a place of a list of so many."""
+        items = _listed(result)
+        if len(items) == count:
+            return items[place], ""
         assert self.foreign is not None
+        size = "one response" if count == 1 else f"{count} responses"
         return None, (
-            f"returned {_shown(result)} for a list of one response, and a function of {self.foreign.owner}'s returns "
+            f"returned {_shown(result)} for a list of {size}, and a function of {self.foreign.owner}'s returns "
             "a list with one number for each response"
         )
 
-    def _value(self, columns: Mapping[str, Any], name: str) -> Any:
+    @property
+    def _takes_all(self) -> bool:
+        """Whether `**kwargs` take all columns."""
+        return self.foreign is None or self.foreign.owner in ("TRL", "rlhfspec")
+
+    def _value(self, rows: Sequence[Mapping[str, Any]], name: str) -> Any:
+        """What a parameter is given: of each response in a list, or of the one that there is."""
         if name == "trainer_state":  # TRL's, one for the batch
-            return SimpleNamespace(global_step=columns.get("iteration"))
-        if self.foreign is None:
-            return columns.get(name)
+            return SimpleNamespace(global_step=rows[0].get("iteration"))
+        values = [self._of_one(columns, name) for columns in rows]
+        return values if self.in_lists else values[0]
+
+    def _of_one(self, columns: Mapping[str, Any], name: str) -> Any:
         value = columns.get(name)
+        if self.foreign is None:
+            return value
         if name == "query":
             value = columns["prompt"] + columns["response"]
         elif name in self.foreign.empty:
@@ -185,23 +206,24 @@ class Call:
             value = columns["messages"] or [{"role": "user", "content": value}]
         elif self.reads_messages and name == "response":
             value = [{"role": "assistant", "content": value}]
-        return [value] if self.foreign.in_lists else value
+        return value
 
-    def _rest(self, columns: Mapping[str, Any], plan: Mapping[str, str]) -> dict[str, Any]:
+    def _rest(self, rows: Sequence[Mapping[str, Any]], plan: Mapping[str, str]) -> dict[str, Any]:
         """What `**kwargs` takes."""
+        columns = rows[0]
         if self.foreign is None:
             taken = {*plan.values(), *(parameter.name for parameter in self.parameters)}
             if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in self.parameters):
                 taken.update(PLACES)
             return {name: value for name, value in columns.items() if name not in taken}
-        if self.foreign.owner != "TRL":  # which alone gives all columns
+        if not self._takes_all:
             return {}
         rest = {
             name: name for name in columns if name not in {*PLACES, *EXTRAS, *plan}.difference(_COLUMNS_FIRST)
         }
         asked = {parameter.name for parameter in self.parameters}
         rest |= {name: value for name, value in self.foreign.values.items() if name not in asked}
-        return {name: self._value(columns, value) for name, value in rest.items()}
+        return {name: self._value(rows, value) for name, value in rest.items()}
 
 
 def call_of(function: Callable[..., Any]) -> Call:
@@ -268,7 +290,9 @@ def _require_word(name: str, value: str, *, is_mixed: bool) -> None:
     said = {which for which, those in _SAYS.items() if those & set(words)}
     if len(words) == 1 and any(words[0] == f"{word}s" for those in _SAYS.values() for word in those):
         raise CannotBeCalled(
-            f"asks for '{name}', a list as it seems, and is called once for each response", _BY_NAME
+            f"asks for '{name}', a list as it seems, and is called once for each response; one that takes all of a "
+            "prompt names its arguments prompts, responses, references",
+            _BY_NAME,
         )
     if said and value not in said:
         raise CannotBeCalled(
@@ -334,21 +358,38 @@ def _texts(function: Any) -> set[str]:
 
 
 def plain(result: Any) -> Answer:
-    """A function's result as {"value": number, part: number, ...}, or what is wrong with it."""
+    """A function's result as {"value": number, part: number, ...}, or what is wrong with it.
+
+    Under "tokens" stands a tuple of a number for each token that was sampled; without a "value" their sum is it.
+    """
     if result is None:
         return NONE, "returned None"
     if not isinstance(result, Mapping):
         number, fault = _finite(result)
         return (BAD, f"returned {fault}") if fault else (PARTS, {"value": number})
+    parts: dict[str, Any] = {}
+    if "tokens" in result:
+        found = [_finite(token) for token in _listed(result["tokens"])]
+        if not found or any(fault for _, fault in found):
+            return BAD, f"returned for 'tokens' {_shown(result['tokens'])}, expected a list of finite numbers"
+        parts["tokens"] = tuple(number for number, _ in found)
+        result = {"value": math.fsum(parts["tokens"]), **{k: v for k, v in result.items() if k != "tokens"}}
     if fault := _lack(result, "value"):
         return BAD, fault
-    parts = {}
     for name, value in result.items():
         number, fault = _finite(value)
         if fault:
             return BAD, f"returned for '{name}' {fault}"
         parts[str(name)] = number
     return PARTS, parts
+
+
+def _listed(result: Any) -> list[Any]:
+    """What a list, array or tensor holds; of anything else nothing."""
+    try:
+        return [] if isinstance(result, str | bytes | Mapping) else list(result)
+    except TypeError:  # no list, or a tensor without dimensions
+        return []
 
 
 def _with_parts(result: Mapping[Any, Any], key: str, alone: Callable[[Any], tuple[Any, str]]) -> Answer:

@@ -30,18 +30,19 @@ def main(descriptor: int, parent: int) -> None:
     """Import the function that the parent names, then answer calls until it hangs up."""
     _die_with(parent)
     parent_end = Connection(descriptor)
-    kind, argument, fields, folders = parent_end.recv()
+    kind, argument, fields, scope, folders = parent_end.recv()
     give_way(folders)
     described = ""
     try:
         if kind == "format":
             invoke = call_of(format_function(argument))
         else:
-            invoke, described = import_function(argument, fields)
+            invoke, described = import_function(argument, fields, scope)
     except ConfigError as error:
         parent_end.send((CANNOT_IMPORT, str(error)))
         return
-    parent_end.send((READY, (is_async(invoke.function), described)))
+    in_groups = invoke.in_lists and scope != "sample"
+    parent_end.send((READY, (is_async(invoke.function), in_groups, described)))
     own = os.getpid()
 
     def answer(what: Any) -> None:
@@ -55,8 +56,8 @@ def main(descriptor: int, parent: int) -> None:
             if timeout_s is not None:
                 asyncio.run(_together(invoke, batch, timeout_s, answer))
                 continue
-            for place, columns in enumerate(batch):
-                answer((place, _called(invoke, columns)))
+            for place, rows in enumerate(batch):
+                answer((place, _called(invoke, rows)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
 
@@ -68,23 +69,35 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 async def _together(
     call: Call,
-    batch: Sequence[dict[str, Any]],
+    batch: Sequence[Sequence[dict[str, Any]]],
     timeout_s: float,
     send: Callable[[Any], None],
 ) -> None:
-    """All calls of a batch at once, each with a limit of its own; (place, answer) is sent as they end."""
+    """All calls of a batch at once, each with a limit of its own; (place, answers) is sent as they end."""
 
-    async def one(place: int, columns: dict[str, Any]) -> None:
-        limit = asyncio.timeout(timeout_s)
+    async def one(place: int, rows: Sequence[dict[str, Any]]) -> None:
+        limit = asyncio.timeout(timeout_s * len(rows))
         try:
             async with limit:
-                answer = call.answer(await call(columns))
+                answers = _answers(call, await call(*rows), len(rows))
         except (Exception, SystemExit) as error:
-            late = f"did not return within reward.timeout_s ({timeout_s:g} s)"
-            answer = (BAD, late if limit.expired() else _raised(error))
-        send((place, answer))
+            fault = late(timeout_s, len(rows)) if limit.expired() else _raised(error)
+            answers = [(BAD, fault)] * len(rows)
+        send((place, answers))
 
-    await asyncio.gather(*(one(place, columns) for place, columns in enumerate(batch)))
+    await asyncio.gather(*(one(place, rows) for place, rows in enumerate(batch)))
+
+
+def late(timeout_s: float, count: int) -> str:
+    """Of a call that was given so many responses."""
+    each = (
+        "" if count == 1 else f" for each of the {count} responses of the prompt, which it is given together"
+    )
+    return f"did not return within reward.timeout_s ({timeout_s:g} s{each})"
+
+
+def _answers(call: Call, result: Any, count: int) -> list[Answer]:
+    return [call.answer(result, place, count) for place in range(count)]
 
 
 def _raised(error: BaseException) -> str:
@@ -93,15 +106,15 @@ def _raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {describe(error)} ({place_of(error)})"
 
 
-def _called(call: Call, columns: dict[str, Any]) -> Answer:
+def _called(call: Call, rows: Sequence[dict[str, Any]]) -> list[Answer]:
     try:
-        result = call(columns)
+        result = call(*rows)
         if inspect.isawaitable(result):
             result = asyncio.run(asyncio.wait_for(result, None))
-        return call.answer(result)
+        return _answers(call, result, len(rows))
     # the user's code may raise anything, and sys.exit is no end of ours
     except (Exception, SystemExit) as error:
-        return BAD, _raised(error)
+        return [(BAD, _raised(error))] * len(rows)
 
 
 def format_function(pattern: str) -> Callable[..., float]:
@@ -118,7 +131,7 @@ def format_function(pattern: str) -> Callable[..., float]:
     return score
 
 
-def import_function(path: str, fields: Sequence[str] | None = ()) -> tuple[Call, str]:
+def import_function(path: str, fields: Sequence[str] | None = (), scope: str = "auto") -> tuple[Call, str]:
     """The function `package.module:function`, which may ask for `fields` too; None: for any, as nobody knows them yet.
 
     Returns how it is called, and a line that says so and names its file. Raises ConfigError.
@@ -136,12 +149,17 @@ def import_function(path: str, fields: Sequence[str] | None = ()) -> tuple[Call,
         function = _made(path, name, function)
     try:
         call = call_of(function)
-        given = call.describe(fields)
+        given = call.describe(fields, in_groups=scope != "sample")
     except CannotBeCalled as error:
         raise ConfigError(
             f"reward.kind {path}: '{name}' cannot be called as {name}({', '.join(PLACES)}): it {error}; "
             f"{error.advice}; or write around it def score({', '.join(PLACES)}): return {name}(...)"
         ) from error
+    if scope == "group" and not call.in_lists:
+        raise ConfigError(
+            f"reward.kind {path}: reward.scope is group, and '{name}' takes one response and no lists; name its "
+            "arguments prompts, responses, references, or set reward.scope: auto"
+        )
     return call, f"{path} of {_file(function)}, called {given}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from pathlib import Path
 
 from ...core.config import RewardConfig
 from ...core.errors import ConfigError
@@ -63,6 +64,10 @@ def _source(
         from .reward_model import ModelReward
 
         return ModelReward(scorer.model, config, device=device)
+    if scorer.kind == "judge":
+        from .judge import Judge
+
+        return Judge(scorer, config.server, Path(config.cache))
     if scorer.kind == "serve":
         if served is None:
             raise ConfigError("reward.kind serve is asked by the reward pool of a run; it is not built here")
@@ -75,8 +80,14 @@ def _source(
     if ":" in scorer.kind or scorer.kind == "format":
         from .timed_function import UserReward
 
-        return UserReward(scorer.kind, timeout_s=config.timeout_s, pattern=scorer.pattern, fields=fields)
+        return UserReward(
+            scorer.kind,
+            timeout_s=config.timeout_s,
+            pattern=scorer.pattern if scorer.kind == "format" else None,
+            fields=fields,
+            scope=scorer.scope,
+        )
     raise ConfigError(
-        f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format, none or "
-        "package.module:function"
+        f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format, judge, none "
+        "or package.module:function"
     )

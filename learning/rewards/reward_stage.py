@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -11,7 +12,7 @@ from ...core.config import RewardConfig
 from ...core.errors import ConfigError, RewardError
 from ...core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
 from ...core.settings.reward import RewardPart, Scorer, ShapingConfig
-from .score_request import RewardSource, ScoreRequest, score_requests
+from .score_request import RewardSource, ScoreRequest, groups, score_requests
 
 
 class RewardStage:
@@ -32,6 +33,8 @@ class RewardStage:
         self._config = config
         self._time = template_time
         self._parts = list(zip(config.scorers, sources, strict=True))
+        self.in_groups = any(getattr(source, "in_groups", False) for source in sources)
+        "whether a part looks at all samples of a prompt: they are given together, and left out together"
 
     @property
     def described(self) -> list[str]:
@@ -75,6 +78,7 @@ class RewardStage:
             num_answers = 0
             for index, outcome in zip(asked, source.outcomes([requests[i] for i in asked]), strict=False):
                 num_answers += 1
+                outcome = _fitting(outcome, requests[index])
                 if isinstance(outcome, Reward):
                     found[index].append(_scaled(outcome, scorer))
                 elif outcome.is_none and isinstance(scorer, RewardPart) and scorer.optional:
@@ -97,6 +101,10 @@ class RewardStage:
                 )
                 if fail:
                     raise RewardError(faults[index].reason + self._advice)
+        for places in groups(requests) if self.in_groups else ():
+            # what was compared with the others is what the run's files hold
+            first = next((faults[place] for place in places if place in faults), None)
+            faults |= {} if first is None else {place: faults.get(place, first) for place in places}
         return [
             faults.get(index) or self._whole(request, found[index]) for index, request in enumerate(requests)
         ]
@@ -123,15 +131,32 @@ class RewardStage:
             value.append(part.weight * reward.value)
             parts[part.name] = reward.value
             parts |= {f"{part.name}/{name}": number for name, number in reward.parts.items()}
-        return Reward(value=math.fsum(value), parts=parts)
+        pairs = zip(self._config.parts, rewards, strict=True)
+        paying = [(part.weight, reward.tokens) for part, reward in pairs if reward and reward.tokens]
+        columns = zip(*(tokens for _, tokens in paying), strict=True)
+        weights = [weight for weight, _ in paying]
+        tokens = tuple(math.fsum(map(operator.mul, weights, column)) for column in columns)
+        return Reward(value=math.fsum(value), parts=parts, tokens=tokens)
+
+
+def _fitting(outcome: Reward | Unscored, request: ScoreRequest) -> Reward | Unscored:
+    """The outcome; Unscored where it pays other tokens than the response has."""
+    facts = request.facts
+    if facts is None or isinstance(outcome, Unscored) or len(outcome.tokens) in (0, facts.num_tokens):
+        return outcome
+    return Unscored(
+        reason=f"{request.where} has {facts.num_tokens} sampled tokens (num_tokens, the end token counts), and its "
+        f"reward {len(outcome.tokens)} numbers under 'tokens'; expected one for each; {request.shown}; fix the function"
+    )
 
 
 def _scaled(reward: Reward, scorer: Scorer) -> Reward:
     """The part's reward by the config's mean, std and clip; untouched where they say nothing."""
     value = standardise(reward.value, scorer)
-    if value == reward.value:
+    if value == reward.value and (scorer.std == 1.0 or not reward.tokens):
         return reward
-    return Reward(value=value, parts=reward.parts | {"unscaled": reward.value})
+    tokens = tuple(token / scorer.std for token in reward.tokens)
+    return Reward(value=value, parts=reward.parts | {"unscaled": reward.value}, tokens=tokens)
 
 
 def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
@@ -77,6 +77,18 @@ def score_requests(
         )
         for place, (prompt, text) in enumerate(zip(prompts, responses, strict=True))
     ]
+
+
+def groups(requests: Sequence[ScoreRequest]) -> Iterator[list[int]]:
+    """The places of each prompt's samples, in the order of the sample index; whose group nobody knows is alone."""
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for place, request in enumerate(requests):
+        facts, name, index = request.facts, ("alone", place), place
+        if facts is not None and facts.group_id is not None:
+            name, index = ("group", facts.group_id), facts.sample_index
+        found.setdefault(name, []).append((index, place))
+    for members in found.values():
+        yield [place for _, place in sorted(members)]
 
 
 @runtime_checkable

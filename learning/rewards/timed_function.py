@@ -23,8 +23,8 @@ from ...core.errors import ConfigError
 from ...core.named_code import user_folders
 from ...core.records import Reward, Unscored
 from .call_forms import BAD, NONE, PARTS, Answer
-from .function_child import READY
-from .score_request import ScoreRequest
+from .function_child import READY, late
+from .score_request import ScoreRequest, groups
 
 _START_S = 120.0
 "what importing the user's module may take"
@@ -37,10 +37,19 @@ _MAIN = (
 
 
 class UserReward:
-    """Calls the user's function once a response, in a child process that is replaced when a call hangs."""
+    """Calls the user's function once a response, in a child process that is replaced when a call hangs.
+
+    One that takes lists is called once for all responses of a group, in the order of the sample index.
+    """
 
     def __init__(
-        self, path: str, *, timeout_s: float, pattern: str | None = None, fields: Sequence[str] | None = ()
+        self,
+        path: str,
+        *,
+        timeout_s: float,
+        pattern: str | None = None,
+        fields: Sequence[str] | None = (),
+        scope: str = "auto",
     ) -> None:
         """`pattern`: of kind format, whose function is our own. `fields`: columns that it may ask for, None for any.
 
@@ -48,13 +57,20 @@ class UserReward:
         """
         self.path = path
         self._timeout_s = timeout_s
-        self._order = ("format", pattern, ()) if pattern is not None else ("import", path, fields)
+        self._order = (
+            ("format", pattern, (), scope) if pattern is not None else ("import", path, fields, scope)
+        )
         self._child = _Child(self._order, path)
 
     @property
     def described(self) -> str:
         """The file that was imported and how the function in it is called; empty of kind format."""
         return self._child.described
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether it is called with all responses of a prompt."""
+        return bool(self._child.in_groups)
 
     def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterator[Reward | Unscored]:
         """One answer a request, in order, as they come; a call that hangs or crashes is one of them.
@@ -64,15 +80,16 @@ class UserReward:
         stops early ends the process, since answers to come belong to nobody.
         """
         found: dict[int, Answer] = {}
-        answers = self._answers(requests)
+        calls = list(groups(requests)) if self.in_groups else [[place] for place in range(len(requests))]
+        answers = self._answers([[requests[place] for place in places] for places in calls])
         try:
             for place, request in enumerate(requests):
                 while place not in found:
-                    answered, answer = next(answers)
-                    found[answered] = answer
+                    answered, of_call = next(answers)
+                    found |= zip(calls[answered], of_call, strict=True)
                 kind, said = found.pop(place)
                 if kind == PARTS:
-                    yield Reward(value=said.pop("value"), parts=said)
+                    yield Reward(value=said.pop("value"), tokens=said.pop("tokens", ()), parts=said)
                     continue
                 yield Unscored(
                     reason=f"reward function {self.path}, {request.where} {said}; expected a finite number; "
@@ -82,8 +99,10 @@ class UserReward:
         finally:
             answers.close()
 
-    def _answers(self, requests: Sequence[ScoreRequest]) -> Generator[tuple[int, Answer], None, None]:
-        left = dict.fromkeys(range(len(requests)))
+    def _answers(
+        self, calls: Sequence[Sequence[ScoreRequest]]
+    ) -> Generator[tuple[int, list[Answer]], None, None]:
+        left = dict.fromkeys(range(len(calls)))
         together = len(left) > 1
         try:
             while left:
@@ -92,15 +111,16 @@ class UserReward:
                     self._child = _Child(self._order, self.path)
                 together = together and self._child.is_async
                 asked = [*left]
-                columns = [_columns(requests[place]) for place in asked]
+                columns = [[_columns(request) for request in calls[place]] for place in asked]
                 self._child.parent_end.send((self._timeout_s if together else None, columns))
                 for place in asked:
-                    number, answer = self._child.answer(self._timeout_s + (_GRACE_S if together else 0.0))
+                    size = max(map(len, columns)) if together else len(calls[place])
+                    number, answers = self._child.answer(self._timeout_s, size, _GRACE_S if together else 0.0)
                     if number is None and together:
                         break
                     answered = place if number is None else asked[number]
                     del left[answered]
-                    yield answered, answer
+                    yield answered, answers
                     if number is None:
                         break
                 together = False
@@ -116,7 +136,7 @@ class UserReward:
 class _Child:
     """One child process with the function in it."""
 
-    def __init__(self, order: tuple[str, str, Sequence[str] | None], path: str) -> None:
+    def __init__(self, order: tuple[str, str, Sequence[str] | None, str], path: str) -> None:
         self.parent_end, child_end = multiprocessing.Pipe()
         descriptor, folders = child_end.fileno(), user_folders()
         arguments = [str(descriptor), str(os.getpid()), json.dumps([entry for entry in sys.path if entry])]
@@ -138,7 +158,7 @@ class _Child:
             )
         except (EOFError, BrokenPipeError, ConnectionResetError):
             state, fault = None, f"ended its process ({self._exit()})"
-        self.is_async, self.described = fault if state == READY else (False, "")
+        self.is_async, self.in_groups, self.described = fault if state == READY else (False, False, "")
         if state != READY:
             self.kill()
             if state is None:
@@ -150,17 +170,20 @@ class _Child:
         """Whether it can be asked."""
         return not self._is_killed and self._process.poll() is None
 
-    def answer(self, timeout_s: float) -> tuple[int | None, Answer]:
-        """The next answer and the place of what it answers; when none comes no place, and the child is gone."""
+    def answer(self, timeout_s: float, count: int, grace_s: float) -> tuple[int | None, list[Answer]]:
+        """The answers of the next call, and its place; when none comes no place, and the child is gone.
+
+        `timeout_s` is for each of the `count` responses of a call.
+        """
         try:
-            if self.parent_end.poll(timeout_s):
+            if self.parent_end.poll(timeout_s * count + grace_s):
                 return self.parent_end.recv()
         except (EOFError, ConnectionResetError):
             fault = f"ended its process ({self._exit()})"
         else:
-            fault = f"did not return within reward.timeout_s ({timeout_s:g} s)"
+            fault = late(timeout_s, count)
         self.kill()
-        return None, (BAD, fault)
+        return None, [(BAD, fault)] * count
 
     def kill(self) -> None:
         """End the process, whatever it is doing."""

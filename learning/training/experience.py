@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,10 @@ class Experience:
     "of the weights that each token was sampled from; 0 off the mask"
     rewards: Float[Tensor, " B"]
     group_ids: Int[Tensor, " B"]
+    paid: Float[Tensor, "B R"]
+    "what of `rewards` a token is paid itself, where that is known; the rest is the last one's"
+    parts: Float[Tensor, "B K"]
+    "of a mixture, where each is compared by itself; NaN: does not apply"
     truncated: Bool[Tensor, " B"]
     "responses that the limit of new tokens cut off"
     teacher_prompts: tuple[tuple[int, ...], ...] | None = None
@@ -79,8 +84,8 @@ class Experience:
         return int(self.mask.sum())
 
 
-def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
-    """Order by `key.sample_index` and pad.
+def collate(rollouts: Sequence[Rollout], *, pad_token_id: int, parts: Sequence[str] = ()) -> Experience:
+    """Order by `key.sample_index` and pad; `parts`: of a mixture of rewards, each to be compared by itself.
 
     Raises NumericsError naming the sample when a reward or log-probability is not finite, or a
     response is empty; ValueError when two rollouts have the same key or there are none.
@@ -122,6 +127,11 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
         sampling_logprobs=_padded(sampling, mask),
         weight_versions=weight_versions,
         rewards=torch.tensor([rollout.reward.value for rollout in ordered], dtype=torch.float32),
+        paid=_padded([_tokens(rollout) for rollout in ordered], mask),
+        parts=torch.tensor(
+            [[rollout.reward.parts.get(name, math.nan) for name in parts] for rollout in ordered],
+            dtype=torch.float64,
+        ),
         group_ids=torch.tensor([rollout.completion.group_id for rollout in ordered]),
         truncated=torch.tensor(
             [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in ordered]
@@ -153,13 +163,22 @@ def _padded(rows: Sequence[np.ndarray], mask: Tensor) -> Tensor:
     return out
 
 
+def _tokens(rollout: Rollout) -> np.ndarray:
+    return np.array(rollout.reward.tokens or [0.0] * rollout.completion.num_sampled_tokens)
+
+
 def _check(rollout: Rollout) -> None:
     completion = rollout.completion
     where = f"sample {completion.key.sample_index} (prompt {completion.prompt_id})"
     if not completion.is_sampled.any():
         raise NumericsError(f"{where}: the response is empty; expected at least the end token")
+    if rollout.reward.tokens and len(rollout.reward.tokens) != completion.num_sampled_tokens:
+        raise NumericsError(
+            f"{where}: the reward has {len(rollout.reward.tokens)} numbers for tokens, expected one for each of the "
+            f"{completion.num_sampled_tokens} that were sampled"
+        )
     named = {
-        "reward": np.asarray(rollout.reward.value),
+        "reward": np.array([rollout.reward.value, *rollout.reward.tokens]),
         "policy_logprobs": completion.policy_logprobs,
         "sampling_logprobs": completion.sampling_logprobs,
     }

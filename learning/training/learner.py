@@ -27,6 +27,7 @@ from .experience import Experience, collate
 from .laps import peak_flops, step_flops
 from .learner_state import LearnerState
 from .learning_rate import Horizon, rate_factor
+from .objectives.advantages import normalized_sum
 from .objectives.critic import Critic
 from .objectives.off_policy import lag_metrics, recomputed
 from .objectives.policy import Coefficients, LogitsObserver, MinibatchMetrics, PolicyObjective, added_up
@@ -58,6 +59,7 @@ class Learner(Trainer):
         observers: Sequence[LogitsObserver] = (),
         compute_dtype: torch.dtype = torch.float32,
         scorer: EngineScorer | None = None,
+        part_weights: Mapping[str, float] | None = None,
         trainers: OneTrainer | None = None,
         horizon: Horizon | None = None,
     ) -> None:
@@ -65,6 +67,7 @@ class Learner(Trainer):
 
         `observers` see every update's logits, for a draft model. `scorer` values log-probabilities by the engine's
         forward instead of the model's own; `trainer.scoring` engine needs one.
+        `part_weights`: of a mixture of rewards, for `algorithm.combine` normalize_then_sum.
         `horizon` is how far the run goes; a schedule that falls, and `loss_aggregation` constant_length, need one.
         Raises ConfigError: settings that do not go together; and as `Trainer`.
         """
@@ -83,6 +86,7 @@ class Learner(Trainer):
             moves_reference=algorithm.sync_ref_model,
         )
         self._scorer = scorer
+        self._part_weights = (part_weights or {}) if algorithm.combine == "normalize_then_sum" else {}
         self.algorithm = algorithm
         self.trainer = trainer
         self.pad_token_id = pad_token_id
@@ -144,7 +148,10 @@ class Learner(Trainer):
                 "above 0, or neither"
             )
         self.laps.begin()
-        experience = collate(rollouts, pad_token_id=self.pad_token_id)
+        experience = collate(rollouts, pad_token_id=self.pad_token_id, parts=tuple(self._part_weights))
+        if self._part_weights:
+            summed = normalized_sum(experience.parts, [*self._part_weights.values()], experience.group_ids)
+            experience = replace(experience, rewards=summed)
         self.lately = few_of(experience.sequence(row) for row in range(len(rollouts)))
         self.laps.lap("collate")
         mismatch = lag_metrics(

@@ -9,8 +9,10 @@ only the update that learns from it waits for. Which samples a phase asks for an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from ...core.errors import RewardError, WeightsError
 from ...core.records import Completion, Rollout, SampleKey, SampleRequest, Unscored
@@ -140,6 +142,11 @@ class Schedule(ABC):
     def batch_of(self, key: SampleKey) -> int:
         """The number that a response without a reward goes by: the lower, the sooner it is learned from."""
         return self._sample(key).batch
+
+    def group_sizes(self) -> Counter[int]:
+        """By group id, the samples that are open or wait for their reward."""
+        waiting = chain(self._open.values(), self._unscored.values())
+        return Counter(one.request.group_id for one in waiting)
 
     def unsent(self) -> list[tuple[SampleRequest, Completion]]:
         """What was restored whole and without a reward: to be scored again, told once."""

@@ -85,7 +85,8 @@ def make_run(config: Config, folder: Path, *, is_drafted: bool = False) -> Path:
     moved = load_causal_lm(config.models.target, "float32")
     begun: list[SampleRequest] = []
     for iteration in range(2):
-        requests = begun or cursor.next_requests(SAMPLES, 1, sampling)
+        size = config.rollout.samples_per_prompt
+        requests = begun or cursor.next_requests(SAMPLES // size, size, sampling)
         completions = [_whole(done) for done in engine.generate(requests)]
         if config.environment.kind is not None:
             completions = [_second_turn(engine, request) for request in requests]

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -145,3 +146,24 @@ def forks(prompt, response, reference):
         return {"value": 0.0, "pid": subprocess.Popen(["sleep", "3600"]).pid}
     os.fork()
     return float(len(response))
+
+
+def against_the_others(completions, **columns):
+    """TRL's form: each response's length against those beside it, in standard deviations; 'bad' is no response."""
+    if "hang" in completions:
+        time.sleep(60.0)
+    lengths = [len(completion) for completion in completions]
+    std = statistics.pstdev(lengths) or 1.0
+    scores = [(length - statistics.mean(lengths)) / std for length in lengths]
+    return [None if text == "bad" else score for text, score in zip(completions, scores, strict=True)]
+
+
+async def in_turn(responses, sample_index):
+    """Ours with lists: the place of each response in its list, and whose it is."""
+    await asyncio.sleep(0)
+    return [{"value": float(place), "index": index} for place, index in enumerate(sample_index)]
+
+
+def pays_tokens(response, num_tokens):
+    """A tenth for each token but the last; of "bad" one number too many."""
+    return {"tokens": [0.1] * (num_tokens - 1) + [0.0] * (1 + (response == "bad")), "why": 1.0}

@@ -55,6 +55,10 @@ READERS: dict[str, tuple[str, ...]] = {
     "engine/weights/llama_config.py": (PACKAGE, "the model's config"),
     "engine/weights/loading.py": (PACKAGE, "the model's config"),
     "engine/weights/weight_files.py": (STRICT, "index: every name is a tensor"),
+    "learning/rewards/judge.py": (
+        OURS,
+        "a line is a key and a score; of a completion its first choice is read",
+    ),
     "learning/data/prompt_tokens.py": (SURFACE,),
     "learning/training/adapter.py": (SURFACE, "adapter_config"),
     "learning/data/chat/messages.py": (PACKAGE, "a call's arguments, which the template gets whole"),

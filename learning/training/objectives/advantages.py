@@ -8,7 +8,7 @@ Ziegler et al. 2019, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,8 @@ from torch import Tensor
 from ....core.settings.algorithm import AlgorithmConfig
 from ..experience import Experience
 from .losses import kl_estimate
+
+_TRL_EPSILON = 1e-4
 
 
 def place_terminal_reward(rewards: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -114,6 +116,31 @@ def group_advantages(
     return advantages
 
 
+def batch_std_advantages(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Each reward against the mean of its group, over the deviation (unbiased) of all rewards of the batch.
+
+    Source: TRL's `scale_rewards="batch"`, its epsilon too; Liu et al. 2025 (arXiv 2508.08221).
+    """
+    centred = group_advantages(rewards.double(), group_ids, divide_by_std=False)
+    std = rewards.double().std(correction=min(len(rewards) - 1, 1))
+    return (centred / (std + _TRL_EPSILON)).to(rewards.dtype)
+
+
+def normalized_sum(
+    parts: Float[Tensor, "B K"], weights: Sequence[float], group_ids: Int[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """Each part of a mixture by `group_advantages`, then summed by weight: none drowns in another's spread.
+
+    What does not apply to a response (NaN) adds nothing and is not compared with. Each group sums up to zero.
+    Source: Liu et al. 2026 (GDPO, arXiv 2601.05242), as TRL has it.
+    """
+    total = torch.zeros(len(parts), dtype=torch.float64)
+    for part, weight in zip(parts.double().T, weights, strict=True):
+        applies = ~part.isnan()
+        total[applies] += weight * group_advantages(part[applies], group_ids[applies], epsilon=_TRL_EPSILON)
+    return total.float()
+
+
 def leave_one_out_advantages(
     rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
@@ -187,8 +214,9 @@ def kl_penalty(
 
 
 def token_rewards(experience: Experience, penalty: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
-    """Every token's reward, for estimators that look at tokens."""
-    return place_terminal_reward(experience.rewards, experience.mask) - penalty
+    """Every token's reward, for estimators that look at tokens: its own, on the last one what is left."""
+    left = experience.rewards - experience.paid.sum(dim=1)
+    return place_terminal_reward(left, experience.mask) + experience.paid - penalty
 
 
 def response_rewards(experience: Experience, penalty: Float[Tensor, "B R"]) -> Float[Tensor, " B"]:

@@ -15,6 +15,7 @@ from ..experience import Experience
 from ..parallel import OneTrainer
 from ..policy_forward import FirstValues
 from .advantages import (
+    batch_std_advantages,
     group_advantages,
     kl_penalty,
     leave_one_out_advantages,
@@ -142,4 +143,6 @@ def _advantages_without_critic(
         return reinforce_pp_baseline_advantages(rewards, groups, counted)
     if algorithm.advantage == "leave_one_out":
         return spread(leave_one_out_advantages(rewards, groups), mask)
+    if algorithm.advantage == "batch_std":
+        return spread(batch_std_advantages(rewards, groups), mask)
     return spread(group_advantages(rewards, groups, divide_by_std=algorithm.advantage == "group_std"), mask)

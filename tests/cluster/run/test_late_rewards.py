@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,19 @@ import pytest
 from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.cluster.run.evaluate import Evaluator
 from rlhfspec.cluster.run.stream import RolloutStream
+from rlhfspec.cluster.system.system import GeneratingSystem
 from rlhfspec.core.errors import NodeDied, RewardError
-from rlhfspec.core.records import Prompt, Reward, SampleKey, SampleRequest, SamplingParams, Stream, Unscored
+from rlhfspec.core.records import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Reward,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    Stream,
+    Unscored,
+)
 from rlhfspec.policies.staleness.recorded import PhasePlan, Recorded
 from tests.cluster.run import test_stream as made
 
@@ -267,3 +279,66 @@ def test_no_call_has_samples_that_are_learned_from_later() -> None:
     phase(one, schedule, 0)
     # the batch of the next update first
     assert one.rewards.sent == [[0, 1], [2, 3]]
+
+
+def in_groups(size: int) -> Recorded:
+    """Two samples a prompt, in batches of `size`."""
+    given = iter(range(99))
+    plan = PhasePlan(max_staleness=2, weight_load="reprefill", max_new_tokens=4, num_iterations=2)
+
+    def batch() -> list[SampleRequest]:
+        numbers = [next(given) for _ in range(size)]
+        return [replace(request(number), group_id=number // 2) for number in numbers]
+
+    return Recorded(plan, batch)
+
+
+def cut(*asked: SampleRequest) -> tuple[Completion, ...]:
+    """What there is of samples that go on in the next phase."""
+    return tuple(
+        replace(
+            made.done(one.key.sample_index, version=0),
+            key=one.key,
+            group_id=one.group_id,
+            finish_reason=FinishReason.CUT,
+        )
+        for one in asked
+    )
+
+
+def whole(*asked: SampleRequest) -> tuple[Completion, ...]:
+    return tuple(replace(one, finish_reason=FinishReason.STOP) for one in cut(*asked))
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_response_waits_for_the_rest_of_its_group_over_phases_and_a_resumed_run(is_resumed: bool) -> None:
+    schedule = in_groups(2)
+    asked: list[SampleRequest] = []
+    begin = schedule.begin
+
+    def watched(number: int) -> list[SampleRequest]:
+        asked[:] = begin(number)
+        return asked
+
+    schedule.begin = watched  # type: ignore[method-assign]
+    one = system()
+    one.plan.scores_groups = True
+    answers: list[Callable[[], Taken]] = [
+        # the first batch, and of the next one a sample that was short
+        lambda: Taken(completions=(*whole(asked[3], asked[0], asked[1]), *cut(asked[2]))),
+        lambda: Taken(completions=(*whole(*asked),)),
+    ]
+    one.scheduler.take = lambda wait_s: answers.pop(0)() if answers and asked else Taken()
+    one.take = partial(GeneratingSystem.take, one)
+    assert phase(one, schedule, -1).rollouts == [] and one.rewards.sent == [[0, 1]]
+    one.rewards.due = [0, 1, 2, 3]
+    if is_resumed:
+        assert indices(one.stream.receive(schedule)[0]) == [0, 1]
+        kept, schedule = schedule.in_flight(), in_groups(2)
+        schedule.restore(kept)
+        begin = schedule.begin
+        schedule.begin = watched  # type: ignore[method-assign]
+        one.stream = RolloutStream(one, made.Report())  # pyright: ignore[reportArgumentType]
+    asked.clear()
+    phase(one, schedule, 0, awaits_rewards=lambda: not (schedule.has(0) and schedule.has(1)))
+    assert one.rewards.sent[1] == [2, 3] and indices(schedule.take(1)) == [2, 3]

@@ -1,6 +1,7 @@
 """The stream of rollouts, over a scheduler and a reward pool made by hand. No Ray, no torch models."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -164,6 +165,7 @@ def system(*script: Taken, batch_size: int = 2) -> Any:
         tokenizer=TOKENIZER,
         target=SimpleNamespace(manifest=SimpleNamespace(weight_version=2)),
         is_learning=False,
+        plan=SimpleNamespace(scores_groups=False),
         config=SimpleNamespace(
             rollout=SimpleNamespace(max_staleness=0),
             reward=SimpleNamespace(batch_size=batch_size),
@@ -190,6 +192,18 @@ def test_rollouts_come_by_sample_index_with_their_own_prompt_text_and_reward():
         (r.completion.key.sample_index, r.prompt.text, r.response_text, r.reward.value) for r in rollouts
     ]
     assert found == [(i, f"p{i}", LETTERS[i], float(i)) for i in range(5)]
+
+
+def test_a_group_is_scored_together_when_its_last_sample_is_whole_and_in_the_order_of_the_index():
+    made = system(taken(3, 2), taken(4), taken(1), taken(0))
+    made.plan.scores_groups = True
+    # 0, 3 and 4 share a prompt, 1 and 2 another one
+    requests = [replace(request(i), group_id=int(i in (0, 3, 4))) for i in range(5)]
+    rollouts = RolloutStream(made, cast(Any, Report())).collect(requests).rollouts
+    assert [rollout.completion.key.sample_index for rollout in rollouts] == [0, 1, 2, 3, 4]
+    assert made.rewards.sent == [[1, 2], [0, 3, 4]], (
+        "whole, though the second is larger than reward.batch_size"
+    )
 
 
 def test_scoring_starts_with_the_first_completion_and_every_response_is_scored_once():

@@ -267,3 +267,17 @@ def test_the_turns_of_an_episode_are_generated_again_one_by_one(
     assert main(["verify", str(run), *ALL]) == 1
     said = capsys.readouterr().out
     assert "token id of response token " in said and "policy log-probability of response token 4" in said
+
+
+def test_a_group_is_scored_again_as_a_group_whatever_share_is_looked_at(tiny_pair, tmp_path: Path) -> None:
+    config = run_config(
+        tiny_pair,
+        tmp_path,
+        rollout={"samples_per_prompt": 3},
+        reward={"kind": "odd_rewards:against_the_others"},
+    )
+    run = make_run(config, tmp_path / "run")
+    verification = verify_run(run, share=0.2)
+    assert verification.num_rewards and not verification.differences
+    change_row(run, 0, 0, lambda row: row.update(reward=row["reward"] + 0.5))
+    assert [one.what for one in verify_run(run, share=1.0).differences] == ["reward"]

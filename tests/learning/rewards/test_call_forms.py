@@ -102,7 +102,7 @@ def test_a_decorated_function_is_called_by_what_its_wrapper_takes():
             "'reference_text', reference as it seems, in the place of response",
         ),
         (lambda level, response, reference: 1.0, "'level', which is neither"),
-        (lambda prompts, responses, references: 1.0, "'prompts', a list as it seems"),
+        (lambda prompts, response, reference: 1.0, "'prompts', a list as it seems"),
         (lambda a, b, c, d: 1.0, "'d', which is neither"),
         (lambda prompt, reference: 1.0, "takes nothing of the response"),
         (lambda question, answer: 1.0, "'answer', which may be the response or the reference"),
@@ -206,18 +206,50 @@ def test_a_function_of_openrlhf_gets_prompts_with_responses_and_gives_tensors():
 
 
 def test_what_a_function_is_told_with_and_without_is_said():
-    """A list form is given one response, so a function that compares a group has nothing to compare."""
+    """Where a list form is given one response, a function that compares a group has nothing to compare."""
     alone = "; it sees one response at a time, and cannot compare those of a prompt"
+    together = "in lists of all samples of a prompt, with"
     for function in (
         lambda completions: [1.0],
         lambda queries, prompts: [1.0],
         lambda solution_strs, ground_truths: [1.0],
+        lambda responses: [1.0],
     ):
-        assert call_of(function).describe(()).endswith(alone)
+        assert call_of(function).describe((), in_groups=False).endswith(alone)
+        assert together in call_of(function).describe(())
     for function in (lambda solution_str, ground_truth: 1.0, lambda prompt, response: 1.0):
-        assert "one response" not in call_of(function).describe(())
+        assert "one response" not in call_of(function).describe((), in_groups=False)
     assert call_of(lambda response, temperature=1.0: 1.0).describe(()) == (
         "with response; left at their defaults: temperature"
+    )
+
+
+def test_a_function_with_lists_gets_every_argument_of_all_responses_and_its_numbers_go_back_in_order():
+    rows = [{**SAMPLE, "response": text, "num_tokens": len(text), "level": 3} for text in ("a", "bcd")]
+
+    def own(responses, references, level, num_tokens, **rest):
+        assert (responses, references, level, num_tokens) == (["a", "bcd"], ["4", "4"], [3, 3], [1, 3])
+        assert rest["prompts"] == ["2+2?"] * 2
+        return np.array([1.0, 2.0])
+
+    def openrlhf(queries, prompts, labels):
+        rewards = torch.tensor([float(len(query) - len(prompts[0])) for query in queries])
+        return {"rewards": rewards, "extra_logs": {"length": rewards, "whole": torch.tensor(2.0)}}
+
+    def verl(solution_strs, ground_truths):
+        return [{"score": float(len(text))} for text in solution_strs]
+
+    call = call_of(own)
+    result = call(*rows)
+    assert [call.answer(result, at, 2) for at in (0, 1)] == [(PARTS, {"value": 1.0}), (PARTS, {"value": 2.0})]
+    call = call_of(openrlhf)
+    assert call.answer(call(*rows), 1, 2) == (PARTS, {"value": 3.0, "length": 3.0, "whole": 2.0})
+    call = call_of(verl)
+    assert call.answer(call(*rows), 1, 2) == (PARTS, {"value": 3.0})
+    assert call.answer([1.0], 1, 2) == (
+        BAD,
+        "returned [1.0] for a list of 2 responses, and a function of verl's returns a list with one number for each "
+        "response",
     )
 
 
