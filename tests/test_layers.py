@@ -30,7 +30,7 @@ ALLOWED = {
     "cluster": _TORCH
     | {"ray", "pyarrow", "rich", "yaml", "fsspec", "jinja2"}
     | {"fastapi", "pydantic", "prometheus_client"},
-    "integrations": _TORCH,
+    "integrations": _TORCH | {"ray"},
 }
 """Third-party packages a folder may import, besides the standard library."""
 
@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 540
+MAX_SOURCE_FILES = 544
 MAX_LINES_OF_A_ROOM = {
     "core": 2476,
     "core/settings": 2141,
@@ -283,7 +283,7 @@ MAX_LINES_OF_A_ROOM = {
     "actors/transport": 1664,
     "actors/workers": 824,
     "cluster": 158,
-    "cluster/commands": 2585,
+    "cluster/commands": 2602,
     "cluster/folder": 2200,
     "cluster/jobs": 1449,
     "cluster/observe": 2467,
@@ -296,7 +296,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/system": 2619,
     "cluster/verify": 1576,
     "cluster/weights": 306,
-    "integrations": 793,
+    "integrations": 1415,
 }
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15
