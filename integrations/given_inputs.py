@@ -9,6 +9,8 @@ import hashlib
 import inspect
 import json
 import os
+import pickletools
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
@@ -142,8 +144,10 @@ def _write_functions(functions: Mapping[str, Callable[..., Any]], folder: Path) 
         ) from error
     folders = list(dict.fromkeys(map(os.path.abspath, sys.path)))
     code = _CODE.format(version=tuple(sys.version_info[:2]), folders=folders, pickled=pickled)
-    # where modules were found may change between two calls, and the functions are the same
-    return _kept(folder, "reward_functions_{}.py", code.encode(), named_after=pickled)
+    # folders of modules may be others in the next kernel, whose number stands in names of cells
+    same = [f"{op.name} {arg}" for op, arg, _ in pickletools.genops(pickled) if op.name != "FRAME"]
+    named_after = re.sub(r"ipykernel_\d+", "", "\n".join(same)).encode()
+    return _kept(folder, "reward_functions_{}.py", code.encode(), named_after)
 
 
 def _kept(folder: Path, name: str, data: bytes, named_after: bytes | None = None) -> str:

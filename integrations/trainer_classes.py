@@ -59,23 +59,23 @@ class _Training:
         `resume`: the folder of a run of these settings to go on with; True or "auto": the newest that is not finished.
         Raises InputError: what the command line refuses, in its words; KeyboardInterrupt: see `rlhfspec.resume`.
         """
-        file, args = None, self.args
-        if not isinstance(args, Mapping):
-            file, args = user_path(os.fspath(args)), {}
-        own = {key: value for key, value in args.items() if key != "reward_weights"}
-        said = as_set(own)
-        tree = apply_overrides({} if file is None else read_tree(file), said)
-        base = RunConfig(output_dir=_of(tree, "run").get("output_dir", RunConfig().output_dir))
-        inputs = run_base(base, caller_dir=Path.cwd()) / ".inputs"
-        keys = self._keys(tree, inputs, args.get("reward_weights"))
-        for other in (other for key in keys for other in own if f"{key}.".startswith(f"{other}.")):
-            raise ConfigError(
-                f"args has '{other}', which a parameter of {type(self).__name__} sets; give one of them"
-            )
-        usual = {key: value for key, value in self.kind.items() if not _is_said(tree, key)}
-        where = "auto" if resume is True else os.fspath(resume) if resume else None
-        out = None if self.out is None or self.out == resume else user_path(os.fspath(self.out))
         with reporter() as report:
+            file, args = None, self.args
+            if not isinstance(args, Mapping):
+                file, args = user_path(os.fspath(args)), {}
+            own = {key: value for key, value in args.items() if key != "reward_weights"}
+            said = as_set(own)
+            tree = apply_overrides({} if file is None else read_tree(file), said)
+            base = RunConfig(output_dir=_of(tree, "run").get("output_dir", RunConfig().output_dir))
+            inputs = run_base(base, caller_dir=Path.cwd()) / ".inputs"
+            keys = self._keys(tree, inputs, args.get("reward_weights"))
+            for other in (other for key in keys for other in own if f"{key}.".startswith(f"{other}.")):
+                raise ConfigError(
+                    f"args has '{other}', which a parameter of {type(self).__name__} sets too; give one"
+                )
+            usual = {key: value for key, value in self.kind.items() if not _is_said(tree, key)}
+            where = "auto" if resume is True else os.fspath(resume) if resume else None
+            out = None if self.out is None or self.out == resume else user_path(os.fspath(self.out))
             return Run(self._train(file, [*as_set(usual | keys), *said], report, where, out))
 
     def _keys(self, tree: dict[str, Any], inputs: Path, weights: Any) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class GRPO(_Training):
     """Reinforcement learning with rewards against the group's mean; algorithm.kind in args names others of its kin.
 
     Rows have `prompt` or `question`, text or messages; `answer` is the reference, other columns go to reward functions
-    by their names. What is said nowhere is as in integrations/python.yaml, or where args is a file as on the command line.
+    by their names. What is said nowhere is as in integrations/python.yaml; where args is a file, as for the command.
     """
 
     reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -121,13 +122,26 @@ def test_one_function_is_the_reward_and_its_file_is_the_same_in_every_process(tm
         reward.close()
 
 
+def test_a_cell_s_function_has_the_same_file_in_the_next_kernel(tmp_path: Path) -> None:
+    kinds = set()
+    for number, more in ((7, ""), (1234, ""), (1234, "+ 1")):
+        names: dict[str, Any] = {"__name__": "a notebook", "text": "x"}
+        cell = (
+            "def score(prompt, response, reference):\n    return helper(response)\n"
+            f"def helper(it):\n    return len(it + text) {more}"
+        )
+        exec(compile(cell, f"/tmp/ipykernel_{number}/99.py", "exec"), names)
+        kinds.add(reward_keys(names["score"], None, tmp_path)["reward.kind"])
+    assert len(kinds) == 2
+
+
 def test_what_cannot_travel_is_refused_by_its_name(tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def locked(prompt: str, response: str, reference: str) -> float:
         return float(lock.locked())
 
-    with pytest.raises(ConfigError, match="reward_funcs locked: cannot be sent .*lock.*load what cannot"):
+    with pytest.raises(ConfigError, match=r"reward_funcs locked: cannot be sent .*lock.*load what cannot"):
         reward_keys(locked, None, tmp_path)
     with pytest.raises(ConfigError, match="reward_weights as many, got 1"):
         reward_keys(locked, [1.0, 2.0], tmp_path)
@@ -150,5 +164,5 @@ def test_values_are_written_as_the_command_line_reads_them() -> None:
     assert json.dumps(apply_overrides({}, as_set(keys))["a"]["e"]) == '[true, {"f": "off"}]'
     assert apply_overrides({}, as_set(keys))["a"]["c"] == "ä: [x]"
     assert apply_overrides({}, as_set(keys))["a"]["f"] == "x/y"
-    with pytest.raises(ConfigError, match="args: .*expected plain values"):
+    with pytest.raises(ConfigError, match=r"args: .*expected plain values"):
         as_set({"a": {1}})
