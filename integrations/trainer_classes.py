@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 _USUAL = Path(__file__).with_name("python.yaml")
+_ALONE = {"rollout.prompts_per_iteration": 64, "rollout.samples_per_prompt": 1}
+"Of what compares no samples of a prompt."
 
 
 @dataclass(kw_only=True, repr=False)
@@ -73,9 +75,15 @@ class _Training:
                 raise ConfigError(
                     f"args has '{other}', which a parameter of {type(self).__name__} sets too; give one"
                 )
-            usual = {key: value for key, value in self.kind.items() if not _is_said(tree, key)}
+            usual = {
+                key: value
+                for key, value in self.kind.items()
+                # beside a file the class says what it is, and the command's defaults the rest
+                if not _is_said(tree, key) and (file is None or key == "algorithm.kind")
+            }
             where = "auto" if resume is True else os.fspath(resume) if resume else None
-            out = None if self.out is None or self.out == resume else user_path(os.fspath(self.out))
+            named = "" if self.out is None else os.fspath(self.out)
+            out = user_path(named) if named and named != where else None
             return Run(self._train(file, [*as_set(usual | keys), *said], report, where, out))
 
     def _keys(self, tree: dict[str, Any], inputs: Path, weights: Any) -> dict[str, Any]:
@@ -108,7 +116,7 @@ class GRPO(_Training):
     reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None
     """one or several, in our form, TRL's, verl's or OpenRLHF's (docs/tutorials/reward-function.md), those of a notebook
     too; a text is a reward.kind. args may have `reward_weights`"""
-    kind = {"algorithm.kind": "grpo"}  # noqa: RUF012
+    kind: ClassVar[Mapping[str, Any]] = {"algorithm.kind": "grpo"}
 
     def _keys(self, tree: dict[str, Any], inputs: Path, weights: Any) -> dict[str, Any]:
         keys: dict[str, Any] = {} if self.model is None else {"models.target": os.fspath(self.model)}
@@ -129,13 +137,18 @@ class GRPO(_Training):
     def _train(
         self, file: Path | None, overrides: list[str], report: Reporter, resume: str | None, out: Path | None
     ) -> Path:
-        return _run(file or (_USUAL if resume in (None, "auto") else None), overrides, report, resume, out)
+        from ..cluster.run.prepared_run import prepare_run
+
+        # a run that is named goes on by its own config
+        file = file or (_USUAL if resume in (None, "auto") else None)
+        prepared = prepare_run(file, overrides, report, out=out, resume=resume, dry_run=False)
+        return run_prepared(prepared, report).path
 
 
 class PPO(GRPO):
     """As `GRPO`, with a critic's advantages (GAE), and one sample of each prompt."""
 
-    kind = {"algorithm.kind": "ppo", "rollout.prompts_per_iteration": 64, "rollout.samples_per_prompt": 1}  # noqa: RUF012
+    kind = _ALONE | {"algorithm.kind": "ppo"}
 
 
 @dataclass(kw_only=True, repr=False)
@@ -144,7 +157,7 @@ class Distill(GRPO):
 
     teacher: PathLike | None = None
     "path or name of a model with the same tokenizer (models.teacher)"
-    kind = {"algorithm.kind": "distill"}  # noqa: RUF012
+    kind = _ALONE | {"algorithm.kind": "distill"}
 
     def _keys(self, tree: dict[str, Any], inputs: Path, weights: Any) -> dict[str, Any]:
         teacher = {} if self.teacher is None else {"models.teacher": os.fspath(self.teacher)}
@@ -172,20 +185,11 @@ def resume(folder: PathLike, args: Mapping[str, Any] | None = None) -> Run:
     file, kind = RunDir.open(path).config_file, supervised.SftConfig
     with reporter() as report:
         if "models" in read_tree(file):
-            return Run(_run(None, overrides, report, str(path), None))
+            return Run(GRPO()._train(None, overrides, report, str(path), None))
         for one in supervised.SupervisedConfig.__subclasses__():
             with suppress(ConfigError):
                 kind = type(load_config_of(one, file))
         return Run(train_kind(kind, None, overrides, report, resume=path))
-
-
-def _run(
-    file: Path | None, overrides: list[str], report: Reporter, resume: str | None, out: Path | None
-) -> Path:
-    from ..cluster.run.prepared_run import prepare_run
-
-    prepared = prepare_run(file, overrides, report, out=out, resume=resume, dry_run=False)
-    return run_prepared(prepared, report).path
 
 
 def reporter() -> Reporter:
