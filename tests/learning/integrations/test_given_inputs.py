@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +135,17 @@ def test_a_cell_s_function_has_the_same_file_in_the_next_kernel(tmp_path: Path) 
 
 
 def test_what_cannot_travel_is_refused_by_its_name(tmp_path: Path) -> None:
-    lock = threading.Lock()
+    numbers = (number for number in range(3))
 
-    def locked(prompt: str, response: str, reference: str) -> float:
-        return float(lock.locked())
+    def counted(prompt: str, response: str, reference: str) -> float:
+        return float(next(numbers))
 
-    with pytest.raises(ConfigError, match=r"reward_funcs locked: cannot be sent .*lock.*load what cannot"):
-        reward_keys(locked, None, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"reward_funcs counted: cannot be sent .*generator.*load what cannot"
+    ):
+        reward_keys(counted, None, tmp_path)
     with pytest.raises(ConfigError, match="reward_weights as many, got 1"):
-        reward_keys(locked, [1.0, 2.0], tmp_path)
+        reward_keys(counted, [1.0, 2.0], tmp_path)
     with pytest.raises(ConfigError, match="expected reward_funcs"):
         reward_keys([], None, tmp_path)
 
