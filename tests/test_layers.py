@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 548
+MAX_SOURCE_FILES = 552
 MAX_LINES_OF_A_ROOM = {
     "core": 2526,
     "core/settings": 2590,
@@ -283,11 +283,11 @@ MAX_LINES_OF_A_ROOM = {
     "actors/transport": 1664,
     "actors/workers": 834,
     "cluster": 160,
-    "cluster/commands": 2653,
+    "cluster/commands": 2670,
     "cluster/folder": 2214,
     "cluster/jobs": 1503,
     "cluster/observe": 2470,
-    "cluster/ray_start": 816,
+    "cluster/ray_start": 820,
     "cluster/plan": 2709,
     "cluster/report": 652,
     "cluster/resume": 1326,
@@ -296,7 +296,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/system": 2634,
     "cluster/verify": 1704,
     "cluster/weights": 302,
-    "integrations": 794,
+    "integrations": 1424,
 }
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15

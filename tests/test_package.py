@@ -97,13 +97,19 @@ def test_a_wheel_puts_one_name_into_site_packages_and_runs(tmp_path: Path) -> No
         folder.mkdir()
     names = built("build_wheel", copy_of_the_tree(tree), wheels, site)
     assert {each.split("/")[0] for each in names if ".dist-info/" not in each} == {"rlhfspec"}
-    data = ["configs/demo.yaml", "configs/algorithms/grpo.yaml"]
+    data = ["configs/demo.yaml", "configs/algorithms/grpo.yaml", "integrations/python.yaml"]
     assert {f"rlhfspec/{each}" for each in data} <= set(names)
     files = {str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
     assert {each for each in names if re.fullmatch(r"rlhfspec/[^/]*", each)} == {"rlhfspec/__init__.py"}
     modules = {name for name in names if name.endswith(".py")}
     assert modules == {"rlhfspec/__init__.py", *(f"rlhfspec/{each}" for each in files)}
     assert run(["-c", WHERE], cwd=elsewhere, path=str(site)).split() == where(site / "rlhfspec")
+    named = (
+        "import rlhfspec; print(*(getattr(rlhfspec, name).__module__ for name in ('GRPO', 'Engine', 'Run')))"
+    )
+    assert set(run(["-c", named], cwd=elsewhere, path=str(site)).split()) == {
+        f"rlhfspec.integrations.{name}" for name in ("trainer_classes", "engine_in_process", "finished_run")
+    }
     assert "rlhfspec" in run(["-m", "rlhfspec.cluster.cli", "--version"], cwd=elsewhere, path=str(site))
     config = str(site / "rlhfspec" / "configs" / "demo.yaml")
     assert run(["-m", "rlhfspec.cluster.cli", "check", "--config", config], cwd=elsewhere, path=str(site))

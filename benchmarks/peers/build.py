@@ -1,7 +1,8 @@
 """Builds the peers' environments: `python -m rlhfspec.benchmarks.peers.build [--only NAME]`, `make bench-peers`.
 
-TRL and OpenAI's client are no engines: a release of them is a folder for the path of our own environment. A peer that
-cannot be built is named with the reason and the others go on; the exit status is 1 only when none is there at the end.
+TRL, OpenAI's client and a notebook's kernel are no engines: a release of them is a folder for the path of our own
+environment. A peer that cannot be built is named with the reason and the others go on; the exit status is 1 only when
+none is there at the end.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ LIBRARIES = {
     # all that it depends on we have
     **{f"trl-{release}": (f"trl=={release}", "--no-deps") for release in TRL_RELEASES},
     "openai": ("openai==3.57.0",),
+    # a kernel and who runs a notebook's cells in it
+    "notebook": ("ipykernel==7.4.0", "nbclient==0.11.0"),
 }
 "What pip is asked for, by name."
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
@@ -103,7 +106,8 @@ def run(command: list[str], log: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=[*PEER_NAMES, "trl", "openai"], help="build this peer alone")
+    names = [*PEER_NAMES, "trl", *(name for name in LIBRARIES if not name.startswith("trl-"))]
+    parser.add_argument("--only", choices=names, help="build this peer alone")
     only = parser.parse_args().only
     releases = [f"trl-{release}" for release in TRL_RELEASES]
     chosen = {None: [*PEER_NAMES, *LIBRARIES], "trl": releases}.get(only, [only])

@@ -12,6 +12,7 @@ from .declare import Arg
 
 if TYPE_CHECKING:
     from ...core.settings.supervised import SupervisedConfig
+    from ..observe.console import Reporter
 
 ConfigFile = Annotated[Path, Arg("FILE", "YAML file; keys: docs/reference/config-supervised.md")]
 Model = Annotated[str, Arg("NAME", "path, hub name or known name of the model (model.name)")]
@@ -105,6 +106,22 @@ def _train(
     resume: Path | None,
     overrides: list[str],
 ) -> int:
+    train_kind(kind, config, overrides, None, model=model, data=data, out=out, resume=resume)
+    return 0
+
+
+def train_kind(
+    kind: type[SupervisedConfig],
+    config: Path | None,
+    overrides: list[str],
+    report: Reporter | None,
+    *,
+    model: str | None = None,
+    data: str | None = None,
+    out: Path | None = None,
+    resume: Path | None = None,
+) -> Path:
+    """Train, or go on with a run; the run's folder. Raises ConfigError, ModelError, DataError, what the job raises."""
     from ...core.config_io import load_config_of
 
     if resume is not None and (config or out or model or data):
@@ -126,12 +143,12 @@ def _train(
     from ..jobs.supervised_run import resume_supervised, train_supervised
     from ..observe.console import Reporter
 
-    with Reporter() as report:
+    with report or Reporter() as report:
         if resume is not None:
-            resume_supervised(loaded, report, folder=resume)
+            checkpoint = resume_supervised(loaded, report, folder=resume)
         else:
-            train_supervised(loaded, report, out=out)
-    return 0
+            checkpoint = train_supervised(loaded, report, out=out)
+    return checkpoint.parents[1]
 
 
 def _own_config(kind: type[SupervisedConfig], folder: Path) -> Path:

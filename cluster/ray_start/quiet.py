@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 
 _DEFAULTS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -34,6 +35,9 @@ def quiet_libraries() -> None:
     """Silence libraries in this process, imported or not."""
     os.environ.update(quiet_environment())
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # in a notebook both ask for widgets, and nothing here would draw them
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", "IProgress not found")
     # Imported before (a notebook, a test): its switch has been read already. Never imported for this alone.
     imported = sys.modules.get("transformers.utils.logging")
     if imported is not None and os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1":
