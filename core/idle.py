@@ -36,6 +36,8 @@ _RUN: tuple[_Row, ...] = (
     ("evaluation.top_p", lambda c, s: not s.temperature, "evaluation.temperature is 0: greedy"),
     ("evaluation.holdout", lambda c, s: s.data is not None, "evaluation.data has its own prompts"),
     ("environment.* kind", lambda c, s: s.kind is None, "environment.kind is null"),
+    ("reward.kind", lambda c, s: c.algorithm.advantage == "none" and s.kind != "none",
+     "algorithm.advantage is none: rewards are reported, and not learned from"),
     ("models.draft", lambda c, s: not c.speculation.names_draft, "speculation.drafter takes none"),
     ("speculation.num_nodes depth branching", lambda c, s: s.policy != "fixed", "policy is not fixed"),
     ("speculation.profile", lambda c, s: not s.needs_profile, "the policy goes by no profile"),

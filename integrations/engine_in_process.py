@@ -28,7 +28,7 @@ from .trainer_classes import PathLike, as_set, reporter
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 "Text, token ids, or a conversation of {role, content}."
-_SAMPLING = frozenset(("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos"))
+_SAMPLING = frozenset(("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"))
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,10 @@ class Engine:
     ) -> list[list[Response]]:
         """`n` responses to each prompt, by [prompt][number]; the same seed gives the same tokens, alone or in company.
 
-        `sampling`: temperature, top_p, top_k, stop, stop_token_ids, ignore_eos as in request bodies, by default as the
-        model's generation_config.json says. Raises ConfigError: a key or value that is refused, a prompt too long.
+        `sampling`: temperature, top_p, top_k, min_p, stop, stop_token_ids, ignore_eos as in request bodies, by
+        default as the model's generation_config.json says.
+
+        Raises ConfigError: a key or value that is refused, a prompt too long.
         """
         places: dict[str, list[int]] = {}
         for place, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):

@@ -30,7 +30,9 @@ class Table:
         return len(self.rows)
 
     def __getitem__(self, column: str) -> list[Any]:
-        return [row.get(column) for row in self.rows] if column in self.columns else {}[column]
+        if column not in self.columns:
+            raise KeyError(f"{column}; there are {', '.join(self.columns)}")
+        return [row.get(column) for row in self.rows]
 
     def __repr__(self) -> str:
         return f"{len(self)} rows of {', '.join(self.columns)}"
@@ -92,7 +94,7 @@ class Run:
         from ..cluster.folder.sample_table import SampleRow
 
         files = {iteration_of(file) + 1: file for file in rollout_files(self.path)}
-        file = files.get(iteration or max(files, default=0))
+        file = files.get(max(files, default=0) if iteration is None else iteration)
         if file is None:
             raise ConfigError(
                 f"{self.path} has no samples of iteration {iteration}; it has those of {[*files]}"

@@ -20,7 +20,7 @@ from typing import Any
 from ..core.errors import ConfigError, DataError
 from ..core.files import storage_errors, write_whole
 from ..core.outside import quote
-from ..core.settings.reward import RewardConfig
+from ..core.settings.reward import RESERVED_NAMES, RewardConfig
 from ..core.surfaces.surface import surface
 
 _CODE = """# Reward functions that Python handed over, by value.
@@ -111,7 +111,8 @@ def reward_keys(
     kinds, names, own = list[str](), list[str](), {}
     for number, one in enumerate(functions):
         name = one.rpartition(":")[2] if isinstance(one, str) else getattr(one, "__name__", "")
-        names.append(name if name.isidentifier() else f"reward_{number}")
+        free = name.isidentifier() and name not in (*names, *RESERVED_NAMES)
+        names.append(name if free else f"{name if name.isidentifier() else 'reward'}_{number}")
         if not isinstance(one, str):
             own[names[-1]] = one
     file = _write_functions(own, folder) if own else ""

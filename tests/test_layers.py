@@ -30,7 +30,7 @@ ALLOWED = {
     "cluster": _TORCH
     | {"ray", "pyarrow", "rich", "yaml", "fsspec", "jinja2"}
     | {"fastapi", "pydantic", "prometheus_client"},
-    "integrations": _TORCH,
+    "integrations": _TORCH | {"ray"},
 }
 """Third-party packages a folder may import, besides the standard library."""
 
@@ -243,8 +243,8 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 552
 MAX_LINES_OF_A_ROOM = {
-    "core": 2526,
-    "core/settings": 2590,
+    "core": 2528,
+    "core/settings": 2603,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -273,7 +273,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/models": 1423,
     "learning/rewards": 1802,
     "learning/tasks": 251,
-    "learning/training": 6698,
+    "learning/training": 6707,
     "actors": 382,
     "actors/generation": 1974,
     "actors/migration": 874,
@@ -285,7 +285,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster": 160,
     "cluster/commands": 2670,
     "cluster/folder": 2214,
-    "cluster/jobs": 1503,
+    "cluster/jobs": 1508,
     "cluster/observe": 2470,
     "cluster/ray_start": 820,
     "cluster/plan": 2709,
@@ -296,7 +296,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/system": 2634,
     "cluster/verify": 1704,
     "cluster/weights": 302,
-    "integrations": 1424,
+    "integrations": 1429,
 }
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15

@@ -142,10 +142,15 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
     if first_loss is not None and evaluation["loss"] > first_loss:
         report.note(
             f"the held-out loss rose from {first_loss:.4f} to {evaluation['loss']:.4f}: the model got worse; lower "
-            "trainer.learning_rate, or keep the best (trainer.keep_best)"
+            f"trainer.learning_rate{'' if config.trainer.keep_best else ', or keep the best (trainer.keep_best)'}"
         )
-    if config.trainer.keep_best and (job.folder / "best").is_dir():
-        report.note(f"model of the lowest eval/loss {job.folder / 'best'}")
+    if config.trainer.keep_best:
+        has = (job.folder / "best").is_dir()
+        report.note(
+            f"model of the lowest eval/loss {job.folder / 'best'}"
+            if has
+            else "no evaluation was below that of the model that training began with: no best is kept"
+        )
     report.note(f"model {job.folder / 'model'}")
     return job.folder / "model"
 

@@ -132,7 +132,8 @@ class AlgorithmConfig(Section):
     prompt; batch_std divides by the deviation of all rewards of the batch (TRL's scale_rewards batch)"""
     combine: Literal["sum", "normalize_then_sum"] = "sum"
     """reward.parts: their weighted sum is compared, or each part, less its group's mean and over its deviation, is
-    added by its weight (GDPO; TRL's multi_objective_aggregation, which goes on as batch_std)"""
+    added by its weight, and the sum goes over the batch's deviation: with advantage batch_std (GDPO; TRL's
+    multi_objective_aggregation)"""
     whiten_advantages: bool = True
     "gae: mean 0 and variance 1 over the batch's tokens"
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -142,9 +143,11 @@ class AlgorithmConfig(Section):
     "new over old probability: of each token, of the whole response, or its geometric mean over the tokens (GSPO)"
     policy_loss: Literal["clip", "cispo", "sapo", "geo_mean"] = "clip"
     """clip: PPO's surrogate; cispo: the clipped ratio is a constant weight, every token keeps its gradient; sapo: a
-    soft gate of the ratio in place of a clip; geo_mean: the geometric mean of a response's clipped ratios (GMPO)"""
+    soft gate of the ratio in place of a clip; geo_mean: the geometric mean of a response's clipped ratios (GMPO, with
+    loss_aggregation sequence_mean)"""
     clip_ratio: float = Field(default=0.2, gt=0.0)
-    "a ratio is clipped below 1 - clip_ratio and above 1 + clip_ratio_high; geo_mean: its logarithm at the two"
+    """a ratio is clipped below 1 - clip_ratio and above 1 + clip_ratio_high; geo_mean: its logarithm at the two, in its
+    paper 0.4"""
     clip_ratio_high: float | None = Field(default=None, gt=0.0)
     "null: as clip_ratio; higher: DAPO's clip-higher"
     dual_clip: float | None = Field(default=None, gt=1.0)
@@ -259,6 +262,15 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"top_entropy_quantile {self.top_entropy_quantile} keeps the tokens of high entropy, and an entropy "
                 "bonus raises that of all; take out one of the two (entropy_coef 0, entropy_target null)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _combined(self) -> AlgorithmConfig:
+        if self.combine != "sum" and self.compares_groups and self.advantage != "batch_std":
+            raise ValueError(
+                f"combine {self.combine} has normalised each part within its group, and advantage {self.advantage} "
+                "would do so to the sum again; set advantage to batch_std"
             )
         return self
 

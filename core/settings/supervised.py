@@ -245,7 +245,8 @@ class SupervisedTrainerConfig(LearningSection):
     checkpoint_every: int = Field(default=0, ge=0)
     "steps between checkpoints that --resume goes on from; 0 writes only the last model"
     keep_best: bool = False
-    "keep `checkpoints/best`, of the trained weights whose eval/loss was lowest (TRL `load_best_model_at_end`)"
+    """keep `checkpoints/best`, of the trained weights whose eval/loss was lowest (TRL `load_best_model_at_end`),
+    and below that of the model it began with"""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     "end after so many evaluations in a row whose eval/loss is not below the lowest; null: never"
 

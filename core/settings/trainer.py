@@ -26,7 +26,7 @@ class LoraConfig(Section):
     use_rslora: bool = False
     "true: it counts alpha / sqrt(rank) (Kalajdzievski 2023), as peft's"
     adapter_path: UserPath | None = None
-    "folder of a PEFT adapter of this rank, alpha and targets that sft and train-reward go on from; null: a new one"
+    "folder of a PEFT adapter of this rank, alpha and targets that sft, dpo and train-reward begin with or null"
     targets: Literal["all-linear"] | tuple[Name, ...] = "all-linear"
     "last parts of module names, such as q_proj; all-linear: every linear but the output head"
     dropout: float = 0.0
@@ -226,8 +226,8 @@ def require_trainer(trainer: TrainerConfig, *, num_gpus: float, moves_reference:
         )
     if trainer.lora is not None and trainer.lora.adapter_path is not None:
         raise ValueError(
-            f"trainer.lora.adapter_path is of sft and train-reward, got {trainer.lora.adapter_path} for a run, whose "
-            "first weights are those of models.target; name the merged model there (model/ beside the adapter)"
+            f"trainer.lora.adapter_path is of sft, dpo and train-reward, got {trainer.lora.adapter_path} for a run, "
+            "whose first weights are those of models.target; name the merged model there (model/ beside the adapter)"
         )
     if moves_reference and trainer.lora is not None:
         raise ValueError(

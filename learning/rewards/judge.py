@@ -186,8 +186,8 @@ class Judge:
 
 
 def _key(scorer: Scorer, body: Mapping[str, Any]) -> str:
-    """Of judge and text: another address of the same model is the same judge."""
-    read = [scorer.pattern or SCORE, scorer.choice, scorer.scope == "group"]
+    """Of judge and text; by address, too: what two servers call by one name may be two models."""
+    read = [scorer.url, scorer.pattern or SCORE, scorer.choice, scorer.scope == "group"]
     return hashlib.sha256(json.dumps([body, read], sort_keys=True).encode()).hexdigest()
 
 

@@ -86,7 +86,7 @@ class PolicyForward:
         logits: list[Tensor] | None = None,
         teacher: TeacherLogits | None = None,
     ) -> Statistics:
-        """Log-probabilities [M] of the pack's targets, entropies [M] and the states [M, H] that predict them.
+        """Of the pack's targets: log-probabilities, entropies, distances from a teacher, states that predict them.
 
         `logits`: a list that gets the logits too, [M, V], without a gradient.
         """

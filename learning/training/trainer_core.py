@@ -316,7 +316,7 @@ def optimizer_of(
 
     Sources: Loshchilov and Hutter 2019, 'Decoupled weight decay'; Dettmers et al. 2022, '8-bit optimizers via
     block-wise quantization'; Jordan 2024, 'Muon', its steps as long as in Liu et al. 2025, section 2.2.
-    Raises ConfigError: adamw_8bit without bitsandbytes.
+    Raises ConfigError: adamw_8bit without bitsandbytes, muon for experts in one tensor.
     """
     learned = {name: one for name, one in model.named_parameters() if one.requires_grad}
     given: dict[str, Any] = {"lr": trainer.learning_rate, "weight_decay": trainer.weight_decay}
@@ -331,9 +331,15 @@ def optimizer_of(
         return library.AdamW8bit(learned.values(), **given, **of_adam)
     matrices: list[nn.Parameter] = []
     if trainer.optim == "muon":
-        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-        tables = {id(weight) for end in ends if end is not None for weight in end.parameters()}
-        inside = {name: one for name, one in learned.items() if one.ndim == 2 and id(one) not in tables}
+        if stacked := [name for name, one in learned.items() if one.ndim > 2]:
+            raise ConfigError(
+                f"trainer.optim muon steps matrices, and {stacked[0]} has {learned[stacked[0]].ndim} dimensions "
+                "(experts are stacked in it): take adamw"
+            )
+        tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+        ends = [one for one in (*tables, model.get_output_embeddings()) if one is not None]
+        outside = {id(weight) for end in ends for weight in end.parameters()}
+        inside = {name: one for name, one in learned.items() if one.ndim == 2 and id(one) not in outside}
         matrices = [one for name, one in inside.items() if head is None or head not in name.split(".")]
     of_muon = {id(one) for one in matrices}
     parameters = [one for one in learned.values() if id(one) not in of_muon]

@@ -457,5 +457,5 @@ def test_shards_are_stepped_by_adamw_alone(optim: str) -> None:
 
 
 def test_a_run_begins_with_the_target_s_own_weights() -> None:
-    with pytest.raises(ConfigError, match="adapter_path is of sft and train-reward, got a for a run"):
+    with pytest.raises(ConfigError, match="adapter_path is of sft, dpo and train-reward, got a for a run"):
         config_from_dict(SMALLEST | {"trainer": {"lora": {"adapter_path": "a"}}})

@@ -42,7 +42,10 @@ from .teacher import Teacher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Of `M` response tokens of whole responses, one number each, on the learner's device; only the first two learn."""
+    """Of `M` response tokens of whole responses, one number each, on the learner's device.
+
+    The first two and `divergence` learn.
+    """
 
     logprobs: Float[Tensor, " M"]
     entropy: Float[Tensor, " M"] | None

@@ -165,6 +165,25 @@ def test_supervised_tuning_gives_a_run_and_its_weights(tuned: rlhfspec.Run, tmp_
     assert rlhfspec.resume(tuned.path).metrics.rows[-1]["train/loss"] == before
 
 
+def test_preferences_are_learned_from_rows(tmp_path: Path) -> None:
+    save_byte_pair(tmp_path / "pair")
+    rows = [{"prompt": f"say {i}", "chosen": f"it is {i}", "rejected": f"never {i}"} for i in range(8)]
+    args = {"trainer.learning_rate": 1e-3, "trainer.batch_size": 4, "trainer.num_threads": 1}
+    run = rlhfspec.DPO(
+        tmp_path / "pair" / "target", train_dataset=rows, eval_dataset=rows[:2], args=args, out="preferred"
+    ).train()
+    margins = [value for value in run.metrics["eval/margin"] if value is not None]
+    assert abs(margins[0]) < 1e-5 < margins[-1] and run.model() is not None
+
+
+def test_a_teacher_goes_with_a_plan_of_its_own(tmp_path: Path) -> None:
+    distill = rlhfspec.Distill("student", train_dataset=[{"prompt": "2 + 2?"}], teacher="teacher")
+    keys = distill._keys({}, tmp_path, None)
+    assert (keys["models.target"], keys["models.teacher"]) == ("student", "teacher")
+    with pytest.raises(ConfigError, match=r"models\.teacher is null and algorithm.distill_coef 1"):
+        rlhfspec.Distill("student", train_dataset=[{"prompt": "2 + 2?"}]).train()
+
+
 def test_a_table_escapes_what_it_shows() -> None:
     table = Table([{"a": "<b>", "n": 1.0}, {"a": None}])
     assert (
