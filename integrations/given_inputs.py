@@ -63,6 +63,8 @@ def write_rows(rows: Any, folder: Path) -> tuple[str, dict[str, Any]]:
         raise DataError(
             f"a dataset's row is no JSON: {error}; expected text, finite numbers, lists, dicts"
         ) from None
+    if odd := [number for number, row in enumerate(rows) if not isinstance(row, Mapping)]:
+        raise DataError(f"row {odd[0]} of a dataset is {quote(rows[odd[0]])}, expected a dict; take it out")
     shared = {name: value for name, value in first.items() if all(name in row for row in rows)}
     return _kept(folder, "rows_{}.jsonl", lines.encode()), shared
 

@@ -49,6 +49,8 @@ class CheckedModels:
     draft: ModelShape | None
     "the sizes of what drafts"
     teacher: ModelShape | None
+    teacher_tokens: int | None
+    "positions of the teacher; None: it says none, or there is none"
     lines: tuple[str, ...]
     "what `check` says of them"
     doubts: tuple[str, ...] = ()
@@ -113,7 +115,7 @@ def check_models(config: Config) -> CheckedModels:
     doubts = draft_doubts(models, config.speculation.drafter)
     teacher = None if models.teacher is None else _check_teacher(models, models.teacher, tokenizer)
     if teacher is not None:
-        lines.append(describe_model("teacher", str(models.teacher), teacher))
+        lines.append(describe_model("teacher", str(models.teacher), teacher[0]))
     configs = {models.target: target_config}
     if drafts is not None and draft is not None and draft.hf_config is not None:
         configs[drafts.place] = draft.hf_config
@@ -123,16 +125,20 @@ def check_models(config: Config) -> CheckedModels:
         target=target,
         drafts=drafts,
         draft=None if draft is None else draft.shape,
-        teacher=teacher,
+        teacher=None if teacher is None else teacher[0],
+        teacher_tokens=None if teacher is None else teacher[1],
         lines=(*lines, *(() if draft is None else draft.lines), *doubts),
         doubts=doubts,
     )
 
 
-def _check_teacher(models: ModelsConfig, place: str, tokenizer: PreTrainedTokenizerBase) -> ModelShape:
-    """Raise ModelError for a teacher with other tokens: its distribution would be over something else."""
+def _check_teacher(
+    models: ModelsConfig, place: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[ModelShape, int | None]:
+    """Its sizes and positions. Raises ModelError: it has other tokens, its distribution is over something else."""
     trust = models.trust_remote_code
-    shape = model_shape(load_hf_config(place, trust_remote_code=trust), place)
+    described = load_hf_config(place, trust_remote_code=trust)
+    shape = model_shape(described, place)
     own = load_tokenizer(place, trust_remote_code=trust).get_vocab()
     vocabulary = tokenizer.get_vocab()
     if differing := sorted(vocabulary.items() ^ own.items(), key=lambda pair: (pair[1], pair[0])):
@@ -143,7 +149,7 @@ def _check_teacher(models: ModelsConfig, place: str, tokenizer: PreTrainedTokeni
             "its teacher's distribution token by token: take a teacher of the target's family"
         )
     check_vocabulary("teacher", place, shape, tokenizer)
-    return shape
+    return shape, max_context_tokens(described)
 
 
 def _doubts(

@@ -54,7 +54,7 @@ from .memory_plan import (
     gib,
     require_gpu_room,
 )
-from .model_check import check_models
+from .model_check import CheckedModels, check_models
 from .model_sizes import ModelShape
 from .reward_plan import check_reward, pattern_notes, require_references, reward_columns
 from .run_plan import RunPlan
@@ -87,9 +87,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     models = check_models(config)
     inputs = read_inputs(config, models.tokenizer)
     dataset, config = _describe_data(inputs, config.run.epochs), config.lasting(inputs.dataset.pass_prompts)
-    _require_context(
-        inputs, models.context_tokens, config.sampling.max_new_tokens, config.max_first_words_tokens
-    )
+    _require_context(inputs, models, config.sampling.max_new_tokens, config.max_first_words_tokens)
     total, ranks = inputs.max_total_tokens, config.cluster.generation.tensor_parallel
     drafts = config.takes_drafts
     models.require_served(config.speculation, max_total_tokens=total, ranks=ranks, takes_drafts=drafts)
@@ -226,9 +224,15 @@ def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
 
 
 def _require_context(
-    inputs: Inputs, context_tokens: int | None, max_new_tokens: int, max_first_words_tokens: int
+    inputs: Inputs, models: CheckedModels, max_new_tokens: int, max_first_words_tokens: int
 ) -> None:
     """Raise DataError where a sample might not fit the context of one of the models."""
+    context_tokens, longest = models.context_tokens, inputs.dataset.prompts.max_teacher_tokens
+    if models.teacher_tokens is not None and longest + max_new_tokens > models.teacher_tokens:
+        raise DataError(
+            f"the longest prompt that the teacher reads has {longest} tokens and sampling.max_new_tokens is "
+            f"{max_new_tokens}: together more than the {models.teacher_tokens} that models.teacher holds; lower one"
+        )
     if context_tokens is None:
         return
     longest = inputs.dataset.max_prompt_tokens

@@ -36,6 +36,8 @@ class PackedPrompts(Sequence[Prompt]):
         self._hash = hashlib.blake2b(digest_size=16)
         self.max_tokens = 0
         "of the longest prompt; 0 of none"
+        self.max_teacher_tokens = 0
+        "the same of what a teacher reads"
         self.has_conversations = False
         "whether any prompt has messages"
         for prompt in prompts:
@@ -59,6 +61,7 @@ class PackedPrompts(Sequence[Prompt]):
             }
         )
         self.max_tokens = max(self.max_tokens, len(ids))
+        self.max_teacher_tokens = max(self.max_teacher_tokens, len(prompt.teacher_ids or ids))
         self.has_conversations |= bool(prompt.messages)
         if len(self._rows) == _BATCH:
             self._batches.append(pa.RecordBatch.from_pylist(self._rows, schema=_SCHEMA))

@@ -203,9 +203,7 @@ class RowReader:
             reference=reference,
             origin=origin,
             filled=record.filled(data.prompt_template, asked),
-            filled_for_teacher=None
-            if data.teacher_prompt_template is None
-            else record.filled(data.teacher_prompt_template, asked),
+            filled_for_teacher=record.for_teacher(data, asked, reference),
             index=index,
             turns=turns,
             tools=record.tools(data.tools_field) if turns or data.chat else (),

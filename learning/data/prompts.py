@@ -24,6 +24,7 @@ from .packed_prompts import PackedPrompts
 from .prompt_rows import Row, iter_rows
 from .prompt_tokens import PromptEncoder, Rendered, longest_token
 from .raw_records import ReadProgress
+from .record import Record
 
 DRAWN_PROMPTS = 4096
 """Prompts a generated task draws when data.limit says nothing."""
@@ -245,8 +246,9 @@ class PromptReader:
         of_teacher = encoder.teacher_ids(texts) if has_limits else [()] * len(texts)
         for (row, rendered), tokens, teacher_ids in zip(waiting, found, of_teacher, strict=True):
             self.lengths.append(len(tokens))
-            if not tokens:
-                self.fault(DataError(f"{row.origin}: the prompt is empty; expected at least one token"))
+            if not tokens or (has_limits and rendered.for_teacher is not None and not teacher_ids):
+                whose = "the teacher's prompt" if tokens else "the prompt"
+                self.fault(DataError(f"{row.origin}: {whose} is empty; expected at least one token"))
             elif has_limits and max(len(tokens), len(teacher_ids)) > data.max_prompt_tokens:
                 whose = " for the teacher" if len(teacher_ids) > data.max_prompt_tokens else ""
                 many = max(len(tokens), len(teacher_ids))
@@ -306,12 +308,10 @@ def _drawn_rows(data: DataConfig, seed: int, left_out: LeftOut) -> Iterator[Row]
             left_out.filtered += 1
             continue
         filled = data.prompt_template.replace("{prompt}", prompt) if data.chat else prompt
-        of_teacher = data.teacher_prompt_template
         yield Row(
             prompt=prompt,
             filled=filled,
-            filled_for_teacher=of_teacher
-            and of_teacher.replace("{prompt}", prompt).replace("{answer}", reference),
+            filled_for_teacher=Record(origin=origin).for_teacher(data, prompt, reference),
             reference=reference,
             origin=origin,
             index=index,

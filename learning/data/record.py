@@ -95,6 +95,25 @@ class Record:
             return ()
         return tools_of(self._unpadded(name, "data.tools_field"), self._of(name))
 
+    def for_teacher(self, data: DataConfig, prompt: str, reference: str) -> str | None:
+        """What data.teacher_prompt_template says; `{answer}` is the reference. Raises DataError: it names nothing."""
+        template, key = data.teacher_prompt_template, "data.teacher_prompt_template"
+        if template is None:
+            return None
+        columns = self.values.keys() - {"prompt"}
+        known = {"prompt": prompt} | ({"answer": reference} if reference else {})
+        if unknown := [
+            name for name in TEMPLATE_NAME.findall(template) if name not in columns | known.keys()
+        ]:
+            lacks = "no reference" if unknown[0] == "answer" else "no such column"
+            raise DataError(
+                f"{self.origin}: {key} names {{{unknown[0]}}}, and the row has {lacks} (columns: "
+                f"{cut(', '.join(self.values)) or 'none'}); name one, or take it out"
+            )
+        return TEMPLATE_NAME.sub(
+            lambda name: self.text(name[1], key) if name[1] in columns else known[name[1]], template
+        )
+
     def filled(self, template: str, prompt: str) -> str:
         """A prompt template with its names filled in, the row's columns by their own; other braces stay."""
 

@@ -136,7 +136,10 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int, parts: Sequence[s
         truncated=torch.tensor(
             [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in ordered]
         ),
-        teacher_prompts=tuple(rollout.prompt.teacher_ids for rollout in ordered)
+        # of a source that says nothing else to its teacher
+        teacher_prompts=tuple(
+            one.prompt.teacher_ids or tuple(one.prompt.token_ids.tolist()) for one in ordered
+        )
         if any(rollout.prompt.teacher_ids for rollout in ordered)
         else None,
     )

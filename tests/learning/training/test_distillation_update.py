@@ -16,7 +16,8 @@ from rlhfspec.learning.training.experience import collate
 from rlhfspec.learning.training.learner import Learner
 
 TEMPERATURE = 0.7
-TEACHER_PROMPTS = ((3, 4, 5), (7,), (3, 4, 5), (3, 9), (7,), (11, 12))
+TEACHER_PROMPTS = ((3, 4, 5), (7,), (3, 4, 5), (3, 9), (7,), ())
+"Empty: as the student, of a source that says nothing else to its teacher."
 
 
 def learner_of(model, teacher, **algorithm) -> Learner:
