@@ -39,8 +39,8 @@ COST_ROUNDS = {"quick": 1, "default": 2, "full": 5}
 "Steps of a run that are compared; the first step before them is left out. Each side runs twice, in turn."
 LAST = 3
 "Iterations whose median is what was reached."
-SAMPLED_PROMPTS, SAMPLES = {"quick": 8, "default": 32, "full": 64}, 4
-"A batch of two that are sampled for DPO; the judge scores the second."
+SAMPLED_PROMPTS, SAMPLES = {"quick": 8, "default": 64, "full": 128}, 4
+"For DPO; the judge scores the same samples."
 TAUGHT = {"quick": 16, "default": 256, "full": 512}
 "Rows that the judge learns the rule from."
 SHORT = "{prompt}\nAnswer in one short sentence."
@@ -168,14 +168,15 @@ def cut_model(model: Path, folder: Path) -> Path:
 
 
 def _preferred(bench: Bench, model: Path, folder: Path) -> None:
-    """Two batches at a learning rate that changes nothing; pairs by another reward; DPO with some held out."""
+    """One batch at a learning rate that changes nothing; pairs by another reward; DPO with some held out."""
     made = _gsm8k(
         bench,
         folder,
         "sampled",
         {
-            "run.iterations": 2,
+            "run.iterations": 1,
             "data.prompt_template": json.dumps(SHORT),
+            "data.max_prompt_tokens": 84,
             "reward.kind": "gsm8k",
             "sampling.max_new_tokens": 64,
             "engine.max_running_samples": 64,
@@ -259,7 +260,7 @@ def _judged(bench: Bench, model: Path, folder: Path) -> None:
     served += ["--port", str(port), "--context", "256", *setting_words(["cluster.generation.num_actors=1"])]
     with serving(served, folder / "served.log"):
         for _ in range(2):
-            words = ["rescore", str(sampled), "--iterations", "2", "--out", str(out)]
+            words = ["rescore", str(sampled), "--out", str(out)]
             _command(words, {"reward": json.dumps(judge)}, folder / "rescore.log")
             asked.append(_answered(f"http://127.0.0.1:{port}/metrics"))
     found = [json.loads(line) for line in out.read_text().splitlines()]
