@@ -230,6 +230,7 @@ def _judged(bench: Bench, model: Path, folder: Path) -> None:
     rows.write_text("".join(f"{json.dumps(row)}\n" for row in _taught(bench)))
     settings = {
         "data.eval_share": 0,
+        "data.chat": "true",
         "trainer.batch_size": 8,
         "trainer.epochs": 2,
         "trainer.learning_rate": 1e-4,
