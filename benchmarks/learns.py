@@ -149,7 +149,9 @@ def _distilled(bench: Bench, model: Path, folder: Path) -> None:
             "sampling.max_new_tokens": 48,
             "rollout.prompts_per_iteration": 8,
             "rollout.samples_per_prompt": 2,
+            "trainer.minibatch_size": 4,
             "trainer.learning_rate": 1e-4,
+            "trainer.schedule": "linear",
         },
     )
     _curve(bench, "distill_loss", [row["learner/distill_loss"] for row in made.metrics])
