@@ -44,7 +44,7 @@ LAST = 3
 "Iterations whose median is what was reached."
 SAMPLED_PROMPTS, SAMPLES = {"quick": 8, "default": 64, "full": 128}, 4
 "For DPO; the judge scores the same samples."
-TAUGHT = {"quick": 16, "default": 256, "full": 512}
+TAUGHT = {"quick": 16, "default": 160, "full": 512}
 "Rows that the judge learns the rule from."
 SHORT = "{prompt}\nAnswer in one short sentence."
 RULE = "Does this text contain a digit? Answer Score: 1 for yes, Score: 0 for no.\n\nText: "
@@ -240,6 +240,7 @@ def _judged(bench: Bench, model: Path, folder: Path) -> None:
         "trainer.epochs": 2,
         "trainer.learning_rate": 1e-4,
         "trainer.warmup_steps": 4,
+        "trainer.num_threads": 1,
     }
     words = ["sft", "--model", str(model), "--data", str(rows), "--out", str(folder / "sft")]
     _command(words, settings, folder / "sft.log")
