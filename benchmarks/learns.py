@@ -325,13 +325,13 @@ def _teacher_costs(bench: Bench, model: Path, folder: Path) -> None:
         # there and back, behind a turn that is thrown away
         for name, learner in (("grpo", alone), ("distill", beside))[:: -1 if place % 2 else 1]:
             began_s, by_clock = time.process_time(), time.perf_counter()
-            cost = learner.update(batch.rollouts).cost
+            report = learner.update(batch.rollouts)
             taken, by_clock = time.process_time() - began_s, time.perf_counter() - by_clock
             if place > 1:
                 seconds[name].append(taken)
                 if name == "distill":
                     # the learner takes its parts' time by the clock, in which others may have the processor
-                    seconds["teacher"].append(cost["teacher_s"] * taken / by_clock)
+                    seconds["teacher"].append(report.part_seconds["teacher"] * taken / by_clock)
     rows = zip(seconds["distill"], seconds["grpo"], seconds["teacher"], strict=True)
     bench.figures.keep("distill_step_over_parts", [both / (one + forward) for both, one, forward in rows])
     for name, values in seconds.items():
