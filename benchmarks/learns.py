@@ -37,7 +37,9 @@ from .update import learner_of, sample
 
 CUT_LAYERS = (13, 14, 15)
 ITERATIONS = {"quick": 2, "default": 16, "full": 30}
-"Of distillation, and of the reward over a group."
+"Of the reward over a group."
+DISTILLED = {"quick": 2, "default": 12, "full": 30}
+"Iterations of distillation."
 COST_ROUNDS = {"quick": 1, "default": 2, "full": 5}
 "Steps of a run that are compared; the first step before them is left out. Each side runs twice, in turn."
 LAST = 3
@@ -144,7 +146,7 @@ def _distilled(bench: Bench, model: Path, folder: Path) -> None:
         folder,
         "distill",
         {
-            "run.iterations": ITERATIONS[bench.mode],
+            "run.iterations": DISTILLED[bench.mode],
             "models.target": cut_model(model, folder / "student"),
             "models.teacher": model,
             "algorithm.kind": "distill",
