@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def _workload(bench: Bench) -> Workload | None:
 @contextmanager
 def _server(bench: Bench, workload: Workload) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """One instance behind the server, as the command starts it, and its URL. Raises RlhfSpecError where it fails."""
-    port, log = free_port(), bench.out / "served.log"
+    port = free_port()
     words = [
         *("serve", "engine", "--model", str(workload.paths.target), "--served-name", "served"),
         *("--port", str(port), "--context", str(CONTEXT), "--max-open", str(MAX_OPEN)),
@@ -108,15 +108,25 @@ def _server(bench: Bench, workload: Workload) -> Iterator[tuple[subprocess.Popen
         f"engine.max_running_samples={BATCH}",
         "cluster.generation.num_actors=1",
     )
-    server = start_command([*words, *setting_words(settings)], folder=ROOT, log=log)
+    with serving([*words, *setting_words(settings)], bench.out / "served.log") as server:
+        yield server, f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def serving(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine server by these arguments of `rlhfspec`, once it is ready. Raises RlhfSpecError where it fails."""
+    server = start_command(words, folder=ROOT, log=log)
     try:
         ends_s = time.monotonic() + TIMEOUT_S
         while "engine server ready" not in log.read_text(errors="replace"):
             if server.poll() is not None or time.monotonic() > ends_s:
                 raise RlhfSpecError(f"the server did not come up; see {log}")
             time.sleep(0.5)
-        yield server, f"http://127.0.0.1:{port}"
+        yield server
     finally:
+        server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(timeout=60.0)
         server.kill()
 
 

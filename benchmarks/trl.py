@@ -66,8 +66,7 @@ def run(bench: Bench) -> int:
     out, steps = bench.out, STEPS[bench.mode] + 1
     prompts, examples = _write_prompts(out / "prompts.jsonl", steps), _write_examples(out / "examples.jsonl")
     order = {"model": str(model), "out": str(out / "trl"), "steps": steps, "threads": THREADS}
-    pairs = _write_pairs(out / "pairs.jsonl", examples)
-    dpo = {"task": "dpo", "rows": str(pairs), "settings": {"precompute_ref_log_probs": True}}
+    dpo = dpo_sides(out, folder, model, steps)
     sft, grpo = {"task": "sft", "rows": str(examples)}, {"task": "grpo", "rows": str(prompts)}
     sides: dict[str, Callable[[int], list[Row]]] = {
         "trl": lambda seed: _by_trl(folder, order | grpo | {"seed": seed, "rollouts": "own"}),
@@ -75,8 +74,8 @@ def run(bench: Bench) -> int:
         "ours": lambda seed: _by_us(out, prompts, steps, seed),
         "trl_sft": lambda seed: _by_trl(folder, order | sft | {"seed": seed}),
         "sft": lambda seed: _supervised_by_us("sft", out, model, examples, steps, seed),
-        "trl_dpo": lambda seed: _by_trl(folder, order | dpo | {"seed": seed}),
-        "dpo": lambda seed: _supervised_by_us("dpo", out, model, pairs, steps, seed),
+        "trl_dpo": dpo["theirs"],
+        "dpo": dpo["ours"],
     }
     rows: dict[str, list[Row]] = {name: [] for name in sides}
     for seed in range(SEEDS[bench.mode]):
@@ -92,6 +91,17 @@ def run(bench: Bench) -> int:
             _figures(bench, rows)
             bench.write(steps=steps - 1, trl=TRL_RELEASES[-1])
     return 0
+
+
+def dpo_sides(out: Path, folder: Path, model: Path, steps: int) -> dict[str, Callable[[int], list[Row]]]:
+    """DPO's steps on the same pairs by TRL, which lies in `folder`, and by us; each takes a seed."""
+    pairs = _write_pairs(out / "pairs.jsonl", _write_examples(out / "examples.jsonl"))
+    order = {"model": str(model), "out": str(out / "trl"), "steps": steps, "threads": THREADS}
+    dpo = {"task": "dpo", "rows": str(pairs), "settings": {"precompute_ref_log_probs": True}}
+    return {
+        "theirs": lambda seed: _by_trl(folder, order | dpo | {"seed": seed}),
+        "ours": lambda seed: _supervised_by_us("dpo", out, model, pairs, steps, seed),
+    }
 
 
 def _figures(bench: Bench, rows: Mapping[str, list[Row]]) -> None:

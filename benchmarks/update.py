@@ -87,7 +87,12 @@ class Batch:
 
 
 def learner_of(
-    workload: Workload, scoring: str, compute_dtype: torch.dtype = torch.float32, **trainer: Any
+    workload: Workload,
+    scoring: str,
+    compute_dtype: torch.dtype = torch.float32,
+    *,
+    algorithm: AlgorithmConfig = ALGORITHM,
+    **trainer: Any,
 ) -> Learner:
     """Return a fresh learner of the workload's target; `engine` scores by an engine of it, `model` by itself."""
     scorer = None
@@ -101,7 +106,7 @@ def learner_of(
         )
     return Learner(
         workload.target("float32"),
-        algorithm=ALGORITHM,
+        algorithm=algorithm,
         trainer=TrainerConfig.model_validate(TRAINER.model_dump() | {"scoring": scoring} | trainer),
         temperature=1.0,
         pad_token_id=workload.pad_token_id,

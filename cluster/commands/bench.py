@@ -77,6 +77,7 @@ def bench(
       rlhfspec bench cluster_simulation --out bench  the cluster simulator beside published figures and own runs
       rlhfspec bench device-ops --out bench          launches and copies of a decode step on a GPU, counted without one
       rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule
+      rlhfspec bench learns --out bench --data GSM8K distillation, DPO, rewards of groups, judges: does each learn
     """
     name = name.replace("-", "_")  # a module has no hyphens
     if name not in benchmark_names():
