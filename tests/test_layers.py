@@ -244,7 +244,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 MAX_SOURCE_FILES = 552
 MAX_LINES_OF_A_ROOM = {
     "core": 2528,
-    "core/settings": 2603,
+    "core/settings": 2604,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -267,7 +267,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1953,
     "learning": 6,
-    "learning/data": 4366,
+    "learning/data": 4373,
     "learning/drafts": 2995,
     "learning/environments": 607,
     "learning/models": 1423,

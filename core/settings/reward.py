@@ -176,7 +176,8 @@ class RewardConfig(Scorer):
     timeout_s: Seconds = 10.0
     "for each response that a call of a Python function is given"
     on_error: Literal["fail", "skip"] = "fail"
-    "a sample whose function raises, hangs, or gives no finite number: ends the run, or leaves the batch"
+    """a sample whose function raises, hangs, or gives no finite number: ends the run, or leaves the batch; where
+    it is given all samples of a prompt, all of them"""
     cache: Name = "~/.cache/rlhfspec/judge.jsonl"
     "file of judges' scores by the hash of judge and text: what is there is not asked again"
     shaping: ShapingConfig = ShapingConfig()

@@ -255,6 +255,10 @@ def encode_demonstrations(
     for row in rows:
         example = maker.fitting(*maker.tokens(row), row)
         examples += [] if example is None else [example]
+    if examples and not any(example.weight for example in examples):
+        raise DataError(
+            f"all {len(examples)} rows have weight 0 (data.weight_field): there is nothing to learn"
+        )
     if not examples:
         raise DataError(
             f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.token_limit}, or have no "
@@ -318,11 +322,14 @@ class ExampleMaker:
             (self._note or note_once)(line)
 
 
+_MOST_WEIGHT = 1e6
+
+
 def _weight(row: Record, name: str) -> float:
     value = row.number(name, "data.weight_field")
-    if value < 0.0:
+    if not 0.0 <= value <= _MOST_WEIGHT:
         raise DataError(
-            f"{row.origin}: field '{name}' must be a number from 0 on, got {value!r}; fix the row"
+            f"{row.origin}: field '{name}' must be a number from 0 to {_MOST_WEIGHT:g}, got {value!r}; fix the row"
         )
     return value
 
