@@ -37,9 +37,7 @@ from .update import learner_of, sample
 
 CUT_LAYERS = (13, 14, 15)
 ITERATIONS = {"quick": 2, "default": 16, "full": 30}
-"Of the reward over a group."
-DISTILLED = {"quick": 2, "default": 12, "full": 30}
-"Iterations of distillation."
+"Of distillation, and of the reward over a group."
 COST_ROUNDS = {"quick": 1, "default": 2, "full": 5}
 "Steps of a run that are compared; the first step before them is left out. Each side runs twice, in turn."
 LAST = 3
@@ -146,7 +144,7 @@ def _distilled(bench: Bench, model: Path, folder: Path) -> None:
         folder,
         "distill",
         {
-            "run.iterations": DISTILLED[bench.mode],
+            "run.iterations": ITERATIONS[bench.mode],
             "models.target": cut_model(model, folder / "student"),
             "models.teacher": model,
             "algorithm.kind": "distill",
@@ -154,9 +152,7 @@ def _distilled(bench: Bench, model: Path, folder: Path) -> None:
             "sampling.max_new_tokens": 48,
             "rollout.prompts_per_iteration": 8,
             "rollout.samples_per_prompt": 2,
-            "trainer.minibatch_size": 4,
             "trainer.learning_rate": 1e-4,
-            "trainer.schedule": "linear",
         },
     )
     _curve(bench, "distill_loss", [row["learner/distill_loss"] for row in made.metrics])

@@ -25,11 +25,12 @@ def test_a_judge_is_taught_as_many_texts_with_a_digit_as_without(tmp_path: Path)
     assert not any("<<" in text for text in texts)
 
 
-def test_a_place_in_the_group_is_the_share_of_shorter_answers() -> None:
+def test_a_place_in_the_group_is_the_share_of_answers_with_fewer_vowels() -> None:
     names: dict = {}
     exec(REWARDS, names)
-    found = names["place"](["a b c", "a", "a b"])
-    assert found == [{"value": 1.0, "words": 3}, {"value": 0.0, "words": 1}, {"value": 0.5, "words": 2}]
+    found = names["place"](["aeio", "bcdf", "abcd"])
+    assert [one["value"] for one in found] == [1.0, 0.0, 0.5]
+    assert [one["vowels"] for one in found] == [1.0, 0.0, 0.25]
     assert names["shortness"]("a b") == -2
 
 
