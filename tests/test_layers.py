@@ -286,7 +286,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/commands": 2671,
     "cluster/folder": 2214,
     "cluster/jobs": 1508,
-    "cluster/observe": 2470,
+    "cluster/observe": 2472,
     "cluster/ray_start": 820,
     "cluster/plan": 2719,
     "cluster/report": 652,

@@ -56,7 +56,9 @@ class Outcomes:
                 "which must be those that end a turn in the model's chat template; set sampling.end_token_ids, or "
                 "raise sampling.max_new_tokens"
             )
-        self._rewards += [row[name] for name in ("reward/min", "reward/max") if name in row]
+        # a teacher teaches whatever rewards are
+        by_rewards = "learner/distill_loss" not in row
+        self._rewards += [row[name] for name in ("reward/min", "reward/max") if by_rewards and name in row]
         if len(self._rewards) == 2 * _EQUAL_FIRST and len(set(self._rewards)) == 1:
             yield (
                 f"{who}: every reward of the {_EQUAL_FIRST} iterations so far is {self._rewards[0]:g}: nothing can be "

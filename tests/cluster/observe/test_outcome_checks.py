@@ -27,6 +27,7 @@ def test_a_reward_that_never_varies_is_told_after_the_first_iterations() -> None
     assert [len(lines) for lines in said] == [0, 0, 0, 0, 1, 0, 0]
     assert "every reward of the 5 iterations so far is 0.25" in said[4][0]
     assert not any(told(Outcomes(is_exact=True), *[equal] * 4, GOOD, *[equal] * 5))
+    assert not any(told(Outcomes(is_exact=True), *[equal | {"learner/distill_loss": 0.5}] * 7))
 
 
 def test_versions_with_one_checksum_end_a_run_unless_one_differed_or_bfloat16_may_round_them_away() -> None:
