@@ -34,7 +34,7 @@ SAME = (
 "Columns of a rollout that no attempt may change."
 
 
-def config_of(tiny_pair, look_ahead: object, drafter: str) -> Config:
+def config_of(tiny_pair, look_ahead: object, drafter: str, **sections: dict) -> Config:
     drafts = {
         "model": {"policy": "fixed", "num_nodes": 8, "depth": 4, "branching": 2},
         "none": {"policy": "off"},
@@ -55,6 +55,7 @@ def config_of(tiny_pair, look_ahead: object, drafter: str) -> Config:
             "drafter_training": {"refit": False},
             "cluster": {"generation": {"num_actors": 2}},
         }
+        | sections
     )
 
 
@@ -105,6 +106,24 @@ def test_attempts_change_no_sample_and_no_weight(in_turns, tiny_pair, tmp_path, 
     assert sum(row["rollout/num_attempts"] for row in metrics) > 0
     assert all(row["rollout/num_attempt_drafts"] > 0 for row in metrics[1:])
     assert metrics[1]["rollout/attempts_proved"] > 0.5
+
+
+def test_a_teacher_and_rewards_over_a_group_learn_the_same_under_attempts_and_a_kill(
+    local_ray, tiny_pair, tmp_path
+):
+    """The student is the pair's smaller model; its teacher is told the answer."""
+    sections = {
+        "models": {"target": str(tiny_pair.draft), "teacher": str(tiny_pair.target)},
+        "data": {"task": "chain", "limit": 64, "teacher_prompt_template": "{prompt}{answer}"},
+        "reward": {"kind": "odd_rewards:against_the_others", "batch_size": 4},
+        "algorithm": {"kind": "grpo", "distill_coef": 0.5},
+    }
+    rows, checksum, alone = trained(config_of(tiny_pair, "off", "none", **sections), tmp_path / "off")
+    again, same, ahead = trained(config_of(tiny_pair, 3, "none", **sections), tmp_path / "ahead", kills=True)
+    assert [{**row} for row in rows] == [{**row} for row in again] and same == checksum
+    assert len({row["reward"] for row in rows}) > 1 and sum(row["rollout/num_attempts"] for row in ahead) > 0
+    losses = [row["learner/distill_loss"] for row in alone]
+    assert losses == [row["learner/distill_loss"] for row in ahead] and min(losses) > 0.0
 
 
 @pytest.mark.parametrize(
