@@ -6,7 +6,6 @@ sequence beside, prompt included, as a mean over the batch's tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ....core.settings.supervised import DpoLossConfig
@@ -24,7 +22,7 @@ from ...data.feedback import Feedback
 from ...data.supervised_rows import Demonstration
 from ..batching import shared_packs
 from ..parallel import OneTrainer
-from .supervised_objectives import ForwardSettings, learned_logprobs
+from .supervised_objectives import ForwardSettings, kto_losses, learned_logprobs, pair_losses
 
 Values = Callable[[Sequence[Sequence[Demonstration]]], list[list[float]]]
 "Log-probabilities of groups of responses by the model that learns, in nats."
@@ -142,42 +140,3 @@ def response_values(
 
 def _totals(logprobs: Tensor, counts: Sequence[int]) -> Float[Tensor, " N"]:
     return torch.stack([part.sum() for part in logprobs.split(list(counts))])
-
-
-def pair_losses(
-    chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"], loss: DpoLossConfig
-) -> Float[Tensor, " N"]:
-    """The loss of each pair, by log(policy / reference) of the responses; of ipo and orpo their means over tokens.
-
-    orpo has log-probabilities in the place of ratios, and this is its second term. Sources: Rafailov et al. 2023,
-    'Direct preference optimization', equation 7; Mitchell 2023, 'A note on DPO with noisy preferences' (smoothing);
-    Azar et al. 2023, 'A general theoretical paradigm', equation 17 (ipo); Zhao et al. 2023, 'SLiC-HF', equation 1
-    (hinge); Hong et al. 2024, 'ORPO', equations 4 and 7.
-    """
-    margin = chosen - rejected
-    if loss.type == "hinge":
-        return torch.relu(1.0 - loss.beta * margin)
-    if loss.type == "ipo":
-        return (margin - 1.0 / (2.0 * loss.beta)) ** 2
-    if loss.type == "orpo":
-        return -loss.beta * F.logsigmoid(margin - (_log_complement(chosen) - _log_complement(rejected)))
-    right, swapped = F.logsigmoid(loss.beta * margin), F.logsigmoid(-loss.beta * margin)
-    return -right if not loss.label_smoothing else -torch.lerp(right, swapped, loss.label_smoothing)
-
-
-def kto_losses(
-    ratios: Float[Tensor, " N"], desirable: Float[Tensor, " N"], kl: float, loss: DpoLossConfig
-) -> Float[Tensor, " N"]:
-    """The loss of each response, by log(policy / reference); `desirable` is 1 or 0.
-
-    Source: Ethayarajh et al. 2024, 'KTO: model alignment as prospect theoretic optimization', equation 8.
-    """
-    values = torch.sigmoid(loss.beta * (2.0 * desirable - 1.0) * (ratios - kl))
-    weights = desirable * loss.desirable_weight + (1.0 - desirable) * loss.undesirable_weight
-    return weights * (1.0 - values)
-
-
-def _log_complement(logprobs: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x < 0. Source: Mächler 2012, 'Accurately computing log(1 - exp(-|a|))', equation 7."""
-    near = logprobs > -math.log(2.0)
-    return torch.where(near, torch.log(-torch.expm1(logprobs)), torch.log1p(-torch.exp(logprobs)))

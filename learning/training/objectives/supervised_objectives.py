@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ....core.settings.supervised import DpoLossConfig
 from ....engine.upload import upload
 from ...data.preferences import PreferencePair
 from ...data.supervised_rows import Demonstration
@@ -195,3 +196,42 @@ def preference_metrics(
         "margin": chosen - rejected,
         "mean_reward": (chosen + rejected) / 2.0,
     }
+
+
+def pair_losses(
+    chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"], loss: DpoLossConfig
+) -> Float[Tensor, " N"]:
+    """The loss of each pair, by log(policy / reference) of the responses; of ipo and orpo their means over tokens.
+
+    orpo has log-probabilities in the place of ratios, and this is its second term. Sources: Rafailov et al. 2023,
+    'Direct preference optimization', equation 7; Mitchell 2023, 'A note on DPO with noisy preferences' (smoothing);
+    Azar et al. 2023, 'A general theoretical paradigm', equation 17 (ipo); Zhao et al. 2023, 'SLiC-HF', equation 1
+    (hinge); Hong et al. 2024, 'ORPO', equations 4 and 7.
+    """
+    margin = chosen - rejected
+    if loss.type == "hinge":
+        return torch.relu(1.0 - loss.beta * margin)
+    if loss.type == "ipo":
+        return (margin - 1.0 / (2.0 * loss.beta)) ** 2
+    if loss.type == "orpo":
+        return -loss.beta * F.logsigmoid(margin - (_log_complement(chosen) - _log_complement(rejected)))
+    right, swapped = F.logsigmoid(loss.beta * margin), F.logsigmoid(-loss.beta * margin)
+    return -right if not loss.label_smoothing else -torch.lerp(right, swapped, loss.label_smoothing)
+
+
+def kto_losses(
+    ratios: Float[Tensor, " N"], desirable: Float[Tensor, " N"], kl: float, loss: DpoLossConfig
+) -> Float[Tensor, " N"]:
+    """The loss of each response, by log(policy / reference); `desirable` is 1 or 0.
+
+    Source: Ethayarajh et al. 2024, 'KTO: model alignment as prospect theoretic optimization', equation 8.
+    """
+    values = torch.sigmoid(loss.beta * (2.0 * desirable - 1.0) * (ratios - kl))
+    weights = desirable * loss.desirable_weight + (1.0 - desirable) * loss.undesirable_weight
+    return weights * (1.0 - values)
+
+
+def _log_complement(logprobs: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x < 0. Source: Mächler 2012, 'Accurately computing log(1 - exp(-|a|))', equation 7."""
+    near = logprobs > -math.log(2.0)
+    return torch.where(near, torch.log(-torch.expm1(logprobs)), torch.log1p(-torch.exp(logprobs)))
