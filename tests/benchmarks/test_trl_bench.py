@@ -39,6 +39,8 @@ def test_seconds_are_theirs_over_ours_and_memory_ours_over_theirs(tmp_path: Path
         "ours": [],
         "trl_sft": [],
         "sft": [],
+        "trl_dpo": [],
+        "dpo": [],
     }
     _figures(bench, rows)
     values = bench.figures.values

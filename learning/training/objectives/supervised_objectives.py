@@ -80,16 +80,17 @@ class NextTokens:
         """The sum over the items."""
         ids, marks = [item.token_ids for item in items], [item.is_learned for item in items]
         logprobs = learned_logprobs(model, ids, marks, self.vocab_size, forward)
+        if self.is_dynamic:
+            logprobs = logprobs * logprobs.detach().exp()
+        # a product lies otherwise in memory, and would be added up in another order
         if any(item.weight != 1.0 for item in items):
             factors = np.repeat(
                 np.array([item.weight for item in items], dtype=np.float32),
                 [item.num_learned for item in items],
             )
             (weights,) = upload([factors], logprobs.device)
-        else:
-            weights = torch.ones((), device=logprobs.device)
-        weighed = logprobs * logprobs.detach().exp() if self.is_dynamic else logprobs
-        return {"loss": -(weighed * weights).sum()}
+            logprobs = logprobs * weights
+        return {"loss": -logprobs.sum()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

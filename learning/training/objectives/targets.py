@@ -40,11 +40,11 @@ class Targets:
     has_kl_loss: bool
     "whether the reference counts as a term of the loss"
     has_entropy_loss: bool
-    has_teacher: bool
-    "whether the divergence from a teacher is a term of the loss"
     learned: Tensor
     "[B], False for responses that are no part of the loss"
     metrics: dict[str, float]
+    has_teacher: bool = False
+    "whether the divergence from a teacher is a term of the loss"
     importance: Tensor | None = None
     "weights of the policy loss against the sampler (`off_policy`), None where it is not corrected"
     engine: EngineValues | None = None
