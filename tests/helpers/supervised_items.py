@@ -89,7 +89,9 @@ def feedback_items(num: int, seed: int, *, single: bool = False, unrelated: bool
     return [
         replace(
             one,
-            reference=tuple(-3.0 * rng.random(len(one.responses) + len(one.unrelated)).astype(np.float32)),
+            reference=tuple(
+                (-3.0 * rng.random(len(one.responses) + len(one.unrelated)).astype(np.float32)).tolist()
+            ),
         )
         for one in items
     ]

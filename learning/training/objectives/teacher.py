@@ -68,7 +68,14 @@ class Teacher:
         before, targets = own.before_targets[torch.from_numpy(first)], own.targets[torch.from_numpy(first)]
         return teacher_logits(
             self.model,
-            replace(own, before_targets=before, targets=targets),
+            replace(
+                own,
+                before_targets=before,
+                targets=targets,
+                before_once=before,
+                targets_once=targets,
+                which_once=torch.arange(len(first)),
+            ),
             self.vocab_size,
             self.divergence,
             compute_dtype=self.compute_dtype,

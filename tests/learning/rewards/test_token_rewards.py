@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,7 +17,17 @@ from rlhfspec.cluster.folder.rollouts import SCHEMA, locations_in, read_recorded
 from rlhfspec.cluster.verify.verification import reward_differences
 from rlhfspec.core.config import AlgorithmConfig, RewardConfig, TrainerConfig
 from rlhfspec.core.errors import NumericsError, RewardError
-from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Rollout, SampleKey, Unscored
+from rlhfspec.core.records import (
+    FinishReason,
+    Prompt,
+    ResponseFacts,
+    Reward,
+    Rollout,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    Unscored,
+)
 from rlhfspec.learning.environments.episode import Episode, EpisodeLimits
 from rlhfspec.learning.rewards.reward_function import build_reward
 from rlhfspec.learning.training.experience import collate
@@ -62,9 +71,12 @@ def test_a_mixture_weighs_tokens_and_scaling_and_shaping_leave_the_rest_to_the_l
 
 def test_a_turn_is_paid_on_its_last_sampled_token_and_one_reward_at_the_end_stays_what_it_was() -> None:
     def tokens_of(*rewards: float) -> tuple[float, ...]:
-        asked = SimpleNamespace(prompt=None, key=SampleKey(run_seed=0, sample_index=0), sampling=None)
-        episode = Episode(asked, EpisodeLimits(max_turns=1, max_turn_tokens=None))  # type: ignore[arg-type]
-        asked.sampling = SimpleNamespace(max_new_tokens=1)
+        asked = SampleRequest(
+            key=SampleKey(run_seed=0, sample_index=0),
+            prompt=Prompt(prompt_id=0, token_ids=np.array([1])),
+            sampling=SamplingParams(max_new_tokens=1),
+        )
+        episode = Episode(asked, EpisodeLimits(max_turns=1, max_turn_tokens=None))
         for size, reward in zip((3, 4, 7), rewards, strict=True):
             completion = rollout(num_tokens=size + 2).completion
             # two of them were given by the environment

@@ -69,8 +69,10 @@ def test_the_deviation_of_the_batch_is_trls() -> None:
     torch.testing.assert_close(
         batch_std_advantages(rewards, GROUPS), theirs.float(), rtol=1e-6, atol=1e-6, check_dtype=False
     )
-    assert torch.equal(batch_std_advantages(torch.full((4,), 0.1), torch.zeros(4)), torch.zeros(4))
-    assert torch.equal(batch_std_advantages(torch.ones(1), torch.zeros(1)), torch.zeros(1))
+    assert torch.equal(
+        batch_std_advantages(torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64)), torch.zeros(4)
+    )
+    assert torch.equal(batch_std_advantages(torch.ones(1), torch.zeros(1, dtype=torch.int64)), torch.zeros(1))
 
 
 def test_parts_that_are_compared_before_they_are_summed_are_trls() -> None:
