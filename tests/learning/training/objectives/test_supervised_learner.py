@@ -95,7 +95,8 @@ def test_sources_come_by_their_weights_in_epochs_of_equal_length():
         "loss": PreferenceLossConfig(),
         "seed": 7,
     }
-    given |= {"tokenizer": None, "held_out": (), "folder": Path("x"), "train": range(10)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
+    given |= {"tokenizer": tokenizer, "held_out": (), "folder": Path("x"), "train": range(10)}
     given["trainer"] = SupervisedTrainerConfig(batch_size=4, epochs=3)
     plain = SupervisedJob(**given)
     # as every run before there were sources
