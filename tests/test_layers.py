@@ -273,7 +273,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/models": 1423,
     "learning/rewards": 1802,
     "learning/tasks": 251,
-    "learning/training": 6717,
+    "learning/training": 6715,
     "actors": 382,
     "actors/generation": 1974,
     "actors/migration": 874,

@@ -105,10 +105,8 @@ class PackedSequences:
         ids = np.concatenate([ids[same:] for ids, same in own]).astype(np.int64)
         before = np.concatenate([one[where - 1] for one, where in at])
         targets = np.concatenate([one[where] for one, where in at])
-        labels = np.repeat(apart if apart is not None else [0] * len(marked), [len(one) for one in marked])
-        _, first, which = np.unique(
-            targets + labels.astype(np.int64) * num_tokens, return_index=True, return_inverse=True
-        )
+        kinds = 0 if apart is None else np.repeat(apart, [len(one) for one in marked])
+        _, first, which = np.unique(targets + num_tokens * kinds, return_index=True, return_inverse=True)
         return PackedSequences(
             ids=torch.from_numpy(ids),
             position_ids=torch.cat([torch.arange(same, len(ids)) for ids, same in own]),

@@ -55,13 +55,13 @@ class Experience:
 
     def packed(self, rows: Sequence[int]) -> PackedSequences:
         """Some samples as a tree; their sampled tokens are to be predicted, sample by sample in this order."""
-        prompts = self.teacher_prompts
-        kinds = None if prompts is None else list(dict.fromkeys(prompts[row] for row in rows))
-        return PackedSequences.of(
-            [self.sequence(row) for row in rows],
-            [self._predicted(row) for row in rows],
+        apart = None
+        if self.teacher_prompts is not None:
             # what follows other words to the teacher is another token to it
-            None if prompts is None or kinds is None else [kinds.index(prompts[row]) for row in rows],
+            kinds = {prompt: kind for kind, prompt in enumerate(dict.fromkeys(self.teacher_prompts))}
+            apart = [kinds[self.teacher_prompts[row]] for row in rows]
+        return PackedSequences.of(
+            [self.sequence(row) for row in rows], [self._predicted(row) for row in rows], apart
         )
 
     def packed_for_teacher(self, rows: Sequence[int]) -> PackedSequences:

@@ -17,11 +17,8 @@ from supervised_items import OBJECTIVES, VOCABULARY, feedback_items, new_learner
 from rlhfspec.benchmarks.peers.build import TRL_RELEASES, trl_folder
 from rlhfspec.core.settings.supervised import DpoLossConfig, DpoTrainerConfig
 from rlhfspec.core.settings.trainer import LoraConfig
-from rlhfspec.learning.training.objectives.direct_preferences import (
-    DirectPreferences,
-    kto_losses,
-    pair_losses,
-)
+from rlhfspec.learning.training.objectives.direct_preferences import DirectPreferences
+from rlhfspec.learning.training.objectives.supervised_objectives import kto_losses, pair_losses
 from rlhfspec.learning.training.supervised_job import SupervisedLearner
 
 ROOT = Path(__file__).resolve().parents[4]
