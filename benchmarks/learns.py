@@ -36,7 +36,7 @@ from .support.workload import real_model, real_workload
 from .update import learner_of, sample
 
 CUT_LAYERS = (13, 14, 15)
-ITERATIONS = {"quick": 2, "default": 16, "full": 30}
+ITERATIONS = {"quick": 2, "default": 28, "full": 30}
 "Of distillation, and of the reward over a group."
 COST_ROUNDS = {"quick": 1, "default": 2, "full": 5}
 "Steps of a run that are compared; the first step before them is left out. Each side runs twice, in turn."

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from .settings.algorithm import AlgorithmConfig, require_groups, require_teacher
+from .settings.algorithm import AlgorithmConfig, require_echo, require_groups, require_teacher
 from .settings.cluster import ClusterConfig, require_publication
 from .settings.correction import require_correction
 from .settings.data import DataConfig
@@ -176,6 +176,7 @@ class Config(Section):
         )
         require_draft(self.speculation, self.models.draft)
         require_teacher(self.models, self.algorithm, self.data, environment=environment)
+        require_echo(self.algorithm, environment=environment)
         require_spot(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
         require_cotrain(self.drafter_training, self.speculation)
         require_groups(self.algorithm, rollout)

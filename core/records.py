@@ -364,7 +364,7 @@ class UpdateReport:
     metrics: dict[str, float]
     "policy_loss, value_loss, entropy, approx_kl, clip_fraction, grad_norm, ..."
     log_ratio_counts: tuple[int, ...] = ()
-    "tokens in each bin of new over old log-probability (`objectives.policy`), over all optimizer steps"
+    "tokens in each bin of new over old log-probability (`objectives.minibatch_metrics`), over all optimizer steps"
     sample_advantages: tuple[float, ...] | None = None
     "mean advantage of each sample's tokens, in the order of the sample index"
     unmoved: tuple[str, ...] = ()

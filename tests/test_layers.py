@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 552
+MAX_SOURCE_FILES = 553
 MAX_LINES_OF_A_ROOM = {
-    "core": 2528,
-    "core/settings": 2604,
+    "core": 2529,
+    "core/settings": 2616,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -273,7 +273,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/models": 1423,
     "learning/rewards": 1802,
     "learning/tasks": 251,
-    "learning/training": 6715,
+    "learning/training": 6774,
     "actors": 382,
     "actors/generation": 1974,
     "actors/migration": 874,

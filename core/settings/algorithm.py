@@ -195,6 +195,9 @@ class AlgorithmConfig(Section):
     "1: reverse, KL(student || teacher); 0: forward; between: Jensen-Shannon (GKD, Agarwal et al. 2024; TRL's beta)"
     distill_top_k: int | None = Field(default=None, ge=1)
     "over the teacher's so many likeliest tokens, and all others as one; null: over the whole vocabulary"
+    echo_coef: float = Field(default=0.0, ge=0.0)
+    """of the cross-entropy of what an environment gave between turns, a mean over those tokens (prime-rl's echo);
+    0: tools' results are read, and nothing is learned of them"""
     truncated: Literal["learn", "mask", "bootstrap"] = "learn"
     "responses cut at max_new_tokens: as any other, no part of the loss, or (gae) as if they went on"
     dynamic_sampling: bool = False
@@ -355,6 +358,15 @@ def require_teacher(
         raise ValueError(
             "data.teacher_prompt_template is not known to an environment, whose first words belong to every prompt; "
             "take it out, or environment.kind"
+        )
+
+
+def require_echo(algorithm: AlgorithmConfig, *, environment: str | None) -> None:
+    """Raise ValueError where nothing is given between turns that could be learned."""
+    if algorithm.echo_coef and environment is None:
+        raise ValueError(
+            f"algorithm.echo_coef {algorithm.echo_coef:g} learns what an environment says, and environment.kind is "
+            "null; name one, such as tools, or set echo_coef to 0"
         )
 
 
