@@ -244,7 +244,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 MAX_SOURCE_FILES = 553
 MAX_LINES_OF_A_ROOM = {
     "core": 2529,
-    "core/settings": 2616,
+    "core/settings": 2634,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -271,7 +271,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/drafts": 2995,
     "learning/environments": 607,
     "learning/models": 1423,
-    "learning/rewards": 1802,
+    "learning/rewards": 1805,
     "learning/tasks": 251,
     "learning/training": 6774,
     "actors": 382,

@@ -11,7 +11,17 @@ from .section import Name, Seconds, Section
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=60)]
 
-RESERVED_NAMES = ("mean", "std", "accuracy", "num_skipped", "unshaped", "overlong", "length", "missing_eos")
+RESERVED_NAMES = (
+    "mean",
+    "std",
+    "accuracy",
+    "num_skipped",
+    "unshaped",
+    "overlong",
+    "length",
+    "missing_eos",
+    "turns",
+)
 "names under `reward/` in metrics.jsonl that no part of a mixture may take"
 
 
@@ -144,11 +154,14 @@ class ShapingConfig(Section):
     "taken off for each response token"
     missing_eos_penalty: float = Field(default=0.0, ge=0.0)
     "taken off a response that was cut at sampling.max_new_tokens"
+    turn_penalty: float = 0.0
+    "taken off for each turn behind the first"
 
     @property
     def is_on(self) -> bool:
         """Whether anything is shaped."""
-        return self.overlong is not None or bool(self.length_penalty or self.missing_eos_penalty)
+        terms = (self.length_penalty, self.missing_eos_penalty, self.turn_penalty)
+        return self.overlong is not None or any(terms)
 
 
 class RewardServerConfig(Section):
@@ -270,6 +283,11 @@ def require_reward(
                 f"reward.shaping.overlong.buffer_tokens is {overlong.buffer_tokens}, more than the {longest} tokens "
                 "of the longest response; lower it"
             )
+    if reward.shaping.turn_penalty and environment is None:
+        raise ValueError(
+            "reward.shaping.turn_penalty is for each turn behind the first, and environment.kind is null: every "
+            "response is one turn; take it out, or name an environment"
+        )
     if reward.kind == "environment" and environment is None:
         raise ValueError(
             "reward.kind is 'environment' but environment.kind is null: nothing answers; name an environment"
