@@ -65,6 +65,29 @@ def products(number: int, seed: int) -> list[dict[str, str]]:
     return [{"prompt": f"What is {a} * {b}?", "answer": str(a * b)} for a, b in pairs]
 
 
+def functions(number: int, seed: int) -> list[dict[str, str]]:
+    """Rows that ask for a function of one line, and asserts that it must pass."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for kind, b in zip(
+        random.integers(len(_KINDS), size=number), random.integers(2, 10, number), strict=True
+    ):
+        words, value = _KINDS[kind]
+        told = words.format(b=b)
+        tests = [f"assert f({x}) == {value(x, int(b))}" for x in (0, 1, 5, -3)]
+        prompt = f"Write a Python function f(x) that {told}. Answer with code only."
+        rows.append({"prompt": prompt, "answer": "\n".join(tests)})
+    return rows
+
+
+_KINDS = (
+    ("adds {b} to x", lambda x, b: x + b),
+    ("multiplies x by {b}", lambda x, b: x * b),
+    ("subtracts {b} from x", lambda x, b: x - b),
+    ("returns x squared plus {b}", lambda x, b: x * x + b),
+)
+
+
 def demonstrations(rows: Sequence[Mapping[str, str]], *, called: float, seed: int) -> list[dict[str, Any]]:
     """Conversations of these rows, that share of them with a call; the others say the product at once."""
     random = np.random.default_rng(seed)
