@@ -79,6 +79,7 @@ def main() -> None:
         _libc.prctl(_DROP_BOUND, capability, 0, 0, 0)  # those that there are
     for option in (_NO_NEW_PRIVILEGES, _SUBREAPER):
         _call("prctl", option, 1, 0, 0, 0)
+    compile("0", "", "exec")  # the first makes hundreds of types
     gc.freeze()
     said: dict[str, Any] = {
         "missing": box.missing,
