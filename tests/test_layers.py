@@ -272,7 +272,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/environments": 607,
     "learning/models": 1423,
     "learning/rewards": 1988,
-    "learning/sandbox": 876,
+    "learning/sandbox": 891,
     "learning/tasks": 251,
     "learning/training": 6715,
     "actors": 382,

@@ -64,7 +64,7 @@ class CodeTest:
             return bool(marked)
         try:
             got = json.JSONDecoder().raw_decode(said)[0]
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         # APPS has results in lists of one
         return got == self.result or (isinstance(self.result, list) and self.result[:1] == [got])

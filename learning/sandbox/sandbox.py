@@ -84,14 +84,16 @@ class Sandbox:
         """What holds, or what does not and what that means."""
         limits, holds = self.limits, self.holds
         user = "own user" if holds["own_user"] else "the run's user"
-        network = "" if holds["has_filter"] else " (sockets to the machine's host are not filtered here)"
+        network = "" if holds["filter"] else " (sockets to the machine's host are not filtered here)"
         inside = f"{user}, own pid, network, ipc and mount namespaces{network}"
         if holds["missing"]:
             reach = (
                 "files that anybody may read" if holds["own_user"] else "its files, and signal its processes"
             )
-            network = "no sockets" if holds["has_filter"] else "the network too"
+            network = "no sockets" if holds["filter"] else "the network too"
             inside = f"NO namespaces ({holds['missing']}): {user}, programs can read {reach}; {network}"
+        if holds["unlimited"]:
+            inside += "; processes are NOT counted (root that may not change its user)"
         if holds["closed"]:
             inside += f"; they import little, as other users may not enter {holds['closed']}, where Python is"
         disk = f"{limits.disk_mb} MB of files" + (" each" if holds["missing"] else "")
@@ -164,7 +166,8 @@ class _Server:
         try:
             self.holds = self._receive()
         except OSError as error:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # who holds its stderr, too
             said = self._process.stderr.read().decode(errors="replace") if self._process.stderr else ""
             self.kill()
             raise ConfigError(f"the sandbox's process does not start: {error or ''} {said[-500:]}") from error
@@ -208,11 +211,14 @@ def _end(
     process: subprocess.Popen[bytes], control: socket.socket, folder: tempfile.TemporaryDirectory[str]
 ) -> None:
     control.close()
-    with suppress(subprocess.TimeoutExpired):
+    try:
         process.wait(2.0)  # it ends what runs in it
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    except subprocess.TimeoutExpired:
+        # until it is waited for, nobody else has its number
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if process.stderr is not None:
         process.stderr.close()
-    folder.cleanup()
+    with suppress(Exception):  # what a program left may be too deep for it
+        folder.cleanup()

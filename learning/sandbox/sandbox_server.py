@@ -18,7 +18,6 @@ import os
 import random
 import resource
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -29,7 +28,7 @@ import traceback
 import types
 from typing import Any
 
-for _name in (
+for _name in [
     "bisect",
     "collections",
     "fractions",
@@ -39,8 +38,9 @@ for _name in (
     "re",
     "string",
     "typing",
-):
+]:
     __import__(_name)  # for programs, to which an import of theirs is a look-up then
+
 _NEW_NS, _NEW_IPC, _NEW_USER, _NEW_PID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _ALL_NEW = 0x2000000 | 0x4000000 | _NEW_IPC | 0x40000000 | _NEW_NS | _NEW_USER | _NEW_PID
 "cgroup, uts and net, too"
@@ -48,16 +48,16 @@ _BIND, _REC, _PRIVATE, _NO_SUID, _NO_DEV, _DETACH = 4096, 16384, 1 << 18, 2, 4, 
 _MOUNT_SETATTR, _RECURSIVE, _READ_ONLY = 442, 0x8000, 1
 _NO_NEW_PRIVILEGES, _DROP_BOUND, _SECCOMP, _SUBREAPER = 38, 24, 22, 36
 _DENIED = (
-    "pivot_root clone3 clone socket ptrace process_vm_readv process_vm_writev pidfd_getfd shmget semget msgget mq_open "
-    "add_key request_key keyctl bpf perf_event_open userfaultfd unshare setns mount open_by_handle_at memfd_create "
-    "memfd_secret io_uring_setup open_tree fsopen"
+    "pivot_root clone3 clone socket socketpair ptrace process_vm_readv process_vm_writev pidfd_getfd shmget semget "
+    "msgget mq_open add_key request_key keyctl bpf perf_event_open userfaultfd unshare setns mount open_by_handle_at "
+    "memfd_create memfd_secret io_uring_setup open_tree fsopen"
 )
 """What reaches into other processes, around limits (memory of no process, sockets by io_uring, sockets to the machine's
-host, which no namespace holds) or far into the kernel; the first four partly or not at all."""
+host, which no namespace holds) or far into the kernel; the first five partly or not at all."""
 _NUMBERS = {
-    "x86_64": "155 435 56 41 101 310 311 438 29 64 68 240 "
+    "x86_64": "155 435 56 41 53 101 310 311 438 29 64 68 240 "
     "248 249 250 321 298 323 272 308 165 304 319 447 425 428 430",
-    "aarch64": "41 435 220 198 117 270 271 438 194 190 186 180 "
+    "aarch64": "41 435 220 198 199 117 270 271 438 194 190 186 180 "
     "217 218 219 280 241 282 97 268 40 265 279 447 425 428 430",
 }
 _ABI = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -84,9 +84,10 @@ def main() -> None:
     said: dict[str, Any] = {
         "missing": box.missing,
         "own_user": box.uid is not None,
-        "has_filter": bool(box.filter[0]),
+        "filter": bool(box.filter[0]),
     }
     said["closed"] = _closed(os.path.dirname(os.__file__)) if box.missing and box.uid is not None else ""
+    said["unlimited"] = box.is_root and box.uid is None
     while True:
         text = json.dumps(said).encode()
         control.sendall(struct.pack("!I", len(text)) + text)
@@ -157,9 +158,10 @@ def _enter(box: _Box, control: socket.socket, binds: list[str]) -> str:
         os.close(descriptor)
     fault = ""
     try:
-        if os.read(made, 1) and is_root:
-            _map(str(maker), f"0 0 1\n1 {box.uid} 1", f"0 0 1\n1 {box.uid} 1")
-        os.write(maps, b".")
+        if os.read(made, 1):
+            if is_root:
+                _map(str(maker), f"0 0 1\n1 {box.uid} 1", f"0 0 1\n1 {box.uid} 1")
+            os.write(maps, b".")
     except OSError as error:
         fault = str(error)
         os.kill(maker, signal.SIGKILL)
@@ -188,10 +190,9 @@ def _change_root(box: _Box, binds: list[str]) -> None:
     _mount("tmpfs", root, "tmpfs", _NO_SUID | _NO_DEV, "size=1m,mode=755")
     for path in ("/box", "/dev", "/proc"):  # of which the last stays empty
         os.mkdir(root + path)
-    for path in (
-        ("/dev/shm", "/tmp") if not any(path.startswith("/tmp/") for path in binds) else ("/dev/shm",)
-    ):
-        os.symlink("/box", root + path)
+    os.symlink("/box", f"{root}/dev/shm")
+    if not any(path.startswith("/tmp/") for path in binds):
+        os.symlink("/box", f"{root}/tmp")
     for path in binds:
         if os.path.islink(path) and not os.path.isabs(os.readlink(path)):
             os.symlink(os.readlink(path), root + path)
@@ -211,23 +212,28 @@ def _change_root(box: _Box, binds: list[str]) -> None:
     box.uid = None if box.uid is None else 1
 
 
+def _ranges(name: str) -> list[list[int]]:
+    with open(f"/proc/self/{name}") as file:
+        return [list(map(int, line.split())) for line in file]
+
+
 def _filter(*, without_sockets: bool) -> tuple[bytes, Any]:
     """The system calls that there are as struct sock_fprog, and what it points to; empty: for an unknown machine."""
     machine = os.uname().machine
     numbers = dict(zip(_DENIED.split(), map(int, _NUMBERS.get(machine, "").split()), strict=False))
     if not numbers:
         return b"", None
-    clone3, clone, of_socket = (numbers.pop(name) for name in ("clone3", "clone", "socket"))
+    clone3, clone, single, pair = (numbers.pop(name) for name in ("clone3", "clone", "socket", "socketpair"))
     load, equal, at_least, has, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    # struct seccomp_data: 0 the call's number, 4 the ABI, 16 the first argument; AF_UNIX is 1
+    # struct seccomp_data: 0 the call's number, 4 the ABI, 16 the first argument
     lines: list[tuple[int, int | str, int | str, int]] = [(load, 0, 0, 4), (equal, 0, "deny", _ABI[machine])]
     lines += [(load, 0, 0, 0), (at_least, "deny", 0, 1 << 30)]
     lines += [(equal, "deny", 0, number) for number in numbers.values()]
     # glibc takes clone then, whose flags can be read
     lines += [(equal, "unknown", 0, clone3)]
     lines += [(equal, 0, 2, clone), (load, 0, 0, 16), (has, "deny", "allow", _NEW_USER)]
-    lines += [(equal, 0, "allow", of_socket), (load, 0, 0, 16)]
-    lines += [(equal, "allow", "deny", 1 << 30 if without_sockets else 1)]
+    lines += [(equal, "deny" if without_sockets else 1, 0, single), (equal, 0, "allow", pair)]
+    lines += [(load, 0, 0, 16), (equal, "allow", "deny", socket.AF_UNIX)]
     ends = {"deny": len(lines), "unknown": len(lines) + 1, "allow": len(lines) + 2}
     lines += [(give, 0, 0, 0x50000 | errno) for errno in (1, 38)] + [(give, 0, 0, 0x7FFF0000)]
     words = b""
@@ -247,11 +253,17 @@ class _Box:
         "why there are no namespaces; empty: there are"
         with open("/proc/self/status") as file:
             rights = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
-        # CAP_SETGID and CAP_SETUID
-        self.uid = 61184 + os.getpid() % 4096 if os.geteuid() == 0 and rights & 0xC0 == 0xC0 else None
+        fresh, maps = 61184 + os.getpid() % 4096, [_ranges("uid_map"), _ranges("gid_map")]
+        # with CAP_SETGID and CAP_SETUID
+        may_change = os.geteuid() == 0 and rights & 0xC0 == 0xC0
+        is_there = all(any(first <= fresh < first + count for first, _, count in one) for one in maps)
+        self.uid = fresh if may_change and is_there else None
         "what programs run under, of those that dynamic users have; None: what this process does"
+        self.is_root = os.geteuid() == 0 and maps[0] == [[0, 0, (1 << 32) - 1]]
+        "of the machine, whose processes are not counted"
         self.filter: tuple[bytes, Any] = (b"", None)
         "of programs' system calls"
+        self._count = 0
         self.own_pids = -1
         "the pid namespace of this process, in which each program's is made"
 
@@ -290,24 +302,20 @@ class _Box:
     def _make_folder(self) -> str:
         """An empty folder of the program's."""
         if self.missing:
-            place = f"{self.folder}/box"
+            self._count += 1
+            place = f"{self.folder}/{self._count}"
             os.mkdir(place, 0o700)
             os.chmod(self.folder, 0o711)
             os.chown(place, *((-1, -1) if self.uid is None else (self.uid, self.uid)))
             return place
         size, uid = self.limits["disk_mb"] << 20, self.uid or 0
-        _mount(
-            "tmpfs",
-            "/box",
-            "tmpfs",
-            _NO_SUID | _NO_DEV,
-            f"size={size},nr_inodes=4096,mode=700,uid={uid},gid={uid}",
-        )
+        options = f"size={size},nr_inodes=4096,mode=700,uid={uid},gid={uid}"
+        _mount("tmpfs", "/box", "tmpfs", _NO_SUID | _NO_DEV, options)
         return "/box"
 
     def _remove_folder(self, place: str) -> None:
         if self.missing:
-            shutil.rmtree(place, ignore_errors=True)
+            os.spawnv(os.P_WAIT, "/bin/rm", ["rm", "-rf", place])  # however deep it is
         else:
             _call("umount2", b"/box", _DETACH)
 

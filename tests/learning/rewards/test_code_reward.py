@@ -140,6 +140,8 @@ def test_what_a_program_cannot_forge_and_what_is_read_of_a_column() -> None:
     [test] = read_tests("assert add(1, 2) == 3")
     assert test.program("x", "MARK").startswith("x\nassert add(1, 2) == 3\n")
     assert not test.is_passed("", "MARK") and test.is_passed("a MARK", "MARK")
+    [call] = read_tests({"inputs": [[1]], "outputs": [1], "fn_name": "f"})
+    assert call.is_passed("MARK1", "MARK") and not call.is_passed("MARK" + "[" * 100_000, "MARK")
 
 
 def test_settings_of_another_kind_are_refused_and_what_holds_is_told() -> None:

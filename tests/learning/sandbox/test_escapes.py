@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ FAULTS = {
     "a listener of the machine": "import socket\nsocket.create_connection(('127.0.0.1', {port}), 1); print('ESCAPED')",
     "the machine's address": "import socket\nsocket.create_connection(('{address}', {port}), 1); print('ESCAPED')",
     "the host of a virtual machine": "import socket\nsocket.socket(socket.AF_VSOCK); print('ESCAPED')",
+    "a pair of another family": "import socket\nsocket.socketpair(socket.AF_TIPC); print('ESCAPED')",
     "packets": "import socket\nsocket.socket(socket.AF_PACKET, socket.SOCK_RAW); print('ESCAPED')",
     "the kernel's ciphers": "import socket\nsocket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET); print('ESCAPED')",
     "the parent's environment": "print(open('/proc/{pid}/environ').read(), 'ESCAPED')",
@@ -45,8 +47,8 @@ DENIED = {
 ENDED = {
     "a fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout"),
     "memory": ("bytearray(1 << 30)", "memory"),
-    "memory of children": (
-        "import os\nfor _ in range(3):\n    os.fork()\nx = bytearray(1 << 29)",
+    "memory of a child": (
+        "import os\nif os.fork(): os._exit(os.waitstatus_to_exitcode(os.wait()[1]))\nbytearray(1 << 29)",
         "memory",
     ),
     "disk": ("for at in range(99):\n    open(str(at), 'wb').write(bytes(1 << 20))", "error"),
@@ -159,6 +161,35 @@ def test_nothing_of_one_program_is_left_for_the_next(sandbox: Sandbox) -> None:
             tree += map(int, file.read().split())
         seen += 1
     assert seen == (1 if sandbox.holds["missing"] else 3)
+
+
+def test_what_fails_on_the_way_into_the_box_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfspec.learning.sandbox.sandbox._TREE", ("/usr", "/proc"))  # of which one is there
+    box = Sandbox(LIMITS, max_concurrent=1)
+    assert "NO namespaces (" in box.described and box.holds["missing"] and still_serves(box)
+    box.close()
+
+
+def test_an_idle_process_that_was_ended_is_replaced_and_none_outlives_its_sandbox() -> None:
+    box = Sandbox(LIMITS, max_concurrent=1)
+    first = box._idle[0]._process
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert still_serves(box) and box._idle[0]._process.pid != first.pid
+    last = box._idle[0]._process
+    del box
+    assert last.poll() is not None
+    assert Sandbox(LIMITS).run(argv=["/bin/sh", "-c", "echo $HOME"]).stdout.strip()
+
+
+def test_a_tree_too_deep_to_walk_ends_nothing(sandbox: Sandbox) -> None:
+    deep = "import os\nfor _ in range(3000):\n    os.mkdir('d'); os.chdir('d')"
+    assert sandbox.run(deep).fault == "" and still_serves(sandbox)
+
+
+def test_a_program_gives_the_same_outcome_again(sandbox: Sandbox) -> None:
+    source = "import random\nprint(random.random(), hash('a'), set('abcdef'))"
+    assert sandbox.run(source).stdout == sandbox.run(source).stdout != ""
 
 
 def test_a_program_sees_nothing_of_the_run(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
