@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 553
+MAX_SOURCE_FILES = 560
 MAX_LINES_OF_A_ROOM = {
     "core": 2529,
-    "core/settings": 2634,
+    "core/settings": 2652,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -271,7 +271,8 @@ MAX_LINES_OF_A_ROOM = {
     "learning/drafts": 2995,
     "learning/environments": 607,
     "learning/models": 1423,
-    "learning/rewards": 1805,
+    "learning/rewards": 1991,
+    "learning/sandbox": 891,
     "learning/tasks": 251,
     "learning/training": 6774,
     "actors": 382,
@@ -288,7 +289,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/jobs": 1508,
     "cluster/observe": 2472,
     "cluster/ray_start": 820,
-    "cluster/plan": 2719,
+    "cluster/plan": 2730,
     "cluster/report": 652,
     "cluster/resume": 1326,
     "cluster/run": 2317,

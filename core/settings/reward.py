@@ -28,17 +28,32 @@ RESERVED_NAMES = (
 _OF_A_JUDGE = ("template", "rubric", "choice", "default", "answer_tokens", "key_env")
 
 
+class CodeConfig(Section):
+    """How programs are tested (kind code)."""
+
+    tests_from: Name | None = None
+    """column with a row's tests, of data.reward_fields; null: the reference. Pairs of input and output, `inputs` and
+    `outputs` (with `fn_name` a call's), asserts, or `check(candidate)` with the row's `entry_point`"""
+    partial: bool = False
+    "the reward is the share of tests that are passed, as verl's `continuous`; else 1.0 for all of them"
+    memory_mb: int = Field(default=512, ge=64)
+    "address space of one process of a program; at `url` its memory"
+    max_concurrent: int | None = Field(default=None, ge=1)
+    "programs that one reward actor has run at once; null: one a core, at `url` 64"
+
+
 class Scorer(Section):
     """What one reward is made of."""
 
     kind: str = "chain"
     """`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, `judge` (a language model behind OpenAI's API),
-    `environment` (what its steps give), `none` (0, for algorithm.kind distill), or a Python function as
-    `package.module:function` or `path/to/file.py:function`"""
+    `code` (a response's program against tests, in a sandbox), `environment` (what its steps give), `none` (0, for
+    algorithm.kind distill), or a Python function as `package.module:function` or `path/to/file.py:function`"""
     model: Name | None = None
     "kind model: path or hub name of a sequence-classification model; kind judge: what its server calls it"
     url: Name | None = None
-    "kind serve: address of a reward server, such as http://127.0.0.1:8000/score; judge: http://127.0.0.1:8000/v1"
+    """kind serve: address of a reward server, such as http://127.0.0.1:8000/score; judge: http://127.0.0.1:8000/v1;
+    code: of a SandboxFusion server, such as http://127.0.0.1:8080/run_code; null: a sandbox of this machine"""
     app: Name | None = None
     "kind serve: name of a Ray Serve application of the same Ray cluster, called by handle instead of `url`"
     pattern: str | None = None
@@ -57,6 +72,7 @@ class Scorer(Section):
     "kind judge: of an answer, at most"
     key_env: Name | None = None
     "kind judge: the environment variable with the server's API key"
+    code: CodeConfig = CodeConfig()
     scope: Literal["auto", "sample", "group"] = "auto"
     """what a Python function is given at once: a response, or all of a prompt (`group`: its arguments are lists,
     `prompts`, `responses`, `references`); auto: a group where it takes lists, as TRL's, verl's and OpenRLHF's may"""
@@ -91,6 +107,8 @@ class Scorer(Section):
                 "no effect; take it out"
             )
         self._require_judge()
+        if self.kind != "code" and self.code != CodeConfig():
+            raise ValueError(f"reward.code is of kind code, this is {self.kind}; take it out")
         if self.kind == "environment" and (self.mean, self.std, self.clip) != (0.0, 1.0, None):
             raise ValueError(
                 "reward.kind environment takes what the environment gives; reward.mean, std and clip would have no "
@@ -165,10 +183,10 @@ class ShapingConfig(Section):
 
 
 class RewardServerConfig(Section):
-    """How a reward server, or a judge, is asked (kinds serve, judge)."""
+    """How a server is asked (kinds serve, judge, and code with `url`)."""
 
     timeout_s: Seconds = 120.0
-    "for one batch, or one question to a judge"
+    "for one batch, one question to a judge, or one program"
     retries: int = Field(default=6, ge=0)
     "after the first try, when the server is down, refuses, or loses a replica"
     backoff_s: Seconds = 0.5
@@ -187,7 +205,7 @@ class RewardConfig(Scorer):
     max_tokens: int | None = Field(default=None, ge=1)
     "of prompt and response in a reward model, null: what it holds; prompts are cut on their left, responses never"
     timeout_s: Seconds = 10.0
-    "for each response that a call of a Python function is given"
+    "for each response that a call of a Python function is given; kind code: for all tests of a response"
     on_error: Literal["fail", "skip"] = "fail"
     """a sample whose function raises, hangs, or gives no finite number: ends the run, or leaves the batch; where
     it is given all samples of a prompt, all of them"""
@@ -208,8 +226,8 @@ class RewardConfig(Scorer):
 
     @property
     def calls_functions(self) -> bool:
-        """Whether Python functions of the user's are called."""
-        return any(":" in part.kind or part.kind == "format" for part in self.scorers)
+        """Whether Python functions of the user's are called, or programs of responses run."""
+        return any(":" in part.kind or part.kind in ("format", "code") for part in self.scorers)
 
     @property
     def title(self) -> str:
