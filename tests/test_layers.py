@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 552
+MAX_SOURCE_FILES = 553
 MAX_LINES_OF_A_ROOM = {
     "core": 2528,
     "core/settings": 2604,
@@ -267,7 +267,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1953,
     "learning": 6,
-    "learning/data": 4373,
+    "learning/data": 4732,
     "learning/drafts": 2995,
     "learning/environments": 607,
     "learning/models": 1423,
