@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 560
+MAX_SOURCE_FILES = 562
 MAX_LINES_OF_A_ROOM = {
     "core": 2529,
-    "core/settings": 2652,
+    "core/settings": 2671,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -267,9 +267,9 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1953,
     "learning": 6,
-    "learning/data": 4373,
+    "learning/data": 4756,
     "learning/drafts": 2995,
-    "learning/environments": 607,
+    "learning/environments": 908,
     "learning/models": 1423,
     "learning/rewards": 1991,
     "learning/sandbox": 891,
@@ -282,22 +282,22 @@ MAX_LINES_OF_A_ROOM = {
     "actors/reward_server": 542,
     "actors/scheduling": 469,
     "actors/transport": 1664,
-    "actors/workers": 834,
+    "actors/workers": 844,
     "cluster": 160,
     "cluster/commands": 2671,
     "cluster/folder": 2214,
-    "cluster/jobs": 1508,
+    "cluster/jobs": 1511,
     "cluster/observe": 2472,
     "cluster/ray_start": 820,
-    "cluster/plan": 2730,
+    "cluster/plan": 2737,
     "cluster/report": 652,
     "cluster/resume": 1326,
     "cluster/run": 2317,
     "cluster/serving": 1768,
-    "cluster/system": 2634,
+    "cluster/system": 2641,
     "cluster/verify": 1704,
     "cluster/weights": 302,
-    "integrations": 1431,
+    "integrations": 1433,
 }
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15

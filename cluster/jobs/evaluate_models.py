@@ -16,6 +16,7 @@ from ...core.errors import ConfigError
 from ...core.files import storage_errors, write_whole
 from ...core.records import Rollout
 from ...learning.data.prompts import PromptDataset, load_prompts
+from ...learning.environments.tools import require_tools, tool_schemas
 from ..folder.rollouts import write_rollouts
 from ..folder.sample_table import SampleRow, as_markdown, choose_samples
 from ..observe.console import Reporter
@@ -129,7 +130,9 @@ def plan_evaluation(config: Config) -> RunPlan:
     frozen = config.trainer.model_copy(update={"lora": None})
     models = check_models(config.model_copy(update={"trainer": frozen}))
     tokenizer = models.tokenizer
-    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+    require_tools(config.environment, config.data, tokenizer)
+    tools = tool_schemas(config.environment)
+    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed, tools=tools)
     config, evaluation = prompts_of(config, dataset, tokenizer)
     evaluation.require_context(models.context_tokens)
     # nothing longer than an evaluation's samples is generated

@@ -310,6 +310,10 @@ def require_reward(
         raise ValueError(
             "reward.kind is 'environment' but environment.kind is null: nothing answers; name an environment"
         )
+    if reward.kind == "environment" and environment == "tools":
+        raise ValueError(
+            "environment.kind tools gives no rewards; set reward.kind to what scores the responses"
+        )
     if reward.kind == "environment" and reward.shaping.is_on:
         raise ValueError(
             "reward.kind environment takes what the environment gives; reward.shaping would have no effect; let the "
