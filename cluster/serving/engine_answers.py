@@ -24,6 +24,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 "SentencePiece's token of one byte."
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 "By the letters of byte-level tokens."
+_LEAST = -9999.0
+"Log-probability that is told of what cannot be drawn, as vLLM."
 _NO_CHOICES = '"choices": []'
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CUT: "abort"}
 
@@ -50,6 +52,8 @@ class AnswerWriter:
     tokenizer: PreTrainedTokenizerBase
     served_name: str
     _sent: dict[int, _Sent] = field(default_factory=dict)
+    _texts: dict[tuple[int, bool], str] = field(default_factory=dict)
+    "of tokens, by whether they stand first"
     _id: str = field(default_factory=lambda: secrets.token_hex(12))
     _created: int = field(default_factory=lambda: int(time.time()))
 
@@ -60,7 +64,7 @@ class AnswerWriter:
 
     def choice(self, place: int, completion: Completion) -> str:
         """A response that has ended, as JSON, for an answer without a stream; of any thread, once a place."""
-        text = self._text(place, completion)
+        text = self._echoed(place) + self._text(place, completion)
         said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
         choice = self._choice(place, completion, said, first=0, is_last=True)
         self._sent.setdefault(place, _Sent()).tokens = completion.num_tokens
@@ -81,7 +85,8 @@ class AnswerWriter:
         if completion.num_tokens <= sent.tokens and not is_last:
             return
         text = self._text(place, completion) if is_last else self._text_so_far(sent, completion)
-        new = text[len(sent.text) :]
+        # what echoes comes in one part
+        new = self._echoed(place) + text[len(sent.text) :]
         if self.is_chat:
             said: dict[str, Any] = {"delta": {"content": new} | ({"role": "assistant"} if is_first else {})}
         else:
@@ -135,6 +140,11 @@ class AnswerWriter:
                 choice["prompt_token_ids"] = self.asked.requests[place].prompt.token_ids.tolist()
         return choice
 
+    def _echoed(self, place: int) -> str:
+        """The prompt's text, where it is to stand before the response."""
+        prompt = self.asked.requests[place].prompt
+        return (prompt.text or self._decode(prompt.token_ids.tolist())) if self.asked.body.echoes else ""
+
     def _text(self, place: int, completion: Completion) -> str:
         """A whole response's text up to what stopped it."""
         ids = completion.token_ids.tolist()
@@ -187,43 +197,67 @@ class AnswerWriter:
 
     def _added(self, one: int, *, is_first: bool) -> str:
         """What a token adds to a text, whose first one may lose the space before it."""
-        alone, twice = (
-            str(self.tokenizer.decode([one] * count, clean_up_tokenization_spaces=False)) for count in (1, 2)
-        )
-        return alone if is_first or _UNFINISHED in alone else twice[len(alone) :]
+        if (one, is_first) not in self._texts:
+            alone, twice = (
+                str(self.tokenizer.decode([one] * count, clean_up_tokenization_spaces=False))
+                for count in (1, 2)
+            )
+            said = alone if is_first or _UNFINISHED in alone else twice[len(alone) :]
+            self._texts[one, is_first] = said
+        return self._texts[one, is_first]
 
     def _logprobs(self, place: int, completion: Completion, first: int) -> dict[str, Any]:
         """Of the distribution that was sampled from: behind temperature, top-k and top-p; at temperature 0 the model's.
 
         The last as vLLM: the one that greedy decoding samples from would be 0 everywhere.
         """
-        is_greedy = self.asked.requests[place].sampling.temperature == 0.0
+        request, scores = self.asked.requests[place], completion.scores
+        is_greedy = request.sampling.temperature == 0.0
         values = (completion.policy_logprobs if is_greedy else completion.sampling_logprobs)[first:].tolist()
-        ids = completion.token_ids[first:].tolist()
-        texts = [self._added(one, is_first=first + at == 0) for at, one in enumerate(ids)]
-        names = [f"token_id:{one}" for one in ids] if self.asked.body.return_tokens_as_token_ids else texts
+        ids, tops = completion.token_ids[first:].tolist(), [[] for _ in range(first, completion.num_tokens)]
+        if scores is not None:
+            begin = 0 if self.asked.body.echoes else len(request.prompt.token_ids) - 1
+            rows = zip(scores.top_ids[begin:].tolist(), scores.top_logprobs[begin:].tolist(), strict=True)
+            tops = [list(zip(*row, strict=True)) for row in rows]
+            if self.asked.body.echoes:
+                ids, tops = request.prompt.token_ids.tolist() + ids, [[], *tops]
+                values = [None, *scores.logprobs[: len(ids) - len(values) - 1].tolist(), *values]
+        said = [
+            self._token(one, value, first + at)
+            for at, (one, value) in enumerate(zip(ids, values, strict=True))
+        ]
+        best = [[self._token(*one, first + at) for one in top] for at, top in enumerate(tops)]
         if self.is_chat:
-            # a token that the text skips has none: those of all join to the text's
-            parts = [
-                _bytes(str(self.tokenizer.convert_ids_to_tokens(one)), text)
-                if self._decode([one, one])
-                else []
-                for one, text in zip(ids, texts, strict=True)
-            ]
-            return {
-                "content": [
-                    {"token": name, "logprob": value, "bytes": part, "top_logprobs": []}
-                    for name, value, part in zip(names, values, parts, strict=True)
-                ]
-            }
+            return {"content": [one | {"top_logprobs": top} for one, top in zip(said, best, strict=True)]}
         sent = self._sent.setdefault(place, _Sent())
+        texts = [self._added(one, is_first=first + at == 0) for at, one in enumerate(ids)]
         *offsets, sent.offset = accumulate(map(len, texts), initial=sent.offset)
         return {
-            "tokens": names,
-            "token_logprobs": values,
-            "top_logprobs": [{name: value} for name, value in zip(names, values, strict=True)],
+            "tokens": [one["token"] for one in said],
+            "token_logprobs": [one["logprob"] for one in said],
+            "top_logprobs": [
+                # of two tokens of one name the likelier one's
+                None
+                if one["logprob"] is None
+                else {each["token"]: each["logprob"] for each in (one, *reversed(top))}
+                for one, top in zip(said, best, strict=True)
+            ],
             "text_offset": offsets,
         }
+
+    def _token(self, one: int, value: float | None, place: int) -> dict[str, Any]:
+        """A token with its log-probability, as a chat tells it; `place`: from the beginning of the text."""
+        text = self._added(one, is_first=place == 0)
+        said = {"token": f"token_id:{one}" if self.asked.body.return_tokens_as_token_ids else text}
+        # of a token that the filters leave out: JSON has no infinity
+        said |= {"logprob": value if value is None else max(value, _LEAST)}
+        if not self.is_chat:
+            return said
+        # a token that the text skips has none: those of all join to the text's
+        part = (
+            _bytes(str(self.tokenizer.convert_ids_to_tokens(one)), text) if self._decode([one, one]) else []
+        )
+        return said | {"bytes": part}
 
 
 def _bytes(token: str, text: str) -> list[int]:

@@ -103,18 +103,23 @@ class RequestReader:
             raise refuse(
                 f"best_of must equal n ({body.n}), got {body.best_of}; all responses are returned", "best_of"
             )
-        prompts = self._chat_prompt(body) if isinstance(body, ChatBody) else self._prompts(body)
+        prompts, texts = self._chat_prompt(body) if isinstance(body, ChatBody) else self._prompts(body)
         seed = secrets.randbits(63) if body.seed in (None, -1) else body.seed
         seen: Counter[tuple[int, ...]] = Counter()
         requests = []
         for place, ids in enumerate(prompts):
             sampling = self._sampling(body, len(ids))
-            prompt = Prompt(prompt_id=place, token_ids=np.array(ids, dtype=np.int64))
+            text = texts[place] if body.echoes and texts else ""
+            prompt = Prompt(prompt_id=place, token_ids=np.array(ids, dtype=np.int64), text=text)
             first, seen[tuple(ids)] = seen[tuple(ids)], seen[tuple(ids)] + body.n
             for number in range(first, first + body.n):
                 requests.append(
                     SampleRequest(
-                        key=sample_key(seed, ids, number), prompt=prompt, sampling=sampling, group_id=place
+                        key=sample_key(seed, ids, number),
+                        prompt=prompt,
+                        sampling=sampling,
+                        group_id=place,
+                        num_top=body.num_top if body.most_tokens == 0 else None,
                     )
                 )
             self._require_fits(requests[-1])
@@ -130,7 +135,8 @@ class RequestReader:
                 code="model_not_found",
             )
 
-    def _prompts(self, body: CompletionBody) -> list[list[int]]:
+    def _prompts(self, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
+        """Token ids of each prompt, and the texts where they are texts."""
         given = body.prompt
         if isinstance(given, str):
             given = [given]
@@ -146,9 +152,9 @@ class RequestReader:
         largest = max((token for prompt in prompts for token in prompt), default=0, key=abs)
         if abs(largest) >= 2**63:
             raise refuse(f"prompt: token ids are from 0 to {self._vocab_size - 1}, got {largest}", "prompt")
-        return prompts
+        return prompts, texts
 
-    def _chat_prompt(self, body: ChatBody) -> list[list[int]]:
+    def _chat_prompt(self, body: ChatBody) -> tuple[list[list[int]], list[str]]:
         turns = _as_api_error(lambda: parse_turns(body.messages, "messages"), "messages")
         if not turns:
             raise refuse("messages must hold one message at least, got an empty list", "messages")
@@ -180,7 +186,7 @@ class RequestReader:
         names = [{key: held for key, held in turn.items() if key != "name"} for turn in turns]
         if names != turns and render(names, body.tools) == text:
             note_once("messages: the chat template does not write their `name`; say in `content` who speaks")
-        return encode_texts(self._tokenizer, [text], special=False)
+        return encode_texts(self._tokenizer, [text], special=False), [text]
 
     def _sampling(self, body: GenerationBody, num_prompt_tokens: int) -> SamplingParams:
         room = self._max_total_tokens - num_prompt_tokens
@@ -206,7 +212,10 @@ class RequestReader:
                 top_k=max(self._usual.get("top_k", 0) if body.top_k is None else body.top_k, 0),
                 top_p=self._usual.get("top_p", 1.0) if body.top_p is None else body.top_p,
                 min_p=self._usual.get("min_p", 0.0) if body.min_p is None else body.min_p,
-                max_new_tokens=body.most_tokens or min(self._usual.get("max_new_tokens", room), room),
+                max_new_tokens=min(self._usual.get("max_new_tokens", room), room)
+                if body.most_tokens is None
+                # of a prompt that is scored alone, too: nothing is decoded then
+                else max(body.most_tokens, 1),
                 stop_token_ids=tuple(dict.fromkeys((*ends, *body.stop_token_ids))),
                 stop=body.stops,
             )

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhfspec.cluster.serving.engine_answers import AnswerWriter
 from rlhfspec.cluster.serving.engine_requests import RequestReader
 from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body
-from rlhfspec.core.records import Completion, FinishReason, as_asked
+from rlhfspec.core.records import Completion, FinishReason, Scores, as_asked
 from rlhfspec.engine.weights.loading import load_tokenizer
 
 CHUNK = 5
@@ -142,6 +142,67 @@ def test_greedy_log_probabilities_are_the_models_own(model: Path):
             sampling_logprobs=np.array([-0.25], dtype=np.float32),
         )
         assert json.loads(writer.choice(0, said))["logprobs"]["token_logprobs"] == [expected]
+
+
+def scored(model: Path, **body: Any) -> dict[str, Any]:
+    """The choice of a prompt of three tokens and a response of two, the likeliest beside each."""
+    writer, _ = writer_of(model, prompt=[40, 41, 42], **body)
+    top = np.array([-0.5, -0.75, -1.0, -np.inf], dtype=np.float32)
+    scores = Scores(
+        logprobs=np.array([-2, -3, -4, -5], dtype=np.float32),
+        top_ids=np.array([[50], [51], [52], [44]]),
+        top_logprobs=top[:, None],
+        weight_version=0,
+    )
+    whole = completion_of(writer, [43, 44], FinishReason.LENGTH)
+    whole = replace(whole, scores=scores, sampling_logprobs=np.array([-1.5, -1e9], dtype=np.float32))
+    choice = json.loads(writer.choice(0, whole))
+    (part,) = writer_of(model, prompt=[40, 41, 42], **body)[0].parts(0, whole, is_last=True)
+    assert json.loads(part.removeprefix("data: "))["choices"] == [choice]
+    return choice
+
+
+def test_the_likeliest_tokens_stand_beside_the_sampled_one(model: Path):
+    choice = scored(model, logprobs=1, return_tokens_as_token_ids=True)
+    assert choice["logprobs"] == {
+        "tokens": ["token_id:43", "token_id:44"],
+        "token_logprobs": [-1.5, -9999.0],
+        "top_logprobs": [{"token_id:43": -1.5, "token_id:52": -1.0}, {"token_id:44": -9999.0}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_an_echo_has_the_prompt_in_text_and_log_probabilities(model: Path):
+    choice, decode = scored(model, logprobs=1, echo=True), load_tokenizer(str(model)).decode
+    words = [decode([one]) for one in range(40, 53)]
+    assert choice["text"] == "".join(words[:5])
+    said = choice["logprobs"]
+    assert said["tokens"] == words[:5] and said["text_offset"] == [0, 1, 2, 3, 4]
+    assert said["token_logprobs"] == [None, -2.0, -3.0, -1.5, -9999.0]
+    assert said["top_logprobs"][:3] == [
+        None,
+        {words[1]: -2.0, words[10]: -0.5},
+        {words[2]: -3.0, words[11]: -0.75},
+    ]
+
+
+def test_a_chats_likeliest_tokens_have_their_bytes(model: Path):
+    reader = RequestReader(load_tokenizer(str(model)), model=str(model), served_name="t", max_total_tokens=99)
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
+    writer = AnswerWriter(reader.read(read_body(json.dumps(body).encode(), ChatBody)), reader._tokenizer, "t")
+    before = len(writer.asked.requests[0].prompt.token_ids) - 1
+    scores = Scores(
+        logprobs=np.zeros(before + 1, dtype=np.float32),
+        top_ids=np.tile([65, 66], (before + 1, 1)),
+        top_logprobs=np.tile(np.float32([-0.5, -1.0]), (before + 1, 1)),
+        weight_version=0,
+    )
+    said = replace(completion_of(writer, [40], FinishReason.LENGTH), scores=scores)
+    (content,) = json.loads(writer.choice(0, said))["logprobs"]["content"]
+    assert [one["logprob"] for one in content["top_logprobs"]] == [-0.5, -1.0]
+    assert [bytes(one["bytes"]).decode() for one in content["top_logprobs"]] == [
+        one["token"] for one in content["top_logprobs"]
+    ]
 
 
 def sentencepiece(_: Path) -> tuple[PreTrainedTokenizerFast, list[int]]:

@@ -67,7 +67,10 @@ def test_what_vllm_sends_as_its_defaults_is_taken(reader: RequestReader):
             "repetition_penalty",
             "has 'repetition_penalty': expected none or 1, got 1.1; this engine",
         ),
-        ({"prompt": "1", "logprobs": 3}, 400, "logprobs", "expected none or 0, got 3; the engine knows"),
+        ({"prompt": "1", "logprobs": 21}, 400, "logprobs", "less than or equal to 20, got 21"),
+        ({"prompt": "1", "top_logprobs": 3}, 400, "top_logprobs", "send logprobs with that number"),
+        ({"prompt": "1", "max_tokens": 0}, 400, "max_tokens", "at least 1, or beside echo 0, got 0"),
+        ({"prompt": "1", "prompt_logprobs": 1}, 400, "prompt_logprobs", "send echo and logprobs"),
         ({"prompt": "1", "max_tokens": 64}, 400, "prompt", "do not fit 64 tokens"),
         ({"prompt": "1", "model": "gpt"}, 404, "model", "served is 'tiny'"),
         ({"prompt": "1", "temperatur": 1}, 400, "temperatur", "did you mean 'temperature'?"),
@@ -83,6 +86,26 @@ def test_a_refusal_names_the_key(
         asked(reader, **body)
     assert (refused.value.status, refused.value.param) == (status, param)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "of_body", "of_request"),
+    [
+        ({"logprobs": 0}, None, None),
+        ({"logprobs": 2}, 2, None),
+        ({"echo": True}, None, None),
+        ({"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}, 1, None),
+        ({"echo": True, "max_tokens": 0}, 0, 0),
+    ],
+    ids=["sampled", "likeliest", "echo", "lm-eval", "prompt alone"],
+)
+def test_what_is_scored_is_what_logprobs_and_echo_ask_for(
+    reader: RequestReader, more: dict[str, Any], of_body: int | None, of_request: int | None
+):
+    found = asked(reader, prompt=["12"], **more)
+    (one,) = found.requests
+    assert (found.body.num_top, one.num_top) == (of_body, of_request)
+    assert one.prompt.text == ("12" if "echo" in more else "")
 
 
 def test_a_tokenizer_without_a_chat_template_is_told(reader: RequestReader):
@@ -129,6 +152,9 @@ def chatting(tmp_path: Path, template: str = CHAT, **settings: Any) -> Callable[
             "messages",
             "does not write the tool_calls of message 0",
         ),
+        ({"top_logprobs": 5}, "top_logprobs", "needs logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"echo": True}, "echo", "send the whole text to /v1/completions"),
         ({"max_tokens": 4, "reasoning_effort": "low"}, "reasoning_effort", "chat_template_kwargs"),
     ],
 )
