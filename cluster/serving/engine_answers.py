@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...core.records import Completion, FinishReason
+from ...learning.data.chat.tool_calls import CallStream
 from .engine_requests import Asked
 from .request_bodies import ChatBody
 
@@ -42,6 +43,9 @@ class _Sent:
     "of the tokens up to `read`, what no further token changes; `text` is what of it cannot be in a stop string"
     begin: int = 0
     read: int = 0
+    calls: CallStream | None = None
+    "reads the text, where tools may be called"
+    num_calls: int = 0
 
 
 @dataclass(slots=True)
@@ -65,7 +69,7 @@ class AnswerWriter:
     def choice(self, place: int, completion: Completion) -> str:
         """A response that has ended, as JSON, for an answer without a stream; of any thread, once a place."""
         text = self._echoed(place) + self._text(place, completion)
-        said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        said = {"message": self._message(place, text)} if self.is_chat else {"text": text}
         choice = self._choice(place, completion, said, first=0, is_last=True)
         self._sent.setdefault(place, _Sent()).tokens = completion.num_tokens
         return _json(choice)
@@ -87,15 +91,55 @@ class AnswerWriter:
         text = self._text(place, completion) if is_last else self._text_so_far(sent, completion)
         # what echoes comes in one part
         new = self._echoed(place) + text[len(sent.text) :]
+        said: list[dict[str, Any]] = [{"text": new}]
         if self.is_chat:
-            said: dict[str, Any] = {"delta": {"content": new} | ({"role": "assistant"} if is_first else {})}
-        else:
-            said = {"text": new}
-        choice = self._choice(place, completion, said, first=sent.tokens, is_last=is_last)
-        sent.tokens, sent.text = completion.num_tokens, sent.text + new
+            said = [{"delta": delta} for delta in self._deltas(place, new, is_last=is_last)]
+            said[0]["delta"] |= {"role": "assistant"} if is_first else {}
+        first, sent.tokens, sent.text = sent.tokens, completion.num_tokens, sent.text + new
         options = self.asked.body.stream_options
         usage = {"usage": self._usage()} if options.continuous_usage_stats else {}
-        yield event(self._envelope([choice], self._part_kind) | usage)
+        for at, one in enumerate(said, start=1):
+            choice = self._choice(place, completion, one, first=first, is_last=is_last and at == len(said))
+            first = completion.num_tokens
+            yield event(self._envelope([choice], self._part_kind) | usage)
+
+    def _deltas(self, place: int, new: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """What a message goes on with; a call's name, then its arguments, where calls are read."""
+        if self.asked.parser is None:
+            return [{"content": new}]
+        sent, request = self._sent.setdefault(place, _Sent()), self.asked.requests[place]
+        body = cast(ChatBody, self.asked.body)
+        if sent.calls is None:
+            sent.calls = self.asked.parser.stream(prompt=request.prompt.text, tools=body.tools)
+            new = self.asked.forced + new
+        deltas: list[dict[str, Any]] = []
+        for found in (*sent.calls.feed(new), *(sent.calls.close() if is_last else ())):
+            if found.call is None:
+                # of a call that does not parse the text, as vLLM
+                deltas.append({"reasoning_content" if found.kind == "reasoning" else "content": found.text})
+            elif body.parallel_tool_calls or not sent.num_calls:
+                head = {"id": f"call_{request.key.sample_index:016x}{sent.num_calls:04x}", "type": "function"}
+                parts = (
+                    head | {"function": {"name": found.call.name, "arguments": ""}},
+                    {"function": {"arguments": _json(found.call.arguments)}},
+                )
+                deltas += [{"tool_calls": [{"index": sent.num_calls} | part]} for part in parts]
+                sent.num_calls += 1
+        return deltas or [{}]
+
+    def _message(self, place: int, text: str) -> dict[str, Any]:
+        """The whole message: what its deltas join to."""
+        texts: dict[str, str] = {}
+        calls: list[dict[str, Any]] = []
+        for delta in self._deltas(place, text, is_last=True):
+            for part in delta.pop("tool_calls", ()):
+                if part.pop("index") == len(calls):
+                    calls.append(part)
+                else:
+                    calls[-1]["function"] |= part["function"]
+            texts |= {key: texts.get(key, "") + more for key, more in delta.items()}
+        message = {"role": "assistant", "content": None if calls else ""} | texts
+        return message | ({"tool_calls": calls} if calls else {})
 
     def end(self) -> Iterator[str]:
         """The last events."""
@@ -130,7 +174,7 @@ class AnswerWriter:
             "index": place,
             **said,
             "logprobs": self._logprobs(place, completion, first) if body.wants_logprobs else None,
-            "finish_reason": _REASONS[completion.finish_reason] if is_last else None,
+            "finish_reason": self._reason(place, completion) if is_last else None,
         }
         if is_last:
             choice["weight_versions"] = [span.weight_version for span in completion.weight_spans]
@@ -139,6 +183,12 @@ class AnswerWriter:
             if not self.is_chat and first == 0:
                 choice["prompt_token_ids"] = self.asked.requests[place].prompt.token_ids.tolist()
         return choice
+
+    def _reason(self, place: int, completion: Completion) -> str:
+        """Why a response ended; as OpenAI's, a call of a function that was named is no reason."""
+        reason, calls = _REASONS[completion.finish_reason], self.asked.parser and self._sent[place].num_calls
+        is_called = calls and reason == "stop" and cast(ChatBody, self.asked.body).forced_tool is None
+        return "tool_calls" if is_called else reason
 
     def _echoed(self, place: int) -> str:
         """The prompt's text, where it is to stand before the response."""
@@ -190,7 +240,10 @@ class AnswerWriter:
         return str(
             self.tokenizer.decode(
                 ids,
-                skip_special_tokens=skips and self.asked.body.skip_special_tokens,
+                # of calls special tokens are a part
+                skip_special_tokens=skips
+                and self.asked.body.skip_special_tokens
+                and self.asked.parser is None,
                 clean_up_tokenization_spaces=False,
             )
         )
@@ -218,7 +271,7 @@ class AnswerWriter:
         if scores is not None:
             begin = 0 if self.asked.body.echoes else len(request.prompt.token_ids) - 1
             rows = zip(scores.top_ids[begin:].tolist(), scores.top_logprobs[begin:].tolist(), strict=True)
-            tops = [list(zip(*row, strict=True)) for row in rows]
+            tops = [list(zip(*row, strict=True)) for row in rows][first:]
             if self.asked.body.echoes:
                 ids, tops = request.prompt.token_ids.tolist() + ids, [[], *tops]
                 values = [None, *scores.logprobs[: len(ids) - len(values) - 1].tolist(), *values]

@@ -74,6 +74,11 @@ class GenerationBody(BaseModel):
         return False
 
     @property
+    def wants_calls(self) -> bool:
+        """Whether calls of tools are read out of the response."""
+        return False
+
+    @property
     def comes_whole(self) -> bool:
         """Whether even a stream has a response in one part."""
         return self.num_top is not None or self.echoes
@@ -133,6 +138,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int = Field(default=0, ge=0, le=MOST_TOP)
     tools: list[dict[str, JsonValue]] = []
     tool_choice: JsonValue = None
+    parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, JsonValue] = {}
 
@@ -145,6 +151,18 @@ class ChatBody(GenerationBody):
     def num_top(self) -> int | None:
         """As `top_logprobs` says."""
         return self.top_logprobs or None
+
+    @property
+    def wants_calls(self) -> bool:
+        """Where there are tools, unless tool_choice is none."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The tool that must be called."""
+        functions = [tool.get("function") for tool in self.tools]
+        names = [str(one.get("name")) for one in functions if isinstance(one, dict)]
+        return next((name for name in names if self.tool_choice == _choice_of(name)), None)
 
     def require_known(self) -> None:
         """Raise ApiError for what a message, a tool or a call has that nothing here reads."""
@@ -159,15 +177,11 @@ class ChatBody(GenerationBody):
                 listed = message.get(key)
                 for number, one in enumerate(listed if isinstance(listed, list) else ()):
                     _require_nested(one, kind, f"{path}.{key}.{number}")
-        if self.tools and self.tool_choice != "none":
+        known = ("none", "auto", *(["required"] if self.tools else []))
+        if self.tool_choice is not None and self.tool_choice not in known and self.forced_tool is None:
             raise refuse(
-                "tools: calls in a response are not parsed yet and would stay text: expected tool_choice 'none' "
-                f"beside them, got {quote(self.tool_choice)}; set it, and parse the calls of `content` yourself",
-                "tool_choice",
-            )
-        if self.tool_choice not in (None, "none", "auto"):
-            raise refuse(
-                f"tool_choice: expected 'none', got {quote(self.tool_choice)}; calls are not parsed yet",
+                f"tool_choice: expected {', '.join(known)} or {_choice_of('one of tools')}, got "
+                f"{quote(self.tool_choice)}",
                 "tool_choice",
             )
 
@@ -175,6 +189,10 @@ class ChatBody(GenerationBody):
     def most_tokens(self) -> int | None:
         """Of a response; None: as many as there is room for."""
         return self.max_completion_tokens or self.max_tokens
+
+
+def _choice_of(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 _OBJECT = TypeAdapter(dict[str, Any])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from byte_chat import save_byte_pair
+from hermes_chat import HERMES, NAMED, WEATHER
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -203,6 +204,78 @@ def test_a_chats_likeliest_tokens_have_their_bytes(model: Path):
     assert [bytes(one["bytes"]).decode() for one in content["top_logprobs"]] == [
         one["token"] for one in content["top_logprobs"]
     ]
+
+
+def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """A message as OpenAI's clients make it of a stream's deltas."""
+    made: dict[str, Any] = {"content": None}
+    for delta in deltas:
+        for call in delta.pop("tool_calls", ()):
+            calls = made.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                calls.append({key: call[key] for key in ("id", "type", "function")})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        for key, more in delta.items():
+            made[key] = (made.get(key) or "") + more
+    return made
+
+
+OSLO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo 東"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "content", "cities", "reason"),
+    [
+        ("It is warm.", "auto", "It is warm.", [], "stop"),
+        (OSLO, "auto", None, ["Oslo 東"], "tool_calls"),
+        (
+            "Look:\n" + OSLO + OSLO.replace("Oslo", "Rome"),
+            "auto",
+            "Look:",
+            ["Oslo 東", "Rome 東"],
+            "tool_calls",
+        ),
+        (OSLO.replace("}}", "}"), "auto", OSLO[: OSLO.index("}}") + 1], [], "stop"),
+        ("<think>hm</think>" + OSLO, None, None, ["Oslo 東"], "tool_calls"),
+        (OSLO, "none", OSLO, [], "stop"),
+        (OSLO.removeprefix('<tool_call>\n{"name":'), "required", None, ["Oslo 東"], "tool_calls"),
+        (' {"city": "Oslo"}}\n</tool_call>', NAMED, None, ["Oslo"], "stop"),
+        (OSLO + OSLO, {"parallel_tool_calls": False}, None, ["Oslo 東"], "tool_calls"),
+    ],
+)
+def test_calls_are_told_whole_and_in_a_stream_alike(
+    model: Path, text: str, choice: Any, content: str | None, cities: list[str], reason: str
+):
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.chat_template = HERMES
+    reader = RequestReader(tokenizer, model=str(model), served_name="t", max_total_tokens=4096)
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [WEATHER],
+        "seed": 3,
+        "return_token_ids": True,
+    }
+    body |= choice if isinstance(choice, dict) and "type" not in choice else {"tool_choice": choice}
+    asked = reader.read(read_body(json.dumps(body).encode(), ChatBody))
+    writers = [AnswerWriter(asked, tokenizer, "t") for _ in range(2)]
+    whole = completion_of(writers[0], [*tokenizer.encode(text), tokenizer.eos_token_id], FinishReason.STOP)
+    said = json.loads(writers[0].choice(0, whole))
+    message = said["message"]
+    assert (message["content"], said["finish_reason"]) == (content, reason)
+    calls = message.get("tool_calls", [])
+    assert [json.loads(one["function"]["arguments"])["city"] for one in calls] == cities
+    assert len({one["id"] for one in calls}) == len(cities)
+    assert message.get("reasoning_content") == ("hm" if "hm" in text else None)
+    events = []
+    for count in range(CHUNK, whole.num_tokens, CHUNK):
+        so_far = completion_of(writers[1], whole.token_ids[:count].tolist(), FinishReason.CUT)
+        events += writers[1].parts(0, so_far, is_last=False)
+    events += writers[1].parts(0, whole, is_last=True)
+    parts = [json.loads(one.removeprefix("data: "))["choices"][0] for one in events]
+    assert joined([one["delta"] for one in parts]) == message
+    assert [one["finish_reason"] for one in parts if one["finish_reason"]] == [reason]
+    assert [token for one in parts for token in one["token_ids"]] == whole.token_ids.tolist()
 
 
 def sentencepiece(_: Path) -> tuple[PreTrainedTokenizerFast, list[int]]:
