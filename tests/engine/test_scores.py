@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlhfspec.core.records import Completion, SampleKey, SampleRequest, SamplingParams
+from rlhfspec.core.sample_state import SampleState
 from rlhfspec.engine.engine import Engine
 
 FILTERED = SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.02, max_new_tokens=30)
@@ -52,6 +53,17 @@ def test_scores_are_the_samplers_bits(
         prompt = slice(0, first)
         assert np.allclose(scores.logprobs[prompt], dense[np.arange(first), tokens[1 : first + 1]], atol=1e-4)
         assert (scores.top_ids[prompt] == dense[prompt].topk(5).indices.numpy()).all()
+
+
+def test_one_that_moved_while_it_waited_is_scored_where_it_came(
+    make_engine: Callable[..., Engine], make_requests: Callable[..., list[SampleRequest]]
+) -> None:
+    engine = make_engine("tree16")
+    (request,) = make_requests((30,), SAMPLINGS[1])
+    expected = engine.generate([replace(request, num_top=2)])[0].scores
+    assert engine.exchange.attach(SampleState.fresh(replace(request, num_top=2)), ()) is None
+    (found,) = engine.step()
+    assert found.scores.top_logprobs.tolist() == expected.top_logprobs.tolist() and not engine.has_work
 
 
 def test_a_prompt_is_scored_alone(

@@ -403,6 +403,21 @@ def test_a_server_that_is_started_again_has_the_weights_that_it_had(
     assert server.generate(body)["choices"][0]["weight_versions"] == [version + 1]
 
 
+def test_tokens_of_two_versions_are_not_scored_by_one(server: ServedEngine, pair: Path):
+    body = {"prompt": "scored", "n": MAX_OPEN, "max_tokens": 480, "ignore_eos": True, "logprobs": 2}
+    decoded = server.metric("rlhfspec_serve_decoded_tokens")
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(server.post, "/v1/completions", body)
+        server.wait_for(lambda: server.metric("rlhfspec_serve_decoded_tokens") > decoded)
+        assert server.post("/pause?mode=keep", {}).status_code == 200
+        info = {"update_info": {"path": str(pair / "target")}}
+        assert server.post("/update_weights", info).status_code == 200
+        assert server.post("/resume", {}).status_code == 200
+        refused = asked.result()
+    assert refused.status_code == 503 and "new weights came while a response ran" in refused.text
+    server.wait_until_none_is_open()
+
+
 def test_a_pause_that_keeps_cuts_no_response(server: ServedEngine, tmp_path: Path):
     body = ASKED | {"prompt": "kept", "n": 4, "max_tokens": 450, "ignore_eos": True, "seed": 2}
     whole = server.generate(body)
