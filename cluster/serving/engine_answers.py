@@ -118,9 +118,11 @@ class AnswerWriter:
                 # of a call that does not parse the text, as vLLM
                 deltas.append({"reasoning_content" if found.kind == "reasoning" else "content": found.text})
             elif body.parallel_tool_calls or not sent.num_calls:
-                head = {"id": f"call_{request.key.sample_index:016x}{sent.num_calls:04x}", "type": "function"}
+                number = request.key.sample_index + sent.num_calls
+                named = f"{number % 16**9:09x}" if self.asked.has_short_ids else f"call_{number:017x}"
+                function = {"name": found.call.name, "arguments": ""}
                 parts = (
-                    head | {"function": {"name": found.call.name, "arguments": ""}},
+                    {"id": named, "type": "function", "function": function},
                     {"function": {"arguments": _json(found.call.arguments)}},
                 )
                 deltas += [{"tool_calls": [{"index": sent.num_calls} | part]} for part in parts]

@@ -52,6 +52,8 @@ class Asked:
     "of calls in responses; None: they stay text"
     forced: str = ""
     "what responses go on from: the template's beginning of a call, behind the prompt's `text`"
+    has_short_ids: bool = False
+    "of calls: templates of Mistral's take nine letters and digits alone"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -135,7 +137,10 @@ class RequestReader:
                     )
                 )
             self._require_fits(requests[-1])
-        return Asked(body=body, seed=seed, requests=requests, parser=parser, forced=forced)
+        short = parser is not None and "length != 9" in (own_template(self._tokenizer, tools=({},)) or "")
+        return Asked(
+            body=body, seed=seed, requests=requests, parser=parser, forced=forced, has_short_ids=short
+        )
 
     def require_served(self, name: str) -> None:
         """Raise ApiError for another model's name."""

@@ -224,6 +224,24 @@ def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
 OSLO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo 東"}}\n</tool_call>'
 
 
+def test_ids_of_calls_are_of_the_request_and_as_the_template_takes_them(model: Path):
+    def ids(template: str, seed: int = 3) -> list[str]:
+        tokenizer = load_tokenizer(str(model))
+        tokenizer.chat_template = template
+        reader = RequestReader(tokenizer, model=str(model), served_name="t", max_total_tokens=4096)
+        body = {"messages": [{"role": "user", "content": "a"}], "tools": [WEATHER], "seed": seed}
+        writer = AnswerWriter(reader.read(read_body(json.dumps(body).encode(), ChatBody)), tokenizer, "t")
+        whole = completion_of(writer, tokenizer.encode(OSLO + OSLO), FinishReason.LENGTH)
+        choice = json.loads(writer.choice(0, whole))
+        assert choice["finish_reason"] == "length", "who asked is to know that it was cut"
+        return [one["id"] for one in choice["message"]["tool_calls"]]
+
+    (first, second), again = ids(HERMES), ids(HERMES)
+    assert first != second and [first, second] == again != ids(HERMES, seed=4)
+    assert first.startswith("call_")
+    assert [len(one) for one in ids(HERMES + "{# id|length != 9 #}")] == [9, 9]
+
+
 @pytest.mark.parametrize(
     ("text", "choice", "content", "cities", "reason"),
     [
