@@ -241,9 +241,9 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 562
+MAX_SOURCE_FILES = 563
 MAX_LINES_OF_A_ROOM = {
-    "core": 2529,
+    "core": 2550,
     "core/settings": 2671,
     "core/surfaces": 177,
     "profiles": 1106,
@@ -255,7 +255,7 @@ MAX_LINES_OF_A_ROOM = {
     "policies/scheduling": 1848,
     "policies/simulate": 3295,
     "policies/staleness": 708,
-    "engine": 2349,
+    "engine": 2421,
     "engine/attention": 457,
     "engine/cache": 1054,
     "engine/calibration": 765,
@@ -293,7 +293,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/report": 652,
     "cluster/resume": 1326,
     "cluster/run": 2317,
-    "cluster/serving": 1768,
+    "cluster/serving": 2007,
     "cluster/system": 2641,
     "cluster/verify": 1704,
     "cluster/weights": 302,
