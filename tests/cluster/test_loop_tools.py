@@ -130,9 +130,7 @@ def test_conversations_with_tools_are_those_of_one_engine_without_speculation(co
 @pytest.mark.slow
 def test_calls_are_counted_and_answered(run_dir):
     metrics = read_metrics(run_dir.metrics_file)
-    texts = [
-        row["response"] for i in range(2) for row in pq.read_table(run_dir.rollouts_file(i)).to_pylist()
-    ]
+    texts = [row["response"] for i in range(2) for row in pq.read_table(run_dir.rollouts_file(i)).to_pylist()]
     for name in ("tool_calls", "tool_calls_unparsed", "tool_calls_failed"):
         assert sum(row[f"rollout/{name}"] for row in metrics) > 0, name
     assert any(f"{CALLS[1]}t:7a:" in text for text in texts), texts
