@@ -267,7 +267,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1953,
     "learning": 6,
-    "learning/data": 4756,
+    "learning/data": 4755,
     "learning/drafts": 2995,
     "learning/environments": 908,
     "learning/models": 1423,
