@@ -57,6 +57,7 @@ class ObservationRenderer:
         self._template = chat_template
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._num_ids = num_token_ids(tokenizer)
+        self._behind_a_call: dict[tuple[str, bool], str | None] = {}
         self._ending_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.num_cut = 0
 
@@ -134,9 +135,11 @@ class ObservationRenderer:
         function = {"name": results[0]["name"], "arguments": {"a": _SAID}}
         call = {"type": "function", "id": results[0]["tool_call_id"], "function": function}
         asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        called, whole = self._render(asked, tools, ask=False), self._render([*asked, *results], tools)
-        own, rest = (text[text.rfind(_SAID) + len(_SAID) :] for text in (called, whole))
-        if _SAID not in called or not rest.startswith(own):
+        whole, kind = self._render([*asked, *results], tools), (results[0]["name"], bool(tools))
+        if kind not in self._behind_a_call:  # what stands there is the template's, and no tool's
+            self._behind_a_call[kind] = _behind_said(self._render(asked, tools, ask=False))
+        own, rest = self._behind_a_call[kind], _behind_said(whole)
+        if own is None or rest is None or not rest.startswith(own):
             raise EpisodeError("the chat template leaves out calls, or what follows them")
         end = self._decode([last_token]) if last_token in self._ending_ids else ""
         if end and end in own:
@@ -186,6 +189,12 @@ class ObservationRenderer:
 
     def _decode(self, ids: list[int]) -> str:
         return _text(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _behind_said(text: str) -> str | None:
+    """What stands behind the policy's words; None where they are not there."""
+    said_at = text.rfind(_SAID)
+    return text[said_at + len(_SAID) :] if said_at >= 0 else None
 
 
 def ending_with(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[int, ...]:

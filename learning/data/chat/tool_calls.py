@@ -178,7 +178,10 @@ class CallParser:
         ends = regex.compile(_any_of({*_ENDS, str(tokenizer.eos_token or _ENDS[0])}))
         self._ends, self._is_own = ends, template == own and _CALLS in (said or {}).get("fields", ())
         if self._is_own:
-            self._spec, self._read = load_response_template(said), _reading(said)
+            try:
+                self._spec, self._read = load_response_template(said), _reading(said)
+            except ValueError as error:
+                raise ConfigError(f"the tokenizer's response_template is none: {error}; fix it") from error
         else:
             row = next((one for one in _FORMATS if all(mark in template for mark in one.marks)), None)
             if row is None:
@@ -190,8 +193,8 @@ class CallParser:
             self._spec = load_response_template(_spec_of({_CALLS: row.call}))
             self._read = _reading(_fields_of(row, ends.pattern))
         closing = self._read.fields[_CALLS].close_re
-        self.is_open_to_the_end = closing is None or closing.search(_END_OF_TEXT) is not None
-        "a call ends with its turn: nothing else closes it"
+        self.is_open_to_the_end = closing is None or any(map(closing.search, (_END_OF_TEXT, *_ENDS)))
+        "a call may end with its turn, whose end token may have been cut off"
 
     def parse(self, text: str, *, prompt: str = "", tools: Tools = ()) -> ParsedTurn:
         """A turn's content, reasoning and calls.
@@ -217,10 +220,6 @@ class CallParser:
             opened = regex.search(rf"(?:{opening})\s*\Z", prompt)
             prompt = opened[0] if opened is not None else ""
         return CallStream(self, ResponseParser(self._read, prefix=prompt), tools)
-
-    def is_content(self, field: str) -> bool:
-        """Whether a field's text is told as content."""
-        return field not in (*REASONING, _CALLS)
 
     def calls_of(self, opened: str, body: str, tools: Tools, *, closed: bool) -> list[TurnEvent]:
         """What a region of calls holds."""
@@ -294,7 +293,7 @@ class CallStream:
                 ):
                     yield from self._say("content", event.text) if event.kind == "content" else [event]
             elif one["type"] == "region_chunk" and field != _CALLS:
-                kind = "content" if self._parser.is_content(field) else "reasoning"
+                kind = "reasoning" if field in REASONING else "content"
                 yield from self._say(kind, one["text"].removesuffix(_END_OF_TEXT))
 
     def _say(self, kind: Literal["content", "reasoning"], text: str) -> Iterator[TurnEvent]:

@@ -248,6 +248,16 @@ def test_a_tokenizers_own_response_template_goes_before_the_table() -> None:
     assert other.parse(hermes("add", ADD_JSON)).calls == (ADD,)
 
 
+def test_a_call_that_the_end_token_closes_may_lack_it() -> None:
+    call = {"open": "<c>", "close": "<|call|>", "content": "json", "transform": {"function": "{content}"}}
+    own = {"start_anchor": "<a>", "fields": {"tool_calls": call}}
+    for end in ("", "<|call|>"):
+        turn = parse(parser("x", response_template=own), f"<c>{as_json('add', ADD_JSON)}{end}")
+        assert (turn.calls, turn.unparsed) == ((ADD,), ())
+    with pytest.raises(ConfigError, match=r"the tokenizer's response_template is none: .*start_anchor"):
+        parser("x", response_template={"fields": {"tool_calls": call}})
+
+
 def test_a_template_without_a_known_format_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"tools: how the model writes calls is not known.*set data\.chat_template"
