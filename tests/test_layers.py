@@ -243,8 +243,8 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 552
 MAX_LINES_OF_A_ROOM = {
-    "core": 2528,
-    "core/settings": 2604,
+    "core": 2534,
+    "core/settings": 2628,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -267,7 +267,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1953,
     "learning": 6,
-    "learning/data": 4373,
+    "learning/data": 4412,
     "learning/drafts": 2995,
     "learning/environments": 607,
     "learning/models": 1423,
@@ -291,7 +291,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/plan": 2719,
     "cluster/report": 652,
     "cluster/resume": 1326,
-    "cluster/run": 2317,
+    "cluster/run": 2322,
     "cluster/serving": 1768,
     "cluster/system": 2634,
     "cluster/verify": 1704,
