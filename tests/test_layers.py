@@ -284,7 +284,7 @@ MAX_LINES_OF_A_ROOM = {
     "actors/workers": 834,
     "cluster": 160,
     "cluster/commands": 2697,
-    "cluster/folder": 2214,
+    "cluster/folder": 2227,
     "cluster/jobs": 1530,
     "cluster/observe": 2472,
     "cluster/ray_start": 820,
