@@ -283,7 +283,9 @@ def _pool_metrics(run: Run, phase: Collected, num_skipped: int) -> dict[str, flo
         "rollout/num_taken_over": float(phase.num_taken_over),
         "data/epoch": system.cursor.num_passes,
         **(
-            {"data/num_left": system.cursor.num_left} if system.config.data.easy_threshold is not None else {}
+            {"data/num_left": float(system.cursor.num_left)}
+            if system.config.data.easy_threshold is not None
+            else {}
         ),
         **system.scheduler.attempt_metrics(),
         **phase.environment,

@@ -96,7 +96,9 @@ class PromptCursor:
         """Says so where no prompt is left to hand out."""
         if self.num_left:
             return None
-        return f"all {len(self.dataset):,} prompts are solved (data.easy_threshold)"
+        return (
+            f"all {len(self.dataset):,} prompts are solved (data.easy_threshold): nothing is left to sample"
+        )
 
     def peek(
         self, num_prompts: int, samples_per_prompt: int, sampling: SamplingParams

@@ -272,7 +272,10 @@ def test_prompts_that_are_solved_are_handed_out_no_more_after_a_resume_too(token
         again.restore({**state, "solved": "1,2"})
     assert cursor.all_solved is None
     see(dict.fromkeys(range(5), (1.0, 1.0)))
-    with raises(DataError, match=r"all 5 prompts are solved \(data.easy_threshold\); give the run harder"):
+    with raises(
+        DataError,
+        match=r"all 5 prompts are solved \(data.easy_threshold\): nothing is left to sample; give",
+    ):
         drawn(cursor)
 
 
