@@ -286,7 +286,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster": 160,
     "cluster/commands": 2681,
     "cluster/folder": 2227,
-    "cluster/jobs": 1538,
+    "cluster/jobs": 1533,
     "cluster/observe": 2472,
     "cluster/ray_start": 820,
     "cluster/plan": 2737,

@@ -150,15 +150,10 @@ def plan_evaluation(config: Config, *, held_out: bool = True) -> RunPlan:
     frozen = config.trainer.model_copy(update={"lora": None})
     models = check_models(config.model_copy(update={"trainer": frozen}))
     tokenizer = models.tokenizer
-<<<<<<< HEAD
     require_tools(config.environment, config.data, tokenizer)
     tools = tool_schemas(config.environment)
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed, tools=tools)
-    config, evaluation = prompts_of(config, dataset, tokenizer)
-=======
-    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
     config, evaluation = prompts_of(config, dataset, tokenizer, held_out=held_out)
->>>>>>> left65
     evaluation.require_context(models.context_tokens)
     # nothing longer than an evaluation's samples is generated
     config = config.model_copy(
