@@ -243,8 +243,8 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 563
 MAX_LINES_OF_A_ROOM = {
-    "core": 2556,
-    "core/settings": 2695,
+    "core": 2557,
+    "core/settings": 2696,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -286,10 +286,10 @@ MAX_LINES_OF_A_ROOM = {
     "cluster": 160,
     "cluster/commands": 2681,
     "cluster/folder": 2227,
-    "cluster/jobs": 1533,
-    "cluster/observe": 2472,
+    "cluster/jobs": 1537,
+    "cluster/observe": 2495,
     "cluster/ray_start": 820,
-    "cluster/plan": 2737,
+    "cluster/plan": 2746,
     "cluster/report": 652,
     "cluster/resume": 1326,
     "cluster/run": 2332,
