@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 552
+MAX_SOURCE_FILES = 553
 MAX_LINES_OF_A_ROOM = {
     "core": 2528,
     "core/settings": 2604,
@@ -296,7 +296,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/system": 2634,
     "cluster/verify": 1704,
     "cluster/weights": 302,
-    "integrations": 1431,
+    "integrations": 1516,
 }
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15

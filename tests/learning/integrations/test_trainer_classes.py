@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,52 @@ def test_a_fault_of_a_key_has_the_same_text_as_from_the_shell(
         rlhfspec.SFT(tiny_pair.target, train_dataset="rows.jsonl", args={"trainer.epochs": 0}).train()
     assert main(["sft", "--model", "x", "--data", "rows.jsonl", "--set", "trainer.epochs=0"]) == 2
     assert capsys.readouterr().err == f"error: {caught.value}\n"
+
+
+@dataclass
+class GRPOConfig:
+    """As TRL's, which need not be there."""
+
+    learning_rate: float = 1.0
+    vllm_mode: str = "server"
+    beta: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "words"),
+    [
+        (
+            rlhfspec.GRPO,
+            {"args": {"learning_rate": 1e-6, "beta": 0.1, "odd": 1, "trainer.epochs": 2}},
+            r"got 3 others: learning_rate is trainer\.learning_rate \| beta is algorithm\.kl_coef \| odd is no key of",
+        ),
+        (rlhfspec.Distill, {"args": {"beta": 0.5}}, r"beta is algorithm\.distill_beta - no coefficient"),
+        (rlhfspec.SFT, {"args": {"dataset_text_field": "a"}}, r"dataset_text_field is data\.text_field"),
+        (
+            rlhfspec.GRPO,
+            {"args": GRPOConfig(2.0, "colocate")},
+            r"got GRPOConfig: learning_rate is trainer.learning_rate \| vllm_mode is no key here - the engine",
+        ),
+        (rlhfspec.GRPO, {"args": GRPOConfig()}, "got GRPOConfig$"),
+        (rlhfspec.DPO, {"args": 5}, "expected a dict of dotted keys .* got int$"),
+        (rlhfspec.GRPO, {"model": GRPOConfig()}, "model: expected a path or a name of a model, got a GRPO"),
+        (
+            rlhfspec.GRPO,
+            {"processing_class": 1, "peft_config": 2},
+            r"GRPO takes keys in args: processing_class is models\.tokenizer \| peft_config is trainer\.lora",
+        ),
+        (rlhfspec.DPO, {"ref_model": 1}, "DPO takes keys in args: ref_model is no key here - always the"),
+    ],
+)
+def test_what_trl_takes_is_answered_with_our_names(made: type, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(**{"model": "m", "train_dataset": ROWS} | given).train()
+
+
+def test_an_argument_of_nobody_is_python_s_error_and_the_signature_stays() -> None:
+    with pytest.raises(TypeError, match=r"GRPO.__init__\(\) got an unexpected keyword argument 'modle'"):
+        rlhfspec.GRPO(modle="x")  # type: ignore[call-arg]
+    assert next(iter(inspect.signature(rlhfspec.Distill).parameters)) == "model"
 
 
 @pytest.fixture
