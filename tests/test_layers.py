@@ -271,7 +271,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/drafts": 2995,
     "learning/environments": 607,
     "learning/models": 1423,
-    "learning/rewards": 1802,
+    "learning/rewards": 1790,
     "learning/tasks": 251,
     "learning/training": 6715,
     "actors": 382,
