@@ -114,8 +114,11 @@ class Run:
         for name in ("target", "model"):
             if (folder := self._folder.checkpoint_dir(name)).is_dir():
                 return folder
+        how = f"go on with rlhfspec.resume({str(self.path)!r})"
+        has_state = any(self._folder.checkpoints_folder.glob("state_*"))
         raise ConfigError(
-            f"{self} holds no trained weights: a run writes them at its end; go on by rlhfspec.resume"
+            f"{self} holds no trained weights, which a run writes at its end; "
+            f"{how if has_state else 'it keeps no state to go on from; train anew'}"
         )
 
     def model(self, **settings: Any) -> Any:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -61,7 +61,9 @@ class _Training:
     def train(self, *, resume: PathLike | bool | None = None) -> Run:
         """Train, and return the run when it has ended.
 
-        `resume`: the folder of a run of these settings to go on with; True or "auto": the newest that is not finished.
+        `resume`: the folder of a run of these settings to go on with; True or "auto": the newest
+        that is not finished (not of SFT and DPO).
+
         Raises InputError: what the command line refuses, in its words; KeyboardInterrupt: see `rlhfspec.resume`.
         """
         with reporter() as report:
@@ -107,6 +109,11 @@ class _Training:
     def _train(
         self, file: Path | None, overrides: list[str], report: Reporter, resume: str | None, out: Path | None
     ) -> Path:
+        if resume == "auto":
+            raise ConfigError(
+                f"{type(self).__name__} looks for no run of its own; expected the folder of the run to go on with, got "
+                "resume=True; use rlhfspec.resume('runs/NAME')"
+            )
         return train_kind(
             self.config_class, file, overrides, report, out=out, resume=user_path(resume) if resume else None
         )
@@ -203,14 +210,19 @@ def resume(folder: PathLike, args: Mapping[str, Any] | None = None) -> Run:
         return Run(train_kind(kind, None, overrides, report, resume=path))
 
 
-def reporter() -> Reporter:
+@contextmanager
+def reporter() -> Iterator[Reporter]:
     """Bars on a terminal, plain lines elsewhere: kernels of notebooks ask for colours, and get none."""
     from ..cluster.observe.console import PipeConsole, Reporter
 
     spare_loopback()
     quiet_libraries()
     settings = {"force_jupyter": False, "force_terminal": sys.stdout.isatty()}
-    return Reporter(PipeConsole(highlight=False, soft_wrap=True, **settings))
+    try:
+        with Reporter(PipeConsole(highlight=False, soft_wrap=True, **settings)) as report:
+            yield report
+    except KeyboardInterrupt as error:  # without the hundred lines of where it came
+        raise KeyboardInterrupt(*error.args) from None
 
 
 def as_set(keys: Mapping[str, Any]) -> list[str]:

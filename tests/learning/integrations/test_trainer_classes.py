@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import LlamaForCausalLM
 import rlhfspec
 from rlhfspec.benchmarks.peers.build import library_folder
 from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.jobs import supervised_run
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.integrations import trainer_classes
 from rlhfspec.integrations.finished_run import Table
@@ -176,6 +178,29 @@ def test_an_argument_of_nobody_is_python_s_error_and_the_signature_stays() -> No
     with pytest.raises(TypeError, match=r"GRPO.__init__\(\) got an unexpected keyword argument 'modle'"):
         rlhfspec.GRPO(modle="x")  # type: ignore[call-arg]
     assert next(iter(inspect.signature(rlhfspec.Distill).parameters)) == "model"
+
+
+def test_supervised_tuning_says_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"SFT looks for no run .* use rlhfspec\.resume\('runs/NAME'\)"):
+        rlhfspec.SFT("m", train_dataset=ROWS).train(resume=True)
+    save_byte_pair(tmp_path / "pair")
+
+    def steps(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(supervised_run, "run", steps)
+    rows = [{"prompt": f"say {i}", "completion": f"it is {i}"} for i in range(12)]
+    with pytest.raises(
+        KeyboardInterrupt, match="stopped by Ctrl-C; no state to go on from is kept yet"
+    ) as caught:
+        rlhfspec.SFT(tmp_path / "pair" / "target", train_dataset=rows, out="tuned").train()
+    assert len(traceback.format_exception(caught.value)) < 10
+    with pytest.raises(ConfigError, match="it keeps no state to go on from; train anew"):
+        _ = rlhfspec.Run("tuned").checkpoint
+    (tmp_path / "tuned" / "checkpoints" / "state_0003").mkdir()
+    with pytest.raises(ConfigError, match=r"go on with rlhfspec\.resume\('.*/tuned'\)"):
+        _ = rlhfspec.Run("tuned").checkpoint
 
 
 @pytest.fixture
