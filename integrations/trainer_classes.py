@@ -76,6 +76,11 @@ class _Training:
             tree = apply_overrides({} if file is None else read_tree(file), said)
             base = RunConfig(output_dir=_of(tree, "run").get("output_dir", RunConfig().output_dir))
             inputs = run_base(base, caller_dir=Path.cwd()) / ".inputs"
+            if self.train_dataset is None and not _of(tree, "data"):
+                raise ConfigError(
+                    f"{type(self).__name__}: expected train_dataset (a datasets.Dataset, a list of dicts, a path), got "
+                    "none; or set data.path in args"
+                )
             keys = self._keys(tree, inputs, args.get("reward_weights"))
             for other in (other for key in keys for other in own if f"{key}.".startswith(f"{other}.")):
                 raise ConfigError(

@@ -315,7 +315,8 @@ def _foreign_plan(call: Call, form: Foreign, names: Collection[str] | None) -> d
             plan[parameter.name] = name  # a column, it may be
         elif is_needed:
             raise CannotBeCalled(
-                f"asks for the column '{name}', which it is not given", f"write data.reward_fields: [{name}]"
+                f"asks for the column '{name}', which it is not given",
+                f"rows must have it, and data.reward_fields: [{name}] name it (Python names all that rows have)",
             )
     return plan
 

@@ -113,8 +113,8 @@ def test_a_file_says_what_nothing_else_does(planned: list[Any], tiny_pair: TinyP
         ({"args": {"reward": {"kind": "chain"}}}, "args has 'reward', which a parameter"),
         ({"args": {"reward_weights": [1, 2]}}, "reward_weights as many"),
         ({"reward_funcs": None}, "expected reward_funcs, got none"),
-        ({"reward_funcs": lambda prompt, respons: 1.0, "args": SMALL}, "reward_0' cannot be called"),
-        ({"train_dataset": None}, "data is missing; add it"),
+        ({"reward_funcs": lambda prompt, respons: 1.0, "args": SMALL}, "lambda_0' cannot be called"),
+        ({"train_dataset": None}, "GRPO: expected train_dataset (a datasets.Dataset"),
         ({"args": "no.yaml"}, "expected a YAML file, no.yaml does not exist"),
     ],
 )
