@@ -226,7 +226,7 @@ def test_supervised_tuning_gives_a_run_and_its_weights(tuned: rlhfspec.Run, tmp_
         isinstance(tuned.model(), LlamaForCausalLM)
         and tuned.checkpoint == tuned.path / "checkpoints" / "model"
     )
-    with pytest.raises(ConfigError, match="has no samples of iteration None"):
+    with pytest.raises(ConfigError, match="has no samples; it has those of none: only runs of RL"):
         tuned.samples()
     page = tuned.report()
     assert page.path == tmp_path / "tuned-report.html" and "srcdoc=" in page._repr_html_()
@@ -264,6 +264,25 @@ def test_a_table_escapes_what_it_shows() -> None:
     )
     with pytest.raises(KeyError, match="absent"):
         table["absent"]
+    assert repr(table) == "2 rows of a, n"
+
+
+def test_metrics_as_text_are_the_usual_ones_with_their_values() -> None:
+    rows = [{"iteration": i, "reward/mean": i / 10, "odd/name": 1.0} for i in range(1, 9)]
+    rows[-1] |= {"learner/grad_norm": 0.123456}
+    first, *lines = repr(Table(rows)).splitlines()
+    assert first == "8 rows, 4 columns (.columns); of the last 6:"
+    assert [line.split() for line in lines] == [
+        ["iteration", "3", "4", "5", "6", "7", "8"],
+        ["reward/mean", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8"],
+        ["learner/grad_norm", "0.1235"],
+    ]
+
+
+def test_the_version_is_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.split()[1] == rlhfspec.__version__
 
 
 def test_names_come_when_they_are_asked_for(tmp_path: Path) -> None:
