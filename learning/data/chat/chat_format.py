@@ -130,7 +130,7 @@ def named_template(tokenizer: PreTrainedTokenizerBase | None, name: str) -> str 
 def plain_note(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> str | None:
     """That a plain prompt goes without the chat template that there is; None: there is none, or its marks are there."""
     marks = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    if own_template(tokenizer) is None or (marks - {tokenizer.bos_token_id}) & {*token_ids}:
+    if own_template(tokenizer) is None or marks.difference([tokenizer.bos_token_id]) & {*token_ids}:
         return None
     return (
         "plain prompts go without the chat template that the tokenizer has: to ask a chat model, give messages "
