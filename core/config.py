@@ -14,7 +14,7 @@ from pydantic import model_validator
 from .settings.algorithm import AlgorithmConfig, require_groups, require_teacher
 from .settings.cluster import ClusterConfig, require_publication
 from .settings.correction import require_correction
-from .settings.data import DataConfig
+from .settings.data import DataConfig, require_easy_threshold
 from .settings.environment import EnvironmentConfig
 from .settings.evaluation import EvaluationConfig, require_metric
 from .settings.generation import (
@@ -186,6 +186,12 @@ class Config(Section):
         require_schedule(rollout, environment=environment)
         require_publication(self.cluster.publication, rollout.max_staleness)
         require_metric(self.evaluation, reward)
+        require_easy_threshold(
+            self.data,
+            reward=reward.kind,
+            looks_ahead=rollout.look_ahead != "off",
+            evaluated=self.evaluation.data,
+        )
         require_reward(
             reward,
             environment=environment,

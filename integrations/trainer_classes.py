@@ -163,7 +163,13 @@ class GRPO(_Training):
 
         # a run that is named goes on by its own config
         file = file or (_USUAL if resume in (None, "auto") else None)
-        prepared = prepare_run(file, overrides, report, out=out, resume=resume, dry_run=False)
+        try:
+            prepared = prepare_run(file, overrides, report, out=out, resume=resume, dry_run=False)
+        except ConfigError as error:
+            if not str(error).startswith(f"{_USUAL}: "):
+                raise
+            # the file is ours, what it was overridden by is the caller's
+            raise ConfigError(str(error).replace(str(_USUAL), "args", 1)) from None
         return run_prepared(prepared, report).path
 
 

@@ -198,7 +198,8 @@ class AlgorithmConfig(Section):
     truncated: Literal["learn", "mask", "bootstrap"] = "learn"
     "responses cut at max_new_tokens: as any other, no part of the loss, or (gae) as if they went on"
     dynamic_sampling: bool = False
-    "groups whose rewards are all equal are replaced by further prompts while the others are generated (DAPO)"
+    """groups whose rewards are all equal are replaced by further prompts while the others are generated (DAPO); with
+    rollout.max_staleness in the phase before the update that learns from the batch, whose rewards are awaited there"""
     dynamic_sampling_metric: Name | None = None
     "the part of the reward that is to differ, such as correct (verl's filter_groups.metric); null: the reward before "
     "shaping"
@@ -365,9 +366,8 @@ def require_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
             f"algorithm.kind {algorithm.kind} compares samples of one prompt: rollout.samples_per_prompt >= 2, got "
             f"{rollout.samples_per_prompt}"
         )
-    if rollout.max_staleness and algorithm.dynamic_sampling:
+    if rollout.schedule == "free" and algorithm.dynamic_sampling:
         raise ValueError(
-            f"algorithm.dynamic_sampling asks for further prompts until a batch is full, and with "
-            f"rollout.max_staleness {rollout.max_staleness} it is settled before their rewards how many run ahead of "
-            "which update; set max_staleness: 0, or dynamic_sampling: false"
+            "algorithm.dynamic_sampling replaces groups of the batch that is due next, and with rollout.schedule free "
+            "batches are the groups that end first; set schedule: recorded, or dynamic_sampling: false"
         )

@@ -107,7 +107,7 @@ def test_a_file_says_what_nothing_else_does(planned: list[Any], tiny_pair: TinyP
     [
         (
             {"args": {"trainer.lerning_rate": 1}},
-            "unknown key trainer.lerning_rate; did you mean 'learning_rate'",
+            "^args: unknown key trainer.lerning_rate; did you mean 'learning_rate'",
         ),
         ({"args": {"models.target": "x"}}, "args has 'models.target', which a parameter of GRPO sets too"),
         ({"args": {"reward": {"kind": "chain"}}}, "args has 'reward', which a parameter"),
