@@ -244,7 +244,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 MAX_SOURCE_FILES = 564
 MAX_LINES_OF_A_ROOM = {
     "core": 2557,
-    "core/settings": 2696,
+    "core/settings": 2709,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -274,7 +274,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/rewards": 1993,
     "learning/sandbox": 891,
     "learning/tasks": 251,
-    "learning/training": 6774,
+    "learning/training": 6841,
     "actors": 382,
     "actors/generation": 1974,
     "actors/migration": 874,

@@ -29,6 +29,9 @@ class LoraConfig(Section):
     "folder of a PEFT adapter of this rank, alpha and targets that sft, dpo and train-reward begin with or null"
     targets: Literal["all-linear"] | tuple[Name, ...] = "all-linear"
     "last parts of module names, such as q_proj; all-linear: every linear but the output head"
+    base_bits: Literal[4] | None = None
+    """4: QLoRA (Dettmers et al. 2023): sft, dpo and train-reward hold the linears below adapters in NF4, by
+    bitsandbytes, which they need, and save the model that those are; null: in their own type"""
     dropout: float = 0.0
     "0, the only choice"
 
@@ -208,12 +211,17 @@ def require_cotrain(training: DrafterTrainingConfig, speculation: SpeculationCon
 
 
 def require_optim(trainer: LearningSection, num_trainers: int) -> None:
-    """Raise ValueError for an optimizer that would get parts of what it takes whole."""
+    """Raise ValueError for an optimizer, or a base in 4 bits, that would get parts of what it takes whole."""
     given = dict(trainer)
     if num_trainers > 1 and given["strategy"] == "fsdp2" and given["optim"] != "adamw":
         raise ValueError(
             f"trainer.optim {given['optim']} steps whole weights, and with {num_trainers} trainers strategy fsdp2 "
             "gives each a part of every one; set trainer.strategy: ddp, or trainer.optim: adamw"
+        )
+    if num_trainers > 1 and given["strategy"] == "fsdp2" and given["lora"] and given["lora"].base_bits:
+        raise ValueError(
+            f"trainer.lora.base_bits holds whole weights, and with {num_trainers} trainers strategy fsdp2 gives each a "
+            "part of every one; set trainer.strategy: ddp, or take base_bits out"
         )
 
 
@@ -228,6 +236,11 @@ def require_trainer(trainer: TrainerConfig, *, num_gpus: float, moves_reference:
         raise ValueError(
             f"trainer.lora.adapter_path is of sft, dpo and train-reward, got {trainer.lora.adapter_path} for a run, "
             "whose first weights are those of models.target; name the merged model there (model/ beside the adapter)"
+        )
+    if trainer.lora is not None and trainer.lora.base_bits is not None:
+        raise ValueError(
+            "trainer.lora.base_bits is of sft, dpo and train-reward: a run's version 0 is models.target's own weights, "
+            "which 4 bits would change; take it out"
         )
     if moves_reference and trainer.lora is not None:
         raise ValueError(

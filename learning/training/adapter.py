@@ -14,11 +14,12 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -28,7 +29,7 @@ from ...core.surfaces.surface import surface
 from ...engine.weights.weight_files import ADAPTER_FILE
 from .adapter_merge import Wrapped, idle_targets, merged_tensors
 
-_LINEARS = (torch.nn.Linear, Conv1D)
+_LINEARS = (nn.Linear, Conv1D)
 _NAME = "default"
 "What peft calls an adapter that was given no name."
 _OWN = ".lora_"
@@ -179,3 +180,60 @@ def require_peft() -> Any:
             f"trainer.lora needs the package peft, which is not installed ({error}); "
             "pip install 'rlhfspec[lora]', or take trainer.lora out"
         ) from None
+
+
+def quantise_below_adapters(
+    model: PreTrainedModel, compute_dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """QLoRA: hold every linear weight below an adapter in 4 bits, but the output head's; then move the model.
+
+    One weight at a time is on `device` whole (None: where the model is). NF4 by bitsandbytes, in blocks of 64 with a
+    float32 scale each: 4.5 bits a weight. The scales are not quantised again, as they are not in TRL by default; they
+    are a buffer, `absmax`, so that a state holds all of a weight.
+    Source: Dettmers et al. 2023, 'QLoRA: Efficient finetuning of quantized LLMs', section 3.
+    Raises ConfigError: bitsandbytes is not installed, or what has an adapter is no plain linear.
+    """
+    library = require_bitsandbytes("trainer.lora.base_bits", "take it out")
+    device = device or model.device
+    wrapper: Any = importlib.import_module("peft.tuners.lora.layer").LoraLayer
+    adapted = {path: module for path, module in model.named_modules() if isinstance(module, wrapper)}
+    for path, layer in adapted.items():
+        linear: Any = layer.base_layer
+        if layer is model.get_output_embeddings():
+            continue
+        if type(linear) is not nn.Linear:
+            raise ConfigError(
+                f"trainer.lora.base_bits holds linears in 4 bits, and {path} is a {type(linear).__name__}; take it out "
+                "of trainer.lora.targets, or base_bits out"
+            )
+        layer.base_layer = _quantised(linear, compute_dtype, device, library)
+    model.to(device)  # type: ignore[arg-type]
+
+
+def require_bitsandbytes(key: str, instead: str) -> Any:
+    """Import bitsandbytes. Raises ConfigError naming the setting that needs it, and what to do `instead`."""
+    try:
+        return importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} needs the package bitsandbytes, which is not installed ({error}); "
+            f"pip install bitsandbytes, or {instead}"
+        ) from None
+
+
+def _quantised(linear: nn.Linear, compute_dtype: torch.dtype, device: torch.device, library: Any) -> Any:
+    kinds: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": False}
+    with torch.device("meta"):
+        held = library.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=compute_dtype, **kinds
+        )
+    weight = library.nn.Params4bit(linear.weight.detach(), requires_grad=False, module=held, **kinds)
+    held.weight = weight.to(device)
+    if linear.bias is not None:
+        # it would round it in its first forward
+        held.bias = nn.Parameter(linear.bias.detach().to(device, compute_dtype), requires_grad=False)
+    # one layout and one kernel: its other one changes the weight in an evaluation
+    held.support_avx512bf16_for_cpu = False
+    held.register_buffer("absmax", held.quant_state.absmax)
+    held._save_to_state_dict = partial(nn.Module._save_to_state_dict, held)
+    return held.train(linear.training)

@@ -107,6 +107,8 @@ class Wrapped:
     def merged(self, owner: Owner, tensor: Tensor) -> Tensor:
         """What all adapters of a module make of a tensor of it, in float32 and in a tensor of its own."""
         path, kind = owner
+        if kind == "weight":
+            tensor = _whole_weight(self._layers[path][-1].get_base_layer(), tensor)
         before = tensor
         for layer in reversed(self._layers[path]):
             if kind in _changed(layer, self._adapter):
@@ -139,7 +141,8 @@ class Wrapped:
             )
         own = [name for name in layer.state_dict() if not name.startswith("base_layer.")]
         surface("adapter_tensors").require({name.split(".")[0]: 1 for name in own}, what, error=ConfigError)
-        self._hidden |= {f"{path}.{name}": None for name in own}
+        scales = ["base_layer.absmax"] if hasattr(layer.get_base_layer(), "quant_state") else []
+        self._hidden |= {f"{path}.{name}": None for name in [*own, *scales]}
         if next(iter(_parts(layer, self._adapter)), None) is not None:
             self._layers.setdefault(_INSIDE.sub("", path), []).append(layer)
 
@@ -193,6 +196,14 @@ def _changed(layer: Any, adapter: str) -> tuple[str, ...]:
     if hasattr(layer, "parameter_name"):
         return (layer.parameter_name,)
     return ("weight", "bias") if getattr(layer, "lora_bias", {}).get(adapter) else ("weight",)
+
+
+def _whole_weight(module: nn.Module, packed: Tensor) -> Tensor:
+    """The weight that a module computes with, float [out, in]; `packed` is how it is held."""
+    state = getattr(module, "quant_state", None)
+    if state is None:
+        return packed
+    return importlib.import_module("bitsandbytes").functional.dequantize_4bit(packed, state)
 
 
 def _merged(layer: Any, kind: str, tensor: Tensor, adapter: str) -> Tensor:

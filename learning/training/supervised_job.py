@@ -125,8 +125,10 @@ def run_job(
     trainers = trainers or OneTrainer()
     torch.set_num_threads(job.trainer.num_threads)
     model, form = _load(job)
+    # what is held in 4 bits is moved so
+    stays = trainers.is_sharded or (job.trainer.lora is not None and job.trainer.lora.base_bits is not None)
     learner = SupervisedLearner(
-        model if trainers.is_sharded else model.to(device),  # type: ignore[arg-type]
+        model if stays else model.to(device),  # type: ignore[arg-type]
         _objective(job),
         job.trainer,
         total_steps=job.total_steps,
@@ -134,6 +136,7 @@ def run_job(
         head=HEAD if job.kind == "reward" else None,
         compute_dtype=compute_dtype_on(device, DTYPES[job.model.dtype], job.trainer.compute_dtype),
         trainers=trainers,
+        device=device,
     )
     # before a state is loaded: the reference is the model that the run began with
     job = replace(job, train=learner.with_reference(job.train), held_out=learner.with_reference(job.held_out))
@@ -375,6 +378,7 @@ class SupervisedLearner(Trainer):
         head: str | None = None,
         compute_dtype: torch.dtype = torch.float32,
         trainers: OneTrainer | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """See `Trainer`; the schedule falls towards `total_steps`."""
         prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
@@ -387,6 +391,7 @@ class SupervisedLearner(Trainer):
             compute_dtype=compute_dtype,
             trainers=trainers,
             head=head,
+            device=device,
         )
         self.objective = objective
         self._forward = ForwardSettings(

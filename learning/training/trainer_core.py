@@ -6,7 +6,6 @@ Equal items give equal parameters on the CPU, by any number of trainers up to th
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel
 from ...core.config import TrainerConfig
 from ...core.errors import ConfigError, NotFiniteError, RlhfSpecError
 from ...core.settings.supervised import SupervisedTrainerConfig
-from .adapter import Adapter
+from .adapter import Adapter, quantise_below_adapters, require_bitsandbytes
 from .batching import Pack
 from .laps import Laps
 from .learner_state import LearnerState
@@ -69,13 +68,15 @@ class Trainer:
         head: str | None = None,
         has_reference: bool = False,
         moves_reference: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         """Take a model of float32 weights that is ready for its forwards, on the device it is to learn on.
 
-        With shards it is on the CPU. `rate_factor` says what the learning rate is multiplied by at the n-th step, from
-        1. `compute_dtype` is what matrix products are computed in. `trainers` is the group that learns together, each
-        with an equal model and equal items. `head` names a module that learns whole beside adapters. A reference
-        that is to move is held in float32.
+        With shards it is on the CPU; with `trainer.lora.base_bits` it may be, and moves to `device` in 4 bits.
+        `rate_factor` says what the learning rate is multiplied by at the n-th step, from 1. `compute_dtype` is what
+        matrix products are computed in. `trainers` is the group that learns together, each with an equal model and
+        equal items. `head` names a module that learns whole beside adapters. A reference that is to move is held in
+        float32.
         Raises ConfigError: weights that the optimizer cannot step; and as `Adapter`.
         """
         self.model, self.seed = model, seed
@@ -95,6 +96,8 @@ class Trainer:
             if head is not None:
                 model.get_submodule(head).float()
             self.adapter = Adapter(model, settings.lora, seed=seed, head=head)
+            if settings.lora.base_bits is not None:
+                quantise_below_adapters(model, compute_dtype, device)
         require_master_weights(model)
         self.reference: PreTrainedModel | None = None
         if has_reference and self.adapter is None:
@@ -322,7 +325,7 @@ def optimizer_of(
     given: dict[str, Any] = {"lr": trainer.learning_rate, "weight_decay": trainer.weight_decay}
     of_adam: dict[str, Any] = {"betas": trainer.adam_betas, "eps": trainer.adam_epsilon}
     if trainer.optim == "adamw_8bit":
-        library = _require_bitsandbytes().optim
+        library = require_bitsandbytes("trainer.optim adamw_8bit", "take adamw").optim
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 # as transformers: a rare token's moments would round away
@@ -352,13 +355,3 @@ def optimizer_of(
     if not parameters:
         return muon
     return MuonAndAdamW(muon, torch.optim.AdamW(parameters, fused=fused, **given, **of_adam))
-
-
-def _require_bitsandbytes() -> Any:
-    try:
-        return importlib.import_module("bitsandbytes")
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.optim adamw_8bit needs the package bitsandbytes, which is not installed ({error}); "
-            "pip install bitsandbytes, or take adamw"
-        ) from None
