@@ -174,6 +174,29 @@ def test_prompts_are_told_of_the_tools_behind_their_own(tmp_path: Path) -> None:
         load(False, {"messages": messages, "answer": "", "tools": [twice]})
 
 
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, TEMPLATE.replace("{{ {'name'", "{{ '' + c.function.arguments }}{{ {'name'")]
+)
+def test_how_a_template_takes_arguments_is_found_out_once(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, renders = byte_tokenizer(template), list[int]()
+    render = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *args, **more: renders.append(1) or render(*args, **more)
+    )
+    renderer, prompt = (
+        ObservationRenderer(tokenizer, max_tokens=64),
+        Prompt(prompt_id=0, token_ids=np.arange(2), text="q", messages=(("user", "q"),)),
+    )
+    shown = []
+    for _ in range(2):
+        renders.clear()
+        answer = [{"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "3"}]
+        shown.append(renderer.give(answer, prompt=prompt, last_token=0).token_ids.tolist())
+    assert renders == [1] and shown[0] == shown[1]
+
+
 def test_results_follow_what_was_sampled_as_the_template_has_them() -> None:
     tokenizer = byte_tokenizer(TEMPLATE)
     renderer = ObservationRenderer(tokenizer, max_tokens=4)
