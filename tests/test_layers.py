@@ -269,7 +269,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning": 6,
     "learning/data": 4798,
     "learning/drafts": 2995,
-    "learning/environments": 924,
+    "learning/environments": 964,
     "learning/models": 1423,
     "learning/rewards": 1991,
     "learning/sandbox": 891,
