@@ -272,7 +272,7 @@ def sandboxed_rewards_per_s(count: int) -> float:
     return count / seconds
 
 
-CONVERSATIONS = {"quick": 24, "default": 440, "full": 1500}
+CONVERSATIONS = {"quick": 24, "default": 480, "full": 1500}
 "With tools."
 OPEN, TOOL_S = 32, 0.5
 "Conversations at once, and what each call takes there."
