@@ -236,7 +236,8 @@ def play_over(
             played.completions.update((completion.key, completion) for _, completion, _ in ended)
             episodes.add(requests[num_begun : num_begun + len(ended)])
             num_begun += len(ended)
-            if num_begun <= len(requests):  # as many as may be are open
+            # once a turn has ended, as long as as many are open as may be
+            if num_begun <= len(requests) and (played.steady or taken.completions):
                 played.steady.append((time.perf_counter(), sum(one.busy_s for one in taken.stats.values())))
             played.moves += taken.moves
             played.alarms += taken.alarms
