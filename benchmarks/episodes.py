@@ -1,10 +1,14 @@
-"""Episodes of several turns with a calculator: over instances that draft and move samples, the same bits as on one.
+"""Episodes of several turns, with a calculator and with tools: drafted and moved, the same bits as alone.
 
-The calculator task by a model that has learned nothing; compared with one instance without speculation or kept caches.
+The calculator task and calls of tools by models that have learned nothing, compared with one instance without
+speculation or kept caches: samples are moved, an instance and an environment actor are killed, a run is resumed.
+Beside it: what a turn costs beside its tool, and how much of the time instances decode while tools take half a second.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,27 +22,37 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from ..actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
+from ..cluster.folder.layout import RunDir
 from ..cluster.system.episodes import Episodes
+from ..cluster.verify.verify_run import verify_run
 from ..core.config import Config, EngineConfig, ReallocationConfig, RewardConfig
-from ..core.config_io import config_from_dict
+from ..core.config_io import config_from_dict, dump_config
 from ..core.errors import RewardError, WaitTimeout
 from ..core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
 from ..engine.engine import Engine
+from ..integrations.engine_episodes import EngineEpisodes
 from ..learning.data.chat.written_text import written_text
 from ..learning.environments.environment_protocol import Environment, environment_maker, stop_texts
 from ..learning.environments.episode import Episode, EpisodeLimits
 from ..learning.environments.observations import ObservationRenderer, ending_with
+from ..learning.environments.tools import call_parser
 from ..learning.models.make import PairPaths
 from ..learning.models.tokenization import character_tokenizer
 from ..learning.rewards.reward_function import build_reward
 from ..policies.migration.move_messages import MoveOutcome
 from ..policies.reallocation.pool_records import ReallocationPolicy
 from ..policies.scheduling.events import Alarm, MoveRecord
+from .faults import after_first_state
+from .faulty.outcome import compare_runs
 from .moving.exact import SPECULATION
 from .moving.forced import ForcedMoves
 from .support.actor_pool import ActorPool, ask, bench_ray
 from .support.harness import Bench
+from .support.processes import run_command, start_command
 from .support.reference import count_mismatches
+from .support.result import ROOT
+from .support.runs import train, train_words
+from .support.tool_episodes import busy_share, num_turns, sign_of, tools_workload, turn_overhead_ms
 from .support.workload import BENCH_SEED, Workload
 
 ALPHABET = "0123456789+-*/=<>#. abcdefghijklmnopqrstuvwxyz"
@@ -162,6 +176,8 @@ class Played:
     num_prefill_tokens: int = 0
     num_kept_tokens: int = 0
     seconds: float = 0.0
+    steady: list[tuple[float, float]] = field(default_factory=list)
+    "(clock, seconds that all instances have prefilled and decoded) of each look while all that may be open are"
 
 
 def play_over(
@@ -172,22 +188,37 @@ def play_over(
     *,
     reallocation: ReallocationPolicy | None,
     strike: Callable[[Played], bool] = lambda played: True,
+    most_open: int | None = None,
 ) -> Played:
-    """Play all episodes; `strike` is called after each look until it says that it has struck. Raises WaitTimeout."""
-    actors = [
-        EnvironmentActor.options(num_cpus=0.1, max_concurrency=8).remote(f"env-{i}", config.environment)
-        for i in range(ENVIRONMENT_ACTORS)
-    ]
+    """Play all episodes, so many at once. Raises WaitTimeout.
+
+    `strike` is called after each look until it says that it has struck.
+    """
+    parser = call_parser(config.environment, config.data, workload.tokenizer)
+    actors: list[Any] = []
+
+    def make(actor: int, number: int) -> Any:
+        own = EnvironmentActor.options(num_cpus=0.1, max_concurrency=config.environment.concurrency)
+        actors.append(own.remote(f"env-{actor}-{number}", config.environment, None, parser))
+        return actors[-1]
+
     episodes = Episodes(
         config.environment,
         workload.tokenizer,
-        EnvironmentPool(actors, config.environment, order_timeout_s=LIMIT_S),
+        EnvironmentPool(
+            [make(number, 0) for number in range(ENVIRONMENT_ACTORS)],
+            config.environment,
+            order_timeout_s=LIMIT_S,
+            make=make,
+            max_restarts=1,
+        ),
         config.data,
     )
     scheduler = pool.new_scheduler(reallocation, interval_s=0.02)
     played, struck = Played(), False
     began_s = time.perf_counter()
-    episodes.begin(requests)
+    num_begun = most_open or len(requests)
+    episodes.begin(requests[:num_begun])
     try:
         while len(played.completions) < len(requests):
             if time.perf_counter() - began_s > LIMIT_S:
@@ -203,6 +234,11 @@ def play_over(
                 taken.completions, lambda requests: ask(scheduler.enqueue.remote(requests), "enqueue")
             )
             played.completions.update((completion.key, completion) for _, completion, _ in ended)
+            episodes.add(requests[num_begun : num_begun + len(ended)])
+            num_begun += len(ended)
+            # once a turn has ended, as long as as many are open as may be
+            if num_begun <= len(requests) and (played.steady or taken.completions):
+                played.steady.append((time.perf_counter(), sum(one.busy_s for one in taken.stats.values())))
             played.moves += taken.moves
             played.alarms += taken.alarms
             played.lost += [lost.instance for lost in taken.lost]
@@ -237,6 +273,99 @@ def sandboxed_rewards_per_s(count: int) -> float:
     return count / seconds
 
 
+CONVERSATIONS = {"quick": 24, "default": 480, "full": 1500}
+"With tools."
+OPEN, TOOL_S = 32, 0.5
+"Conversations at once, and what each call takes there."
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LARGER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
+"Whose turns take about as long as a tool."
+
+
+def tool_conversations(folder: Path, count: int) -> dict[str, float]:
+    """How many conversations with tools differ from those alone: drafted and moved; an instance and an actor killed."""
+    workload, config = tools_workload(folder, count, tool_s=0.0, shape=SMALL, max_turn_tokens=20)
+    requests = workload.requests()
+    alone = workload.engine(**ENGINE.model_dump() | {"turn_cache_mb": 0.0})
+    ended = EngineEpisodes(config.environment, workload.tokenizer).run(alone, requests)
+    expected = {completion.key: completion for _, completion, _ in ended}
+    policy, sign = ForcedMoves(rate=0.3, seed=0, recompute_share=0.1), sign_of(folder)
+    struck: list[str] = []
+    with ActorPool(
+        workload,
+        engine=ENGINE,
+        speculation=SPECULATION,
+        migration=ReallocationConfig(transfer_share=1.0),
+    ) as pool:
+
+        def strike(played: Played) -> bool:
+            if not struck and len(played.completions) >= count // 8:
+                sign.touch()
+                struck.append("environment")
+            if struck == ["environment"] and not sign.exists():
+                ray.kill(pool.handles["gen-1"])
+                struck.append("instance")
+            return len(struck) == 2
+
+        moved = play_over(pool, workload, config, requests, reallocation=policy)
+        killed = play_over(pool, workload, config, requests, reallocation=policy, strike=strike)
+    turns = [num_turns(one) for one in expected.values()]
+    differing = [count_mismatches(one.completions, expected) for one in (moved, killed)]
+    return {
+        "conversations_of_2_to_6_turns": float(
+            sum(2 <= one <= config.environment.max_turns for one in turns)
+        ),
+        "tool_calls": moved.figures["rollout/tool_calls"],
+        "moved_differ": float(differing[0]),
+        "killed_differ": float(differing[1]),
+        "missing": float(2 * len(expected) - len(moved.completions) - len(killed.completions)),
+        "moves": float(sum(move.outcome == MoveOutcome.MOVED for move in moved.moves)),
+        "instances_killed": float(len(killed.lost)),
+        "environments_killed": float("environment" in struck and not sign.exists()),
+        "turn_overhead_ms": turn_overhead_ms(workload.tokenizer, config, 200),
+    }
+
+
+def decoding_share(folder: Path, count: int) -> dict[str, float]:
+    """The share of the time that instances prefill and decode while so many conversations are open, with slow tools."""
+    workload, config = tools_workload(folder, count, tool_s=TOOL_S, shape=LARGER, max_turn_tokens=64)
+    with ActorPool(workload, engine=ENGINE, speculation=SPECULATION) as pool:
+        played = play_over(pool, workload, config, workload.requests(), reallocation=None, most_open=OPEN)
+    first_s, last_s = played.steady[0][0], played.steady[-1][0]
+    return {
+        "decoding_share": busy_share(played.steady, num_instances=2),
+        "decoding_share_s": last_s - first_s,
+        "decoding_share_calls": played.figures["rollout/tool_calls"],
+        "load": os.getloadavg()[0],
+    }
+
+
+def resumed_conversations(folder: Path) -> dict[str, float]:
+    """What of a run with tools differs where its driver is killed and it is resumed; and what `verify` finds in it."""
+    _, config = tools_workload(folder, 192, tool_s=0.0, shape=SMALL, max_turn_tokens=20)
+    file = folder / "config.yaml"
+    dump_config(config, file)
+    whole = train(file, folder, "whole", ())
+    words, log = train_words(file, folder, "cut", ()), folder / "cut.log"
+    driver = start_command(words, folder=ROOT, log=log)
+    try:
+        run = after_first_state(folder, "cut", driver, set())
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    was_cut = RunDir.open(run).status()["state"] != "finished"
+    run_command(["train", "--resume", str(run)], folder=ROOT, log=folder / "resumed.log")
+    found, verified = compare_runs(whole.folder, run), verify_run(run, share=1.0, num_engines=1)
+    return {
+        "resumed_conversations": float(found.num_samples if was_cut else 0),
+        "resumed_differ": float(found.num_different + found.num_lost + found.num_duplicated),
+        "resumed_weights_differ": float(not found.weights_equal),
+        "verified": float(verified.num_regenerated),
+        "verify_differences": float(len(verified.differences)),
+    }
+
+
+_NONE = ("mismatches", "missing", "alarms", "_differ", "_differences")
 EPISODES = {"quick": 24, "default": 100, "full": 400}
 NEW_TOKENS = 320
 ENGINE = EngineConfig(device="cpu", max_running_samples=64, probe=False)
@@ -272,5 +401,13 @@ def run(bench: Bench) -> int:
         "seconds": played.seconds,
         "sandboxed_rewards_per_s": sandboxed_rewards_per_s(PROGRAMS[mode]),
     } | {name.replace("environment/", ""): value for name, value in played.figures.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        with bench_ray("bench-episodes-tools"):
+            tools = tool_conversations(Path(folder), CONVERSATIONS[mode])
+            tools |= decoding_share(Path(folder), 2 * OPEN if mode == "quick" else 4 * OPEN)
+        tools |= resumed_conversations(Path(folder))
+    figures |= {f"tools_{name}": value for name, value in tools.items()}
     bench.console.print(f"written {bench.write()}")
-    return 1 if figures["mismatches"] or figures["missing"] or figures["alarms"] else 0
+    wrong = [name for name in figures if name.endswith(_NONE) and figures[name]]
+    bench.console.print(f"{sum(figures[name] for name in wrong):.0f} differences {', '.join(wrong)}")
+    return 1 if wrong else 0

@@ -256,7 +256,7 @@ def _resume_part(
     older = set((out / "runs").glob(f"{name}-2*"))
     driver = start_command(train_words(config, out, name, settings), folder=ROOT, log=out / f"{name}.log")
     try:
-        folder = _after_first_state(out, name, driver, older)
+        folder = after_first_state(out, name, driver, older)
         time.sleep(random.Random(name).uniform(0.0, 0.2 * whole["seconds"]))
     finally:
         driver.send_signal(signal.SIGKILL)
@@ -271,7 +271,7 @@ def _resume_part(
     return {"name": name, "has_been_killed": True, "is_equal": found.is_equal}
 
 
-def _after_first_state(out: Path, name: str, driver: subprocess.Popen[bytes], older: set[Path]) -> Path:
+def after_first_state(out: Path, name: str, driver: subprocess.Popen[bytes], older: set[Path]) -> Path:
     """Wait until there is anything to resume from; the run's folder, which is none of the older ones."""
     ends_s = time.monotonic() + LIMIT_S
     while time.monotonic() < ends_s and driver.poll() is None:

@@ -16,8 +16,8 @@ class EnvironmentConfig(Section):
     """`calculator`, `tools` (Python functions that the model calls), or a Python class as `package.module:Class` or
     `file.py:Class`; null: every response is one turn"""
     tools: Name | list[Name] | None = None
-    """kind tools: files or modules of functions, `my_tools.py` for all public ones or `my_tools.py:add,search`;
-    signatures and docstrings are their schemas (transformers' get_json_schema)"""
+    """kind tools: files or modules, `my_tools.py` for all public functions, `my_tools.py:add,search`, or a class whose
+    methods are the tools, one instance an episode; signatures and docstrings are their schemas (get_json_schema)"""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     "keyword arguments of the class"
     max_turns: int = Field(default=8, ge=1)

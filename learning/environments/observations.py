@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ...core.errors import ConfigError, EpisodeError
 from ...core.records import Prompt
 from ...engine.weights.loading import num_token_ids
-from ..data.chat.chat_format import no_template, own_template, render_chat
+from ..data.chat.chat_format import as_template_reads, no_template, own_template, render_chat
 from ..data.chat.messages import Messages, Tools, Turn, as_dicts, pairs_of
 from .environment_protocol import Message, Observation
 
@@ -57,7 +58,7 @@ class ObservationRenderer:
         self._template = chat_template
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._num_ids = num_token_ids(tokenizer)
-        self._behind_a_call: dict[tuple[str, bool], str | None] = {}
+        self._behind_a_call: dict[tuple[str, bool], tuple[Sequence[Turn], str | None]] = {}
         self._ending_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.num_cut = 0
 
@@ -135,10 +136,13 @@ class ObservationRenderer:
         function = {"name": results[0]["name"], "arguments": {"a": _SAID}}
         call = {"type": "function", "id": results[0]["tool_call_id"], "function": function}
         asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        whole, kind = self._render([*asked, *results], tools), (results[0]["name"], bool(tools))
+        kind = results[0]["name"], bool(tools)
         if kind not in self._behind_a_call:  # what stands there is the template's, and no tool's
-            self._behind_a_call[kind] = _behind_said(self._render(asked, tools, ask=False))
-        own, rest = self._behind_a_call[kind], _behind_said(whole)
+            read = as_template_reads(partial(self._render, tools=tools, as_given=True), [*asked, *results])
+            behind = _behind_said(self._render(asked, tools, ask=False))
+            self._behind_a_call[kind] = read[: len(asked)], behind
+        asked, own = self._behind_a_call[kind]
+        rest = _behind_said(self._render([*asked, *results], tools, as_given=True))
         if own is None or rest is None or not rest.startswith(own):
             raise EpisodeError("the chat template leaves out calls, or what follows them")
         end = self._decode([last_token]) if last_token in self._ending_ids else ""
@@ -165,7 +169,9 @@ class ObservationRenderer:
                 "tools, calls and tool turns; name one by data.chat_template"
             )
 
-    def _render(self, messages: Sequence[Turn], tools: Tools = (), *, ask: bool = True) -> str:
+    def _render(
+        self, messages: Sequence[Turn], tools: Tools = (), *, ask: bool = True, as_given: bool = False
+    ) -> str:
         if self._template is None and own_template(self._tokenizer, tools=tools) is None:
             raise EpisodeError(f"there are messages to show, and {no_template(self._tokenizer)}")
         try:
@@ -176,6 +182,7 @@ class ObservationRenderer:
                 tools=tools,
                 template=self._template,
                 variables=self._template_kwargs,
+                as_given=as_given,
             )
         except Exception as error:  # templates raise what they like
             raise EpisodeError(f"the chat template cannot show the messages {messages}: {error}") from error

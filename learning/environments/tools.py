@@ -44,20 +44,21 @@ UNREAD = "unknown"
 
 
 class ToolEnvironment:
-    """Runs the calls of each turn; a turn without one ends the episode. It keeps nothing from turn to turn."""
-
-    replays = False
+    """Runs the calls of each turn; a turn without one ends the episode. Only tools of a class keep anything."""
 
     def __init__(
         self, functions: Mapping[str, Function], schemas: Tools, parser: CallParser | None, timeout_s: float
     ) -> None:
         self._functions, self._parser, self._timeout_s = functions, parser, timeout_s
+        self.replays = bool(_holders(functions))
         self._schemas = {one["function"]["name"]: one["function"] for one in schemas}
         self._prompt: Prompt | None = None
 
-    def reset(self, prompt: Prompt) -> None:
-        """Begin."""
+    def reset(self, prompt: Prompt) -> str | None:
+        """Begin; what a class's own reset returns, of several one behind the other, is added to the prompt."""
         self._prompt = prompt
+        texts = [_reset(one, prompt) for one in _holders(self._functions) if hasattr(one, "reset")]
+        return "".join(text for text in texts if text) or None
 
     def step(self, response: str) -> Step:
         """Answer the calls of a turn, in their order: results, then what did not parse."""
@@ -118,16 +119,18 @@ def tool_functions(config: EnvironmentConfig) -> dict[str, Function]:
         public = [name for name, one in held.items() if _is_own(one, held["__name__"]) and name[0] != "_"]
         for name in [one.strip() for one in names.split(",")] if names else public:
             function = held.get(name)
-            if not callable(function) or inspect.isclass(function):
+            if not callable(function):
                 raise ConfigError(
                     f"environment.tools {path}: expected a function {name} in {module}, got {function!r}; "
                     f"it has {', '.join(public) or 'no public function'}"
                 )
-            if name in found:
+            # of a class one instance an episode, as TRL's environment_factory
+            tools = _methods(function, path) if inspect.isclass(function) else {name: function}
+            if twice := found.keys() & tools.keys():
                 raise ConfigError(
-                    f"environment.tools names {name} twice; expected each tool once; rename one"
+                    f"environment.tools names {', '.join(twice)} twice; expected each tool once; rename one"
                 )
-            found[name] = function
+            found |= tools
         if not public and not names:
             raise ConfigError(
                 f"environment.tools {path}: expected public functions in it, got none; write one"
@@ -152,8 +155,8 @@ def tool_schemas(config: EnvironmentConfig) -> Tools:
 
 def tools_maker(config: EnvironmentConfig, parser: CallParser | None) -> Callable[[], ToolEnvironment]:
     """What makes one environment an episode. Raises ConfigError as the two above."""
-    functions, schemas = tool_functions(config), tool_schemas(config)
-    return lambda: ToolEnvironment(functions, schemas, parser, config.timeout_s)
+    schemas = tool_schemas(config)
+    return lambda: ToolEnvironment(tool_functions(config), schemas, parser, config.timeout_s)
 
 
 def call_parser(
@@ -179,6 +182,43 @@ def require_tools(config: EnvironmentConfig, data: DataConfig, tokenizer: PreTra
         chat_template_kwargs=data.chat_template_kwargs,
     )
     renderer.require_tools(tool_schemas(config))
+
+
+def _methods(kind: type, path: str) -> dict[str, Function]:
+    """The public methods of a new instance, `reset` aside."""
+    try:
+        made = kind()
+    except Exception as error:  # of the user's
+        raise ConfigError(
+            f"environment.tools {path}: making {kind.__name__} raised {type(error).__name__}: {describe(error)}; "
+            "expected a class that is made without arguments; fix it"
+        ) from error
+    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"]
+    if not set(names) - {"reset"}:
+        raise ConfigError(
+            f"environment.tools {path}: expected public methods in {kind.__name__}, got none; write one"
+        )
+    return {name: getattr(made, name) for name in names if name != "reset"}
+
+
+def _holders(functions: Mapping[str, Function]) -> list[Any]:
+    """The instances whose methods are among the tools, each once."""
+    return list(
+        {
+            id(one): one
+            for one in (getattr(f, "__self__", None) for f in functions.values())
+            if one is not None
+        }.values()
+    )
+
+
+def _reset(instance: Any, prompt: Prompt) -> Any:
+    """Tell an instance of the episode's prompt and its row's further columns, those that its reset names."""
+    given, taken = {**prompt.fields, "prompt": prompt}, inspect.signature(instance.reset).parameters.values()
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in taken)
+    return instance.reset(
+        **{name: held for name, held in given.items() if takes_all or name in {one.name for one in taken}}
+    )
 
 
 async def _awaited(result: Any) -> Any:

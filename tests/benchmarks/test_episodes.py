@@ -10,6 +10,7 @@ from rlhfspec.benchmarks.episodes import (
     calculator_workload,
     play_alone,
     play_over,
+    tool_conversations,
 )
 from rlhfspec.benchmarks.moving.exact import SPECULATION
 from rlhfspec.benchmarks.moving.forced import ForcedMoves
@@ -67,3 +68,11 @@ def test_episodes_over_two_instances_change_no_bit_by_moves_or_by_a_death(local_
         assert survived.lost == ["gen-1"]
     finally:
         pool.close()
+
+
+@pytest.mark.long
+def test_conversations_with_tools_change_no_bit_by_moves_or_by_what_dies(local_ray, tmp_path):
+    figures = tool_conversations(tmp_path, 24)
+    assert figures["conversations_of_2_to_6_turns"] > 8 and figures["moves"] > 0
+    assert figures["instances_killed"] == figures["environments_killed"] == 1.0
+    assert figures["moved_differ"] == figures["killed_differ"] == figures["missing"] == 0.0

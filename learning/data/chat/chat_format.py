@@ -32,6 +32,7 @@ def render_chat(
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
     at: datetime | None = None,
+    as_given: bool = False,
 ) -> str:
     """A conversation as the template writes it.
 
@@ -43,6 +44,7 @@ def render_chat(
         template: Jinja text; None: the tokenizer's own.
         variables: further ones of the template.
         at: the time that it is told; None: the tokenizer's own (`learning.data.chat.template_time`).
+        as_given: calls are in the form that the template takes (`as_template_reads`).
 
     Returns:
         The text; special tokens are the template's own, so it is tokenised without more.
@@ -64,7 +66,7 @@ def render_chat(
         )
 
     with template_time_of(tokenizer, template or own_template(tokenizer, tools=tools), at):
-        return write(_as_template_reads(write, turns))
+        return write(turns if as_given else as_template_reads(write, turns))
 
 
 def render_marked(
@@ -86,10 +88,10 @@ def render_marked(
         return whole, [(int(first), int(end)) for first, end in spans]
 
     with template_time_of(tokenizer, template):
-        return write(_as_template_reads(lambda turns: write(turns)[0], turns))
+        return write(as_template_reads(lambda turns: write(turns)[0], turns))
 
 
-def _as_template_reads(write: Callable[[Sequence[Turn]], str], turns: Sequence[Turn]) -> Sequence[Turn]:
+def as_template_reads(write: Callable[[Sequence[Turn]], str], turns: Sequence[Turn]) -> Sequence[Turn]:
     """The turns with arguments of calls in the form that a template takes: an object, or JSON text as OpenAI's API has.
 
     `write` renders turns. A template that joins text to them raises for an object, or writes it as Python would.

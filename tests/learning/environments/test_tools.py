@@ -174,6 +174,29 @@ def test_prompts_are_told_of_the_tools_behind_their_own(tmp_path: Path) -> None:
         load(False, {"messages": messages, "answer": "", "tools": [twice]})
 
 
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, TEMPLATE.replace("{{ {'name'", "{{ '' + c.function.arguments }}{{ {'name'")]
+)
+def test_how_a_template_takes_arguments_is_found_out_once(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, renders = byte_tokenizer(template), list[int]()
+    render = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *args, **more: renders.append(1) or render(*args, **more)
+    )
+    renderer, prompt = (
+        ObservationRenderer(tokenizer, max_tokens=64),
+        Prompt(prompt_id=0, token_ids=np.arange(2), text="q", messages=(("user", "q"),)),
+    )
+    shown = []
+    for _ in range(2):
+        renders.clear()
+        answer = [{"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "3"}]
+        shown.append(renderer.give(answer, prompt=prompt, last_token=0).token_ids.tolist())
+    assert renders == [1] and shown[0] == shown[1]
+
+
 def test_results_follow_what_was_sampled_as_the_template_has_them() -> None:
     tokenizer = byte_tokenizer(TEMPLATE)
     renderer = ObservationRenderer(tokenizer, max_tokens=4)
@@ -243,3 +266,33 @@ def test_what_the_models_own_templates_write_is_read_again(name: str) -> None:
         turn = parser.parse(whole[num_shared(before, whole) :], prompt=before, tools=tools)
         assert [(one.name, one.arguments) for one in turn.calls] == some
         assert (turn.content, turn.unparsed) == ("", ())
+
+
+def test_of_a_class_each_episode_has_an_instance_that_keeps_what_was_done(tmp_path: Path) -> None:
+    file = tmp_path / "shops.py"
+    file.write_text(
+        "class Shop:\n"
+        "    def reset(self, name, **more):\n        self.bought = [name]\n        return f'{name} sells'\n"
+        "    def buy(self, what: str) -> str:\n"
+        '        """Buy.\n\n        Args:\n            what: is bought\n        """\n'
+        "        self.bought.append(what)\n        return ','.join(self.bought)\n"
+        "    def _hidden(self):\n        pass\n"
+    )
+    settings = EnvironmentConfig(kind="tools", tools=f"{file}:Shop")
+    assert [one["function"]["name"] for one in tool_schemas(settings)] == ["buy"]
+    make = environment_maker(
+        settings, call_parser(settings, DataConfig(task="chain"), byte_tokenizer(TEMPLATE))
+    )
+    for name in ("Ada", "Bo"):
+        environment = make()
+        assert getattr(environment, "replays") is True  # noqa: B009
+        prompt = Prompt(prompt_id=0, token_ids=np.arange(2), text="q", fields={"name": name, "other": 1})
+        assert environment.reset(prompt) == f"{name} sells"
+        assert contents(environment.step(call("buy", what="tea"))) == [f"{name},tea"]
+        assert contents(environment.step(call("buy", what="jam"))) == [f"{name},tea,jam"]
+
+
+def test_a_class_without_tools_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text("class Bare:\n    def reset(self):\n        pass\n")
+    with pytest.raises(ConfigError, match="expected public methods in Bare, got none"):
+        tool_functions(EnvironmentConfig(kind="tools", tools=f"{tmp_path}/bare.py:Bare"))
