@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 552
+MAX_SOURCE_FILES = 556
 MAX_LINES_OF_A_ROOM = {
     "core": 2528,
-    "core/settings": 2604,
+    "core/settings": 2605,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -267,9 +267,9 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1953,
     "learning": 6,
-    "learning/data": 4373,
+    "learning/data": 4458,
     "learning/drafts": 2995,
-    "learning/environments": 607,
+    "learning/environments": 1053,
     "learning/models": 1423,
     "learning/rewards": 1802,
     "learning/tasks": 251,
@@ -277,11 +277,11 @@ MAX_LINES_OF_A_ROOM = {
     "actors": 382,
     "actors/generation": 1974,
     "actors/migration": 874,
-    "actors/remote": 1441,
+    "actors/remote": 1466,
     "actors/reward_server": 542,
     "actors/scheduling": 469,
     "actors/transport": 1664,
-    "actors/workers": 834,
+    "actors/workers": 856,
     "cluster": 160,
     "cluster/commands": 2671,
     "cluster/folder": 2214,
@@ -293,10 +293,10 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/resume": 1326,
     "cluster/run": 2317,
     "cluster/serving": 1768,
-    "cluster/system": 2634,
+    "cluster/system": 2669,
     "cluster/verify": 1704,
     "cluster/weights": 302,
-    "integrations": 1431,
+    "integrations": 1439,
 }
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15

@@ -13,7 +13,8 @@ class EnvironmentConfig(Section):
     """What answers between turns. `sampling.max_new_tokens` counts all turns and all answers."""
 
     kind: Name | None = None
-    "`calculator`, or a Python class as `package.module:Class` or `file.py:Class`; null: every response is one turn"
+    """`calculator`, a Python class as `package.module:Class` or `file.py:Class` (Gymnasium's too), `gymnasium:ENV_ID`,
+    or `verifiers:NAME` (its load_environment gets `options`); null: every response is one turn"""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     "keyword arguments of the class"
     max_turns: int = Field(default=8, ge=1)

@@ -99,6 +99,24 @@ def test_a_step_that_hangs_is_named_and_holds_up_nobody(make_pool):
     assert str(error).endswith("fix it, or raise the limit"), "what is set already is not advised"
 
 
+def test_a_step_that_ends_its_process_again_and_again_takes_no_other_episode_with_it(make_pool):
+    pool, notes = make_pool("sample_environments:Wayward", on_error="end", restarts=1)
+    for name, text in (("bad", "segfault"), ("good", "abc"), ("worse", "segfault"), ("fine", "abcd")):
+        pool.ask(name, key(len(name)), prompt(), (text,))
+    assert pool.num_asked == 4
+    found = answers(pool, 4)
+    assert found["good"].observation == "cba" and found["fine"].observation == "dcba"
+    for name, number in (("bad", 3), ("worse", 5)):
+        assert f"sample {number} (seed 3), turn 0 has ended its process twice" in str(found[name])
+    assert pool.num_asked == 0 and 2 <= len(notes) <= 4
+
+
+def test_what_is_cut_is_scored_by_an_actor_that_never_saw_it_too(make_pool):
+    pool, _ = make_pool("sample_environments:Scoring")
+    pool.ask("cut", key(1), prompt(), ("a", "b"), is_cut=True)
+    assert (answers(pool, 1)["cut"].reward, pool.num_asked) == (2.0, 0)
+
+
 def test_a_dead_actors_episodes_are_played_again_by_the_next(make_pool, tmp_path):
     pool, notes = make_pool(
         "sample_environments:Counting", options={"marker": str(tmp_path / "died")}, restarts=1
