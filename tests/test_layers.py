@@ -269,7 +269,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning": 6,
     "learning/data": 4458,
     "learning/drafts": 2995,
-    "learning/environments": 1053,
+    "learning/environments": 1058,
     "learning/models": 1423,
     "learning/rewards": 1802,
     "learning/tasks": 251,
