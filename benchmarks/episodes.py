@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from ..actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
 from ..cluster.system.episodes import Episodes
-from ..core.config import Config, EngineConfig, ReallocationConfig
+from ..core.config import Config, EngineConfig, ReallocationConfig, RewardConfig
 from ..core.config_io import config_from_dict
-from ..core.errors import WaitTimeout
+from ..core.errors import RewardError, WaitTimeout
 from ..core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
 from ..engine.engine import Engine
 from ..learning.data.chat.written_text import written_text
@@ -30,6 +30,7 @@ from ..learning.environments.episode import Episode, EpisodeLimits
 from ..learning.environments.observations import ObservationRenderer, ending_with
 from ..learning.models.make import PairPaths
 from ..learning.models.tokenization import character_tokenizer
+from ..learning.rewards.reward_function import build_reward
 from ..policies.migration.move_messages import MoveOutcome
 from ..policies.reallocation.pool_records import ReallocationPolicy
 from ..policies.scheduling.events import Alarm, MoveRecord
@@ -216,6 +217,26 @@ def play_over(
     return played
 
 
+PROGRAMS = {"quick": 400, "default": 2000, "full": 10_000}
+"Of `sandboxed_rewards_per_s`: trivial ones, each against one test."
+
+
+def sandboxed_rewards_per_s(count: int) -> float:
+    """Rewards of kind code a second, of one reward actor's threads and sandbox on all cores; its start is left out."""
+    reward = build_reward(RewardConfig.model_validate({"kind": "code"}))
+    prompt = Prompt(
+        prompt_id=0, token_ids=np.array([0]), reference='[{"input": "3 4", "output": "7"}]', text="sum"
+    )
+    response = "```python\nprint(sum(map(int, input().split())))\n```"
+    for size in (32, count):
+        began_s = time.perf_counter()
+        scored = reward.score([prompt] * size, [response] * size)
+        seconds = time.perf_counter() - began_s
+        if any(one.value != 1.0 for one in scored):
+            raise RewardError(f"{size} right programs in a sandbox got {scored[:3]}; expected 1.0 each")
+    return count / seconds
+
+
 EPISODES = {"quick": 24, "default": 100, "full": 400}
 NEW_TOKENS = 320
 ENGINE = EngineConfig(device="cpu", max_running_samples=64, probe=False)
@@ -249,6 +270,7 @@ def run(bench: Bench) -> int:
         "prefill_tokens_nothing_kept": float(engine.stats.num_prefill_tokens),
         "kept_tokens": float(played.num_kept_tokens),
         "seconds": played.seconds,
+        "sandboxed_rewards_per_s": sandboxed_rewards_per_s(PROGRAMS[mode]),
     } | {name.replace("environment/", ""): value for name, value in played.figures.items()}
     bench.console.print(f"written {bench.write()}")
     return 1 if figures["mismatches"] or figures["missing"] or figures["alarms"] else 0

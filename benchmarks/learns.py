@@ -28,16 +28,17 @@ from ..engine.weights.loading import load_causal_lm, load_tokenizer
 from . import trl
 from .peers.build import TRL_RELEASES, trl_folder
 from .served import serving
+from .support import tool_tasks
 from .support.harness import Bench
 from .support.processes import run_command, setting_words
 from .support.result import ROOT
 from .support.runs import DEMO, SMOLLM2, MadeRun, train
-from .support.workload import real_model, real_workload
+from .support.workload import BENCH_SEED, real_model, real_workload
 from .update import learner_of, sample
 
 CUT_LAYERS = (13, 14, 15)
 ITERATIONS = {"quick": 2, "default": 16, "full": 30}
-"Of distillation, and of the reward over a group."
+"Distillation has twice as many."
 COST_ROUNDS = {"quick": 1, "default": 2, "full": 5}
 "Steps of a run that are compared; the first step before them is left out. Each side runs twice, in turn."
 LAST = 3
@@ -46,6 +47,14 @@ SAMPLED_PROMPTS, SAMPLES = {"quick": 8, "default": 64, "full": 128}, 4
 "For DPO; the judge scores the same samples."
 TAUGHT = {"quick": 16, "default": 160, "full": 512}
 "Rows that the judge learns the rule from."
+SHOWN_TWICE = {
+    "trainer.batch_size": 8,
+    "trainer.epochs": 2,
+    "trainer.learning_rate": 1e-4,
+    "trainer.warmup_steps": 4,
+    "trainer.num_threads": 1,
+}
+"How `sft` teaches before a part begins."
 SHORT = "{prompt}\nAnswer in one short sentence."
 RULE = "Does this text contain a digit? Answer Score: 1 for yes, Score: 0 for no.\n\nText: "
 BARS = {
@@ -53,6 +62,8 @@ BARS = {
     "dpo_accuracy_held_out": ("at least", 0.7),
     "group_vowels_last_over_first": ("at least", 1.2),
     "judge_agreement": ("at least", 0.9),
+    "tools_accuracy_gain": ("at least", 0.3),
+    "code_passed_gain": ("at least", 0.3),
     "judge_asked_by_rerun": ("at most", 0.0),
     "distill_step_over_parts": ("at most", 1.25),
     "dpo_s_over_trl": ("at most", 0.7),
@@ -87,7 +98,7 @@ def learn(bench: Bench, model: Path, part: str) -> list[str]:
     folder = bench.out / "learns" / part
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "rewards.py").write_text(REWARDS + tool_tasks.RIGHT)
     before = set(bench.figures.values)
     PARTS[part](bench, model, folder)
     bench.write(curves=_curves(bench))
@@ -144,7 +155,7 @@ def _distilled(bench: Bench, model: Path, folder: Path) -> None:
         folder,
         "distill",
         {
-            "run.iterations": ITERATIONS[bench.mode],
+            "run.iterations": 2 * ITERATIONS[bench.mode],
             "models.target": cut_model(model, folder / "student"),
             "models.teacher": model,
             "algorithm.kind": "distill",
@@ -210,6 +221,62 @@ def _preferred(bench: Bench, model: Path, folder: Path) -> None:
     }
 
 
+def _called(bench: Bench, model: Path, folder: Path) -> None:
+    """The model is shown calls in a quarter of some conversations, and learns from the answers' worth alone."""
+    rows, prompts = folder / "taught.jsonl", folder / "prompts.jsonl"
+    template, tools = folder / "template.jinja", folder / "my_tools.py"
+    shown = tool_tasks.products(TAUGHT[bench.mode], BENCH_SEED)
+    rows.write_text(tool_tasks.as_lines(tool_tasks.demonstrations(shown, called=0.25, seed=BENCH_SEED)))
+    prompts.write_text(tool_tasks.as_lines(tool_tasks.products(400, BENCH_SEED + 1)))
+    template.write_text(tool_tasks.TEMPLATE)
+    tools.write_text(tool_tasks.TOOLS)
+    settings = {"model.chat_template": template, "data.eval_share": 0, **SHOWN_TWICE}
+    words = ["sft", "--model", str(model), "--data", str(rows), "--out", str(folder / "sft")]
+    _command(words, settings, folder / "sft.log")
+    settings = {
+        "models.target": folder / "sft" / "checkpoints" / "model",
+        "environment.kind": "tools",
+        "environment.tools": tools,
+        "environment.max_turns": 3,
+        "reward.kind": f"{folder / 'rewards.py'}:right",
+        "sampling.max_new_tokens": 96,
+        **_answered(bench, prompts),
+    }
+    made = _gsm8k(bench, folder, "called", settings)
+    _curve(bench, "tools_accuracy", [row["reward/mean"] for row in made.metrics])
+    _gain(bench, "tools_accuracy")
+
+
+def _coded(bench: Bench, model: Path, folder: Path) -> None:
+    """Functions of one line, run against asserts in the sandbox."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(tool_tasks.as_lines(tool_tasks.functions(400, BENCH_SEED)))
+    settings = {"reward.kind": "code", "sampling.max_new_tokens": 48, **_answered(bench, prompts)}
+    made = _gsm8k(bench, folder, "coded", settings)
+    _curve(bench, "code_passed", [row["reward/mean"] for row in made.metrics])
+    _gain(bench, "code_passed")
+
+
+def _answered(bench: Bench, prompts: Path) -> dict[str, Any]:
+    return {
+        "data.path": prompts,
+        "data.prompt_field": "prompt",
+        "data.reference_field": "answer",
+        "data.chat": "true",
+        "data.max_prompt_tokens": 256,
+        "run.iterations": ITERATIONS[bench.mode],
+        "rollout.prompts_per_iteration": 8,
+        "rollout.samples_per_prompt": 4,
+        "trainer.minibatch_size": 32,
+        "trainer.learning_rate": 2e-5,
+    }
+
+
+def _gain(bench: Bench, name: str) -> None:
+    values = bench.figures.values
+    values[f"{name}_gain"] = values[f"{name}_last"] - values.get(f"{name}_first", 0.0)
+
+
 def _ranked(bench: Bench, model: Path, folder: Path) -> None:
     settings = {
         "run.iterations": ITERATIONS[bench.mode],
@@ -231,15 +298,7 @@ def _judged(bench: Bench, model: Path, folder: Path) -> None:
     sampled = next((bench.out / "learns" / "dpo" / "runs").iterdir())
     rows = folder / "taught.jsonl"
     rows.write_text("".join(f"{json.dumps(row)}\n" for row in _taught(bench)))
-    settings = {
-        "data.eval_share": 0,
-        "data.chat": "true",
-        "trainer.batch_size": 8,
-        "trainer.epochs": 2,
-        "trainer.learning_rate": 1e-4,
-        "trainer.warmup_steps": 4,
-        "trainer.num_threads": 1,
-    }
+    settings = {"data.eval_share": 0, "data.chat": "true", **SHOWN_TWICE}
     words = ["sft", "--model", str(model), "--data", str(rows), "--out", str(folder / "sft")]
     _command(words, settings, folder / "sft.log")
     port = free_port()
@@ -376,6 +435,8 @@ PARTS = {
     "dpo": _preferred,
     "group": _ranked,
     "judge": _judged,
+    "tools": _called,
+    "code": _coded,
     "teacher_costs": _teacher_costs,
     "dpo_costs": _dpo_costs,
 }

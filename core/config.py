@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import model_validator
 
-from .settings.algorithm import AlgorithmConfig, require_groups, require_teacher
+from .settings.algorithm import AlgorithmConfig, require_echo, require_groups, require_teacher
 from .settings.cluster import ClusterConfig, require_publication
 from .settings.correction import require_correction
-from .settings.data import DataConfig
+from .settings.data import DataConfig, require_easy_threshold
 from .settings.environment import EnvironmentConfig
 from .settings.evaluation import EvaluationConfig, require_metric
 from .settings.generation import (
@@ -176,6 +176,7 @@ class Config(Section):
         )
         require_draft(self.speculation, self.models.draft)
         require_teacher(self.models, self.algorithm, self.data, environment=environment)
+        require_echo(self.algorithm, environment=environment)
         require_spot(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
         require_cotrain(self.drafter_training, self.speculation)
         require_groups(self.algorithm, rollout)
@@ -186,6 +187,12 @@ class Config(Section):
         require_schedule(rollout, environment=environment)
         require_publication(self.cluster.publication, rollout.max_staleness)
         require_metric(self.evaluation, reward)
+        require_easy_threshold(
+            self.data,
+            reward=reward.kind,
+            looks_ahead=rollout.look_ahead != "off",
+            evaluated=self.evaluation.data,
+        )
         require_reward(
             reward,
             environment=environment,

@@ -211,8 +211,27 @@ class SampleRequest:
     draft: np.ndarray | None = field(default=None, compare=False)
     """int64 [T]: a response that other weights gave under this key, proposed to the verification from its beginning.
     It changes no token"""
+    num_top: int | None = None
+    "nothing is sampled: what is there is scored, with so many of the likeliest tokens (`Completion.scores`)"
     is_attempt: bool = False
     "made ahead, under the weights that there are: a draft for the sample of this key, which yields to any other sample"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What a model says of a sample's tokens, prompt and response together, but for the first: T in all.
+
+    In the prompt the model's own distribution; in the response that which was sampled from, greedy ones' the model's.
+    """
+
+    logprobs: np.ndarray
+    "float32 [T]"
+    top_ids: np.ndarray
+    "int64 [T, k]: the likeliest first"
+    top_logprobs: np.ndarray
+    "float32 [T, k]"
+    weight_version: int
+    "of the model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +257,8 @@ class Completion:
     "bool; False: given by an environment, nothing to learn from, its log-probabilities are 0. None: all sampled"
     draft_depths: np.ndarray | None = None
     "uint8: level of the draft tree that an accepted token stood at; 0: not drafted. None: not known"
+    scores: Scores | None = None
+    "where the request asked for them (`num_top`)"
 
     @property
     def num_tokens(self) -> int:
@@ -364,7 +385,7 @@ class UpdateReport:
     metrics: dict[str, float]
     "policy_loss, value_loss, entropy, approx_kl, clip_fraction, grad_norm, ..."
     log_ratio_counts: tuple[int, ...] = ()
-    "tokens in each bin of new over old log-probability (`objectives.policy`), over all optimizer steps"
+    "tokens in each bin of new over old log-probability (`objectives.minibatch_metrics`), over all optimizer steps"
     sample_advantages: tuple[float, ...] | None = None
     "mean advantage of each sample's tokens, in the order of the sample index"
     unmoved: tuple[str, ...] = ()

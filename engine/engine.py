@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -36,6 +37,7 @@ from .model.runner import ModelRunner
 from .numerics import Numerics
 from .outcomes import completion_of, not_finite_error, where_not_finite
 from .requests import require_can_go_on, require_distinct
+from .scores import score
 from .weights.chunks import require_loadable
 
 logger = logging.getLogger(__name__)
@@ -428,6 +430,9 @@ class Engine:
         while free > 0 and (line := self._waiting or self._attempts):
             if not room.admits(line[0].num_committed_tokens):
                 break
+            if line[0].request.num_top is not None:
+                self._score(line.popleft())
+                continue
             kept.append(self.exchange.take_kept(self._batch.add(line.popleft())))
             free -= 1
         room.hold()
@@ -449,6 +454,14 @@ class Engine:
         )
         seconds, num_kept = self._clock() - started, int(cached[first:].sum())
         self._tally.add(num_prefill_tokens=computed, num_kept_tokens=num_kept, prefill_s=seconds)
+
+    def _score(self, state: SampleState) -> None:
+        """Score a sample's tokens in the next slot, which is free again then; nothing of it is decoded."""
+        slot = self._batch.add(state)
+        self.exchange.kv_admission.hold()
+        scores = score(self.runner, state, slot, max_tokens=self.max_prefill_tokens)
+        self._batch.remove(slot)
+        self._unclaimed.append(replace(completion_of(state, instance=self.instance), scores=scores))
 
     def _finish(self, slot: int, *, is_cut: bool = False) -> Completion:
         """Take a finished sample out of its slot; the last one moves in."""

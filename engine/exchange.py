@@ -143,7 +143,7 @@ class SampleExchange:
             )
         # an earlier turn's, which its spans may not tell of
         self.kept.forget(state.request.key)
-        if not self.kv_admission.admits(state.num_committed_tokens):
+        if state.request.num_top is not None or not self.kv_admission.admits(state.num_committed_tokens):
             self._waiting.appendleft(state)
             return None
         slot = self._batch.add(state)

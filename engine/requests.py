@@ -58,7 +58,9 @@ def require_can_go_on(state: SampleState, *, vocab_size: int, max_total_tokens: 
             f"{who}: expected as many log-probabilities as tokens, all from 0 to {vocab_size - 1}; it cannot go on"
         )
     new = ids[len(ids) - state.num_new_tokens :]
-    if len(ids) >= sampling.max_new_tokens or np.isin(new, sampling.stop_token_ids).any():
+    if state.request.num_top is None and (
+        len(ids) >= sampling.max_new_tokens or np.isin(new, sampling.stop_token_ids).any()
+    ):
         raise DataError(
             f"{who}: its {len(ids)} tokens are a whole response (sampling.max_new_tokens {sampling.max_new_tokens}); "
             "there is nothing to go on with"

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..core.config import EnvironmentConfig
 from ..core.records import Completion, FinishReason, SampleKey, SampleRequest
 from ..engine.engine import Engine
+from ..learning.data.chat.tool_calls import CallParser
 from ..learning.data.chat.written_text import written_text
 from ..learning.environments.environment_protocol import (
     Environment,
@@ -44,7 +45,8 @@ class EngineEpisodes:
         chat_template_kwargs: dict | None = None,
     ) -> None:
         """Raises ConfigError: there is no such environment."""
-        self._make, self._tokenizer = environment_maker(settings), tokenizer
+        parser = CallParser(tokenizer, chat_template=chat_template) if settings.kind == "tools" else None
+        self._make, self._tokenizer = environment_maker(settings, parser), tokenizer
         example = self._make()
         self._renderer = ObservationRenderer(
             tokenizer,

@@ -23,7 +23,7 @@ from ..core.outside import quote
 from ..core.settings.reward import RESERVED_NAMES, RewardConfig
 from ..core.surfaces.surface import surface
 
-_CODE = """# Reward functions that Python handed over, by value.
+_CODE = """# Functions that Python handed over, by value.
 import sys
 
 if sys.version_info[:2] != {version}:
@@ -36,7 +36,8 @@ for name, one in cloudpickle.loads({pickled}).items():
         one.__module__ = __name__
     globals()[name] = one
 """
-RewardFunction = Callable[..., Any] | str
+Function = Callable[..., Any]
+FunctionOrName = Function | str
 
 
 def write_rows(rows: Any, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -99,7 +100,7 @@ def source_keys(rows: Any, said: Mapping[str, Any], folder: Path) -> dict[str, A
 
 
 def reward_keys(
-    given: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None, folder: Path
+    given: FunctionOrName | Sequence[FunctionOrName], weights: Sequence[float] | None, folder: Path
 ) -> dict[str, Any]:
     """`reward.kind` and `reward.parts` for functions, by value, and for texts, which are kinds.
 
@@ -131,18 +132,36 @@ def reward_keys(
     return {"reward.kind": RewardConfig().kind, "reward.parts": parts}
 
 
+def tool_keys(given: FunctionOrName | Sequence[FunctionOrName], folder: Path) -> dict[str, Any]:
+    """`environment.kind` and `environment.tools` for functions, by value, and for texts, which are files or modules.
+
+    Raises ConfigError: a function without a name of its own, or that cannot be pickled; StorageError.
+    """
+    functions = [given] if isinstance(given, str) or callable(given) else [*given]
+    own = {getattr(one, "__name__", ""): one for one in functions if not isinstance(one, str)}
+    texts = [one for one in functions if isinstance(one, str)]
+    if (
+        len(own) + len(texts) != len(functions)
+        or not functions
+        or not all(name.isidentifier() for name in own)
+    ):
+        raise ConfigError(f"tools: expected functions by names of their own, got {quote(functions)}; use def")
+    file = [f"{_write_functions(own, folder, 'tools')}:{','.join(own)}"] if own else []
+    return {"environment.kind": "tools", "environment.tools": [*file, *texts]}
+
+
 def _is_trls(function: Callable[..., Any]) -> bool:
     return "completions" in inspect.signature(function).parameters
 
 
-def _write_functions(functions: Mapping[str, Callable[..., Any]], folder: Path) -> str:
+def _write_functions(functions: Mapping[str, Function], folder: Path, what: str = "reward_funcs") -> str:
     from ray.cloudpickle import cloudpickle  # which brings Ray
 
     try:
         pickled = cloudpickle.dumps(functions)
     except Exception as error:  # whatever a value that a function holds says to it
         raise ConfigError(
-            f"reward_funcs {', '.join(functions)}: cannot be sent to other processes by value: {error}; load what "
+            f"{what} {', '.join(functions)}: cannot be sent to other processes by value: {error}; load what "
             "cannot be pickled inside the function, or name one in a file: 'path/to/file.py:function'"
         ) from error
     folders = list(dict.fromkeys(map(os.path.abspath, sys.path)))
@@ -150,7 +169,8 @@ def _write_functions(functions: Mapping[str, Callable[..., Any]], folder: Path) 
     # folders of modules may be others in the next kernel, whose number stands in names of cells
     same = [f"{op.name} {arg}" for op, arg, _ in pickletools.genops(pickled) if op.name != "FRAME"]
     named_after = re.sub(r"ipykernel_\d+", "", "\n".join(same)).encode()
-    return _kept(folder, "reward_functions_{}.py", code.encode(), named_after)
+    stem = what.replace("funcs", "functions")
+    return _kept(folder, f"{stem}_{{}}.py", code.encode(), named_after)
 
 
 def _kept(folder: Path, name: str, data: bytes, named_after: bytes | None = None) -> str:

@@ -27,7 +27,7 @@ from ..core.outside import quote, user_path
 from ..core.settings import supervised
 from ..core.settings.run import RunConfig
 from .finished_run import Run
-from .given_inputs import RewardFunction, reward_keys, source_keys, write_rows
+from .given_inputs import FunctionOrName, reward_keys, source_keys, tool_keys, write_rows
 
 if TYPE_CHECKING:
     from ..cluster.observe.console import Reporter
@@ -113,9 +113,11 @@ class GRPO(_Training):
     by their names. What is said nowhere is as in integrations/python.yaml; where args is a file, as for the command.
     """
 
-    reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None
+    reward_funcs: FunctionOrName | Sequence[FunctionOrName] | None = None
     """one or several, in our form, TRL's, verl's or OpenRLHF's (docs/tutorials/reward-function.md), those of a notebook
     too; a text is a reward.kind. args may have `reward_weights`"""
+    tools: FunctionOrName | Sequence[FunctionOrName] | None = None
+    "Python functions that the model calls between its turns, or files of such (environment.tools)"
     kind: ClassVar[Mapping[str, Any]] = {"algorithm.kind": "grpo"}
 
     def _keys(self, tree: dict[str, Any], inputs: Path, weights: Any) -> dict[str, Any]:
@@ -126,6 +128,8 @@ class GRPO(_Training):
                 keys |= {f"{section}.{key}": value for key, value in source_keys(rows, said, inputs).items()}
         if self.eval_dataset is not None and not _is_said(tree, "evaluation.every"):
             keys["evaluation.every"] = 10
+        if self.tools is not None:
+            keys |= tool_keys(self.tools, inputs)
         if self.reward_funcs is not None:
             return keys | reward_keys(self.reward_funcs, weights, inputs)
         if weights is not None or not (_of(tree, "reward") or self.kind.get("algorithm.kind") == "distill"):
@@ -141,7 +145,13 @@ class GRPO(_Training):
 
         # a run that is named goes on by its own config
         file = file or (_USUAL if resume in (None, "auto") else None)
-        prepared = prepare_run(file, overrides, report, out=out, resume=resume, dry_run=False)
+        try:
+            prepared = prepare_run(file, overrides, report, out=out, resume=resume, dry_run=False)
+        except ConfigError as error:
+            if not str(error).startswith(f"{_USUAL}: "):
+                raise
+            # the file is ours, what it was overridden by is the caller's
+            raise ConfigError(str(error).replace(str(_USUAL), "args", 1)) from None
         return run_prepared(prepared, report).path
 
 

@@ -2,5 +2,5 @@
 
 Lives here: finished rollouts into new weights: data, rewards, environments, training, draft models, making models.
 Must not live here: generation (`engine`), Ray (`actors`).
-Rooms (imports go left): tasks <- data <- rewards <- environments <- training <- drafts <- models
+Rooms (imports go left): tasks <- data <- sandbox <- rewards <- environments <- training <- drafts <- models
 """

@@ -18,6 +18,7 @@ from ...core.config import EnvironmentConfig
 from ...core.errors import EpisodeError, InputError, one_line
 from ...core.named_code import import_from_too
 from ...core.records import Prompt, SampleKey
+from ...learning.data.chat.tool_calls import CallParser
 from ...learning.environments.environment_protocol import (
     Environment,
     Step,
@@ -32,6 +33,7 @@ from ..remote.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPoo
 from ..remote.waiting import ActorDied
 
 T = TypeVar("T")
+_TO_ANSWER_S = 5.0
 Answer = Step | str | None
 "Of a step, or of a reset."
 
@@ -46,12 +48,20 @@ class _Running:
 class EnvironmentActor:
     """Runs the environments of some episodes, several at once."""
 
-    def __init__(self, name: str, config: EnvironmentConfig, caller_dir: str | None = None) -> None:
-        """`caller_dir`: the driver's folder, for code of the user's."""
+    def __init__(
+        self,
+        name: str,
+        config: EnvironmentConfig,
+        caller_dir: str | None = None,
+        parser: CallParser | None = None,
+    ) -> None:
+        """`caller_dir`: the driver's folder, for code of the user's; `parser`: of calls, for kind tools."""
         begin_actor(name)
         import_from_too(caller_dir)
         self._name = name
-        self._config = config
+        self._config, self._parser = config, parser
+        # tools have the limit of a step themselves, and answer by then
+        self._timeout_s = config.timeout_s + (_TO_ANSWER_S if config.kind == "tools" else 0.0)
         self._make: Callable[[], Environment] | None = None
         self._running: dict[SampleKey, _Running] = {}
 
@@ -84,7 +94,7 @@ class EnvironmentActor:
         # a thread that hangs cannot be ended: it is left behind, and ends with the process
         thread = threading.Thread(target=run, daemon=True, name=f"episode-{key.sample_index}")
         thread.start()
-        thread.join(self._config.timeout_s)
+        thread.join(self._timeout_s)
         where = describe(self._config, key, len(responses))
         if not answers:
             self._drop(key)
@@ -124,7 +134,7 @@ class EnvironmentActor:
             first = begun(known.environment, prompt, key)
             if not responses:
                 return first
-            for response in earlier:
+            for response in earlier if getattr(known.environment, "replays", True) else ():
                 known.environment.step(response)
         ending: Any = known.environment
         step = checked_step(ending.score_cut() if is_cut else ending.step(responses[-1]))
@@ -142,7 +152,7 @@ class EnvironmentActor:
     def _maker(self) -> Callable[[], Environment]:
         # not in the constructor, so that its error arrives as itself
         if self._make is None:
-            self._make = environment_maker(self._config)
+            self._make = environment_maker(self._config, self._parser)
         return self._make
 
 

@@ -52,7 +52,7 @@ def malformed(
         key, values = ("prompt", prompts) if route == "completions" else ("messages", messages)
         made += [(route, _dump(good | {key: value})) for value in values]
         made += [(route, _dump({name: held for name, held in good.items() if name != key}))]
-    made += [("completions", _dump(GOOD["completions"] | {"logprobs": value})) for value in (1, 5, -1)]
+    made += [("completions", _dump(GOOD["completions"] | {"logprobs": value})) for value in (21, 0.5, -1)]
     made += [
         ("chat/completions", _dump(GOOD["chat/completions"] | {"top_logprobs": value})) for value in (1, 20)
     ]

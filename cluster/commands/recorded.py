@@ -88,14 +88,23 @@ def pairs(
     overrides: Annotated[list[str], set_flag("rank by the run's reward with a changed key, as of rescore")],
     iterations: Annotated[tuple[int, int], Arg("A-B", "of these alone, as of rescore", parse=_iterations)]
     | None = None,
+    sample: Annotated[
+        int, Arg("N", "sample the run's prompts anew, N times each, and rank these", parse=COUNT)
+    ]
+    | None = None,
+    version: Annotated[int, Arg("V", "with --sample: from this kept weight version; the last by default")]
+    | None = None,
+    limit: Annotated[int, Arg("N", "with --sample: only the first prompts", parse=COUNT)] | None = None,
 ) -> int:
     """Make preference pairs of a run's samples.
 
     Of each group of recorded samples the best and the worst by their reward, as rows that dpo and train-reward read.
-    Groups without a difference are left out and counted; nothing is generated; equal runs give equal bytes.
+    Groups without a difference are left out and counted; nothing is generated; equal runs give equal bytes. With
+    --sample the run's training prompts are sampled anew, under keys of evaluations: equal bytes again.
 
       rlhfspec pairs runs/RUN --out pairs.jsonl
       rlhfspec pairs runs/RUN --reward rewards.py:mended --iterations 1-5 --out pairs.jsonl
+      rlhfspec pairs runs/RUN --sample 8 --set run.seed=7 --out pairs.jsonl
       rlhfspec dpo --model MODEL --data pairs.jsonl --out dpo
     """
     from ...core.errors import ConfigError
@@ -103,16 +112,33 @@ def pairs(
 
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: expected a file .jsonl in a folder that is there; name another")
+    is_mixed = iterations is not None if sample is not None else (version, limit) != (None, None)
+    if is_mixed or sample == 1:
+        raise ConfigError(
+            "--sample N takes 2 samples of a prompt or more and no --iterations; --version and --limit are of --sample"
+        )
     chosen = [] if reward is None else [f"reward={json.dumps({'kind': reward})}"]
     with Reporter() as report:
         report.stage("loading torch and transformers")
         from ..verify.choice import RecordedRun
-        from ..verify.preference_pairs import pairs_of_run
+        from ..verify.preference_pairs import pairs_of, pairs_of_run
 
-        run = RecordedRun.open(run_dir, ["evaluation.every=0", *chosen, *overrides])
-        with report.job("pairs") as tick:
-            again = bool(chosen or overrides)
-            done = pairs_of_run(run, iterations=iterations, scores_again=again, tick=tick)
+        if sample is not None:
+            from ..jobs.evaluate_models import evaluate_model, plan_sampling
+            from ..verify.kept_weights import kept_version
+
+            run = RecordedRun.open(run_dir, [*chosen, *overrides])
+            version, model = kept_version(run.folder, run.config.models.target, version)
+            plan = plan_sampling(run, model, samples_per_prompt=sample, limit=limit)
+            report.note(f"weight version {version} of {run.folder}")
+            rollouts = evaluate_model(plan, report).rollouts
+            origin = f"weight version {version} of {run.folder}"
+            done = pairs_of(((one, one.reward) for one in rollouts), plan.inputs.tokenizer, origin=origin)
+        else:
+            run = RecordedRun.open(run_dir, ["evaluation.every=0", *chosen, *overrides])
+            with report.job("pairs") as tick:
+                again = bool(chosen or overrides)
+                done = pairs_of_run(run, iterations=iterations, scores_again=again, tick=tick)
         done.write(out)
     for line in done.lines():
         report.note(line)

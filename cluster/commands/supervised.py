@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,15 +22,31 @@ Overrides = Annotated[list[str], set_flag("override one key, such as trainer.epo
 Resume = Annotated[Path, Arg("DIR", "go on with this run folder from its last state, by its own config")]
 
 
-def sft(
-    *,
-    config: ConfigFile | None = None,
-    model: Model | None = None,
-    data: Data | None = None,
-    out: RunFolder | None = None,
-    resume: Resume | None = None,
-    overrides: Overrides,
-) -> int:
+def _command(kind: str, about: str) -> Callable[..., int]:
+    """The command that trains by a config class of `core.settings.supervised`; `about` is its help."""
+
+    def command(
+        *,
+        config: ConfigFile | None = None,
+        model: Model | None = None,
+        data: Data | None = None,
+        out: RunFolder | None = None,
+        resume: Resume | None = None,
+        overrides: Overrides,
+    ) -> int:
+        from ...core.settings import supervised
+
+        train_kind(
+            getattr(supervised, kind), config, overrides, None, model=model, data=data, out=out, resume=resume
+        )
+        return 0
+
+    command.__doc__ = about
+    return command
+
+
+sft = _command(
+    "SftConfig",
     r"""Supervised fine-tuning from a file.
 
     Supervised fine-tuning: rows with `messages` (loss on the assistant's turns), or with `prompt` and `completion`
@@ -41,21 +58,12 @@ def sft(
       rlhfspec sft --resume sft                       goes on from its last state (trainer.checkpoint_every)
 
     The checkpoint is OUT/checkpoints/model, which models.target, --model and train-reward take.
-    """
-    from ...core.settings.supervised import SftConfig
-
-    return _train(SftConfig, config, model, data, out, resume, overrides)
+    """,
+)
 
 
-def train_reward(
-    *,
-    config: ConfigFile | None = None,
-    model: Model | None = None,
-    data: Data | None = None,
-    out: RunFolder | None = None,
-    resume: Resume | None = None,
-    overrides: Overrides,
-) -> int:
+train_reward = _command(
+    "TrainRewardConfig",
     """Train a reward model from preference pairs.
 
     Train a reward model: rows with `prompt`, `chosen` and `rejected` (text, or lists of messages), or `chosen` and
@@ -65,21 +73,12 @@ def train_reward(
       rlhfspec train --config FILE --set reward.kind=model --set reward.model=reward/checkpoints/model
 
     A causal language model gets a new head with one output. Accuracy and margin are of held-out pairs.
-    """
-    from ...core.settings.supervised import TrainRewardConfig
-
-    return _train(TrainRewardConfig, config, model, data, out, resume, overrides)
+    """,
+)
 
 
-def dpo(
-    *,
-    config: ConfigFile | None = None,
-    model: Model | None = None,
-    data: Data | None = None,
-    out: RunFolder | None = None,
-    resume: Resume | None = None,
-    overrides: Overrides,
-) -> int:
+dpo = _command(
+    "DpoConfig",
     """Train on preference pairs without a reward model.
 
     Direct preference optimisation: DPO, or IPO, hinge, KTO, ORPO (loss.type). Rows as of train-reward; for KTO also
@@ -91,23 +90,8 @@ def dpo(
 
     The reference is the model that it begins with; its log-probabilities are computed once, before the first step.
     Accuracy and margin are of held-out rows: share of pairs that the policy's change orders rightly, and by how much.
-    """
-    from ...core.settings.supervised import DpoConfig
-
-    return _train(DpoConfig, config, model, data, out, resume, overrides)
-
-
-def _train(
-    kind: type[SupervisedConfig],
-    config: Path | None,
-    model: str | None,
-    data: str | None,
-    out: Path | None,
-    resume: Path | None,
-    overrides: list[str],
-) -> int:
-    train_kind(kind, config, overrides, None, model=model, data=data, out=out, resume=resume)
-    return 0
+    """,
+)
 
 
 def train_kind(

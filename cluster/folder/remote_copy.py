@@ -33,7 +33,17 @@ _LAST_PASS_OF_A_STOPPED_RUN_S = 15.0
 "Kubernetes ends a pod 30 s after SIGTERM."
 _Stamp = tuple[int, int]
 "Size and time of change of a file."
-_VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "blob_id",
+    "md5Hash",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+)
 "What file systems tell of a file that was written again, the surest first; the whole answer has times of reading too."
 
 
@@ -90,7 +100,7 @@ class RemoteCopy:
                 # without the note it is sent again
                 _note_sent(self._run_dir.path, self.url, self._sent, _there(self._fs, self._root))
         except Exception as error:  # whatever the file system's library raises
-            fault = describe_error(error)
+            fault = _one_line(error)
             if fault != self._last_fault:
                 self._note(f"the copy at {self.url} is not up to date: {fault}; it is tried again")
             self._last_fault = fault
@@ -211,9 +221,7 @@ def fetch_run(url: str, base: Path, note: Callable[[str], None]) -> Path:
     try:
         there = _there(fs, root)
     except Exception as error:  # whatever the file system's library raises
-        raise ConfigError(
-            f"cannot read {url}: {describe_error(error)}; check the URL and your access"
-        ) from error
+        raise ConfigError(f"cannot read {url}: {_one_line(error)}; check the URL and your access") from error
     if "config.yaml" not in there:
         raise ConfigError(
             f"{url} holds no run: expected the folder of one, as run.copy_to makes it, with a config.yaml"
@@ -238,7 +246,7 @@ def fetch_newest(place: str, run_name: str, base: Path, note: Callable[[str], No
         return
     except Exception as error:  # whatever the file system's library raises
         raise ConfigError(
-            f"cannot read {place}: {describe_error(error)}; check run.copy_to and your access"
+            f"cannot read {place}: {_one_line(error)}; check run.copy_to and your access"
         ) from error
     here = [path.name for path in base.iterdir()] if base.is_dir() else []
     newest = of_run([*names, *here], run_name)[:1]
@@ -285,6 +293,11 @@ def require_place(place: str, run: Path) -> None:
         raise ConfigError(
             f"run.copy_to {place}: no folder can be made there: {error.strerror}; name a place that you may write to"
         ) from None
+
+
+def _one_line(error: Exception) -> str:
+    """A library's error, which may be several paragraphs."""
+    return " ".join(describe_error(error).split())
 
 
 def _manifests_last(name: str) -> tuple[bool, str]:

@@ -16,6 +16,7 @@ from ...core.errors import ConfigError
 from ...core.files import storage_errors, write_whole
 from ...core.records import Rollout
 from ...learning.data.prompts import PromptDataset, load_prompts
+from ...learning.environments.tools import require_tools, tool_schemas
 from ..folder.rollouts import write_rollouts
 from ..folder.sample_table import SampleRow, as_markdown, choose_samples
 from ..observe.console import Reporter
@@ -29,6 +30,7 @@ from ..ray_start.ray_session import ray_session
 from ..run.evaluate import by_key, evaluate, evaluation_requests
 from ..run.stream import RolloutStream
 from ..system.system import running_generation
+from ..verify.choice import RecordedRun
 
 _OF_THE_RUN_S_ROWS = (
     "task", "path", "sources", "weight_of", "stopping", "skip_rows", "filter", "limit", "deduplicate"
@@ -118,10 +120,29 @@ def evaluate_model(plan: RunPlan, report: Reporter, first: ModelResult | None = 
     )
 
 
-def plan_evaluation(config: Config) -> RunPlan:
+def plan_sampling(run: RecordedRun, model: str, *, samples_per_prompt: int, limit: int | None) -> RunPlan:
+    """The plan that samples the prompts a run learns from anew, as it samples them, from another model.
+
+    Raises as `plan_evaluation`.
+    """
+    own, tree = run.config.sampling, run.config.model_dump(mode="json")
+    if run.config.evaluation.data is not None:
+        tree["evaluation"] |= {"data": None, "every": 0}  # nothing is held out of the run's data
+    sampling = {"temperature": own.temperature, "top_p": own.top_p, "max_new_tokens": None, "limit": limit}
+    sampling |= {"samples_per_prompt": samples_per_prompt}
+    asked = evaluation_config(tree, model=model, data=None, overrides=(), sampling=sampling)
+    plan = plan_evaluation(asked, held_out=False)
+    evaluation = plan.inputs.evaluation
+    assert evaluation is not None
+    as_the_run = replace(evaluation.sampling, top_k=own.top_k, min_p=own.min_p)
+    return replace(plan, inputs=replace(plan.inputs, evaluation=replace(evaluation, sampling=as_the_run)))
+
+
+def plan_evaluation(config: Config, *, held_out: bool = True) -> RunPlan:
     """The plan of a run that evaluates its target once and trains nothing.
 
     On what the run held out of `data`, where it evaluates, else on all of it; of these at most `evaluation.limit`.
+    Without `held_out` on the rest, which the run learns from.
     Raises InputError for model, data or reward that cannot be used.
     """
     require_cores(config.cluster, engine=config.engine.num_threads, trainer=config.trainer.num_threads)
@@ -129,8 +150,10 @@ def plan_evaluation(config: Config) -> RunPlan:
     frozen = config.trainer.model_copy(update={"lora": None})
     models = check_models(config.model_copy(update={"trainer": frozen}))
     tokenizer = models.tokenizer
-    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
-    config, evaluation = prompts_of(config, dataset, tokenizer)
+    require_tools(config.environment, config.data, tokenizer)
+    tools = tool_schemas(config.environment)
+    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed, tools=tools)
+    config, evaluation = prompts_of(config, dataset, tokenizer, held_out=held_out)
     evaluation.require_context(models.context_tokens)
     # nothing longer than an evaluation's samples is generated
     config = config.model_copy(
@@ -164,18 +187,20 @@ def plan_evaluation(config: Config) -> RunPlan:
 
 
 def prompts_of(
-    config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
+    config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, held_out: bool = True
 ) -> tuple[Config, EvaluationPrompts]:
-    """The prompts that are evaluated; where the config's own evaluations hold some out, those; lines say so.
+    """The prompts that are evaluated; where the config's own evaluations hold some out, those, or the rest.
 
-    Raises DataError: the holdout leaves nothing to train on.
+    Lines say so. Raises DataError: the holdout leaves nothing to train on.
     """
-    _, held_out = split_evaluation(config, dataset, tokenizer)
+    rest, apart = split_evaluation(config, dataset, tokenizer)
     once = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 0})})
     line = "  the prompts that the run held out of its data (evaluation.holdout)"
-    if held_out is None:
+    if not held_out:
+        line = "  the prompts that the run learns from"
+    elif apart is None:
         line = f"  all {len(dataset):,} prompts of data, whether a run was trained on them or not"
-    prompts = dataset.prompts if held_out is None else held_out.prompts
+    prompts = rest.prompts if apart is None or not held_out else apart.prompts
     return once, evaluation_of(once, prompts, tokenizer, lines=(line, *notes_of(dataset)))
 
 

@@ -13,6 +13,7 @@ from ...core.outside import quote
 from ...core.records import Prompt, SamplingParams
 from ...learning.data.chat.end_tokens import find_end_tokens
 from ...learning.data.prompts import PromptDataset, load_prompts, sampling_params
+from ...learning.environments.tools import tool_schemas
 
 _OTHER_PROBLEMS = 0xE7A1
 "Added to the seed: a generated task draws other problems for evaluations than for training."
@@ -67,7 +68,8 @@ def split_evaluation(
         dataset, prompts, lines = _hold_out(dataset, settings.holdout)
     else:
         try:
-            own = load_prompts(settings.data, tokenizer, seed=config.run.seed + _OTHER_PROBLEMS)
+            seed, tools = config.run.seed + _OTHER_PROBLEMS, tool_schemas(config.environment)
+            own = load_prompts(settings.data, tokenizer, seed=seed, tools=tools)
         except InputError as error:
             raise type(error)(f"evaluation.data: {error}") from error
         # other data may have another chat format

@@ -20,6 +20,7 @@ from ...engine.weights.loading import load_tokenizer, num_token_ids
 from ...learning.data.chat.end_tokens import EndTokens, find_end_tokens, stop_strings
 from ...learning.data.chat.template_time import keep_time
 from ...learning.data.prompts import PromptDataset, load_prompts
+from ...learning.environments.tools import tool_schemas
 from ..ray_start.machine import num_cores
 from .evaluation_prompts import EvaluationPrompts, split_evaluation
 
@@ -88,7 +89,9 @@ def read_inputs(config: Config, tokenizer: PreTrainedTokenizerBase | None = None
         )
     if config.sampling.stop:
         stop_strings(tokenizer)  # raises where it has no texts as they are sampled
-    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+    dataset = load_prompts(
+        config.data, tokenizer, seed=config.run.seed, tools=tool_schemas(config.environment)
+    )
     ends = end_tokens(config.data, config.sampling, config.models.target, dataset, tokenizer)
     dataset, evaluation = split_evaluation(config, dataset, tokenizer, end_token_ids=ends.token_ids)
     return Inputs(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from ...core.errors import DataError, InputError, one_line
+from ...core.errors import ConfigError, DataError, InputError, one_line
 from ...core.records import Prompt
 from ...core.settings.data import DataConfig
 from ...core.settings.environment import EnvironmentConfig
@@ -16,6 +17,7 @@ from ...core.settings.reward import RewardConfig, Scorer
 from ...engine.weights.loading import load_hf_config, load_tokenizer
 from ...learning.data.chat.scored_text import format_notes
 from ...learning.environments.environment_protocol import Environment, prompt_check
+from ...learning.rewards.code_reward import row_tests
 from ...learning.rewards.judge import MOST_AT_ONCE
 from ...learning.rewards.reward_function import build_reward
 from ...learning.rewards.reward_model import require_one_output
@@ -54,8 +56,14 @@ def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> Che
             params = count_params(config, AutoModelForSequenceClassification, name)
             num_params = (num_params or 0) + params
         elif scorer.kind not in ("serve", "environment"):
+            column = scorer.code.tests_from
+            if column is not None and fields is not None and column not in fields:
+                raise ConfigError(
+                    f"reward.code.tests_from {column} is no column that rows have here; add it to data.reward_fields "
+                    "(of the evaluation, too)"
+                )
             own = {name: getattr(scorer, name) for name in Scorer.model_fields}
-            alone = RewardConfig(**own, cache=reward.cache)
+            alone = RewardConfig(**own, cache=reward.cache, timeout_s=reward.timeout_s)
             stage = build_reward(alone, fields=fields)
             functions, in_groups = functions + stage.described, in_groups or stage.in_groups
     return CheckedReward(num_params, tuple(functions), in_groups)
@@ -99,7 +107,8 @@ def scoring_timeout_s(reward: RewardConfig, order_timeout_s: float, group_size: 
     if reward.calls_functions:
         # `async` ones are awaited together first, then one by one where one of them hung
         limit += (1 + max(reward.batch_size, group_size)) * reward.timeout_s
-    server, rounds = reward.server, int(any(scorer.kind == "serve" for scorer in reward.scorers))
+    asks = any(part.kind == "serve" or (part.kind == "code" and part.url) for part in reward.scorers)
+    server, rounds = reward.server, int(asks)
     for judge in (scorer for scorer in reward.scorers if scorer.kind == "judge"):
         questions = max(reward.batch_size, group_size) * (group_size if judge.scope == "group" else 1)
         rounds += -(-questions // MOST_AT_ONCE)
@@ -122,6 +131,8 @@ def require_references(
         checks += [] if found is None else [found]
     if reward.on_error == "fail" and any(part.kind == "gsm8k" for part in reward.scorers):
         checks.append(reference_number)
+    if reward.on_error == "fail":
+        checks += [partial(row_tests, part) for part in reward.scorers if part.kind == "code"]
     faults = [fault for prompt in prompts if (fault := _fault(checks, prompt))] if checks else []
     if not faults:
         return

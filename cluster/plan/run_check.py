@@ -34,6 +34,7 @@ from ...learning.environments.environment_protocol import (
     misspelt_attributes,
     stop_texts,
 )
+from ...learning.environments.tools import require_tools
 from ...learning.training.engine_scoring import require_engine_scoring
 from ...learning.training.training_forward import compute_dtype_on
 from ..folder.remote_copy import require_place
@@ -93,6 +94,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     models.require_served(config.speculation, max_total_tokens=total, ranks=ranks, takes_drafts=drafts)
     reward = check_reward(config.reward, reward_columns(config.data, config.evaluation))
     environment = _made_environment(config.environment)
+    require_tools(config.environment, config.data, inputs.tokenizer)
     evaluated = inputs.evaluation.prompts if inputs.evaluation is not None else ()
     require_references(
         config.reward, config.environment, environment, chain(inputs.dataset.prompts, evaluated)

@@ -78,18 +78,22 @@ def schedule_of(system: System) -> Schedule:
     def next_requests(num_prompts: int = rollout.prompts_per_iteration) -> list[SampleRequest]:
         return system.cursor.next_requests(num_prompts, rollout.samples_per_prompt, system.sampling)
 
+    useful_groups = (
+        partial(
+            UsefulGroups,
+            partial(next_requests, 1),
+            max_extra=round(config.algorithm.max_extra_groups * rollout.prompts_per_iteration),
+            metric=config.algorithm.dynamic_sampling_metric,
+            num_groups=rollout.prompts_per_iteration,
+        )
+        if config.algorithm.dynamic_sampling
+        else None
+    )
     if not rollout.max_staleness:
         return InTurns(
             next_requests,
             num_iterations=config.run.iterations,
-            useful_groups=partial(
-                UsefulGroups,
-                partial(next_requests, 1),
-                max_extra=round(config.algorithm.max_extra_groups * rollout.prompts_per_iteration),
-                metric=config.algorithm.dynamic_sampling_metric,
-            )
-            if config.algorithm.dynamic_sampling
-            else None,
+            useful_groups=useful_groups,
             peek=partial(
                 system.cursor.peek,
                 rollout.prompts_per_iteration,
@@ -113,7 +117,7 @@ def schedule_of(system: System) -> Schedule:
         max_new_tokens=config.sampling.max_new_tokens,
         num_iterations=config.run.iterations,
     )
-    return Recorded(plan, next_requests)
+    return Recorded(plan, next_requests, useful_groups=useful_groups)
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
                 save_checkpoints(system, run_dir, iteration=iteration)
             run.states.at(run.stand_at(iteration + 1))
             give_back_free_memory()
-            if (reason := run.evaluator.reason_to_stop) is not None:
+            if (reason := run.evaluator.reason_to_stop or system.cursor.all_solved) is not None:
                 report.note(reason)
                 break
         save_checkpoints(system, run_dir)
@@ -193,6 +193,8 @@ def step(run: Run, iteration: int) -> dict[str, float]:
     late, num_late_skipped = run.stream.receive(schedule)
     _remember(run, iteration, [*(rollout for phase in phases for rollout in phase.rollouts), *late])
     update.log_advantages()
+    if (easy := system.config.data.easy_threshold) is not None:
+        system.cursor.leave_out_solved(update.sampled, easy)
     publish_began_s = time.perf_counter()
     parts = _publish(run, learned)
     refit_began_s = time.perf_counter()
@@ -280,6 +282,11 @@ def _pool_metrics(run: Run, phase: Collected, num_skipped: int) -> dict[str, flo
         "reward/num_skipped": float(num_skipped),
         "rollout/num_taken_over": float(phase.num_taken_over),
         "data/epoch": system.cursor.num_passes,
+        **(
+            {"data/num_left": float(system.cursor.num_left)}
+            if system.config.data.easy_threshold is not None
+            else {}
+        ),
         **system.scheduler.attempt_metrics(),
         **phase.environment,
         **system.generation.metrics(),

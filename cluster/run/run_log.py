@@ -12,7 +12,7 @@ from ...core.metrics import MetricsLog
 from ...core.records import Rollout, UpdateReport
 from ...core.settings.tracking import TrackingConfig
 from ...core.weight_records import WeightManifest
-from ...learning.training.objectives.policy import LOG_RATIO_BINS, LOG_RATIO_WIDTH
+from ...learning.training.objectives.minibatch_metrics import LOG_RATIO_BINS, LOG_RATIO_WIDTH
 from ..folder.iteration_logs import Histogram, note_weights, write_histograms
 from ..folder.layout import RunDir
 from ..folder.rollouts import write_rollouts

@@ -206,8 +206,10 @@ class RolloutStream:
             (episodes.begin if is_first else episodes.add)(requests)
 
     def _misses_rewards(self, phase: _Phase) -> bool:
-        if phase.schedule.scores_in_phase or self._system.episodes is not None:
+        if self._system.episodes is not None:
             return bool(phase.missing)
+        if phase.schedule.scores_in_phase:
+            return phase.schedule.num_unscored > 0
         return bool(self._scorable(phase.schedule)) or (
             phase.beside is not None and phase.beside.awaits_rewards()
         )
@@ -248,7 +250,9 @@ class RolloutStream:
             return
         self._send(phase.schedule, is_last=not phase.is_generating)
         waits = not phase.is_generating and self._misses_rewards(phase)
-        may_fail_later = self._system.is_learning and self._system.episodes is None
+        # what further prompts follow from must be known in its phase
+        may_wait = self._system.episodes is None and not phase.schedule.scores_in_phase
+        may_fail_later = self._system.is_learning and may_wait
         self._receive(phase, wait_s=_WAIT_S if waits else 0.0, may_fail_later=may_fail_later)
 
     def _send(self, schedule: Schedule, *, is_last: bool) -> None:

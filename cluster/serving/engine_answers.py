@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...core.records import Completion, FinishReason
+from ...learning.data.chat.tool_calls import CallStream
 from .engine_requests import Asked
 from .request_bodies import ChatBody
 
@@ -24,6 +25,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 "SentencePiece's token of one byte."
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 "By the letters of byte-level tokens."
+_LEAST = -9999.0
+"Log-probability that is told of what cannot be drawn, as vLLM."
 _NO_CHOICES = '"choices": []'
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CUT: "abort"}
 
@@ -40,6 +43,9 @@ class _Sent:
     "of the tokens up to `read`, what no further token changes; `text` is what of it cannot be in a stop string"
     begin: int = 0
     read: int = 0
+    calls: CallStream | None = None
+    "reads the text, where tools may be called"
+    num_calls: int = 0
 
 
 @dataclass(slots=True)
@@ -50,6 +56,8 @@ class AnswerWriter:
     tokenizer: PreTrainedTokenizerBase
     served_name: str
     _sent: dict[int, _Sent] = field(default_factory=dict)
+    _texts: dict[tuple[int, bool], str] = field(default_factory=dict)
+    "of tokens, by whether they stand first"
     _id: str = field(default_factory=lambda: secrets.token_hex(12))
     _created: int = field(default_factory=lambda: int(time.time()))
 
@@ -60,8 +68,8 @@ class AnswerWriter:
 
     def choice(self, place: int, completion: Completion) -> str:
         """A response that has ended, as JSON, for an answer without a stream; of any thread, once a place."""
-        text = self._text(place, completion)
-        said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        text = self._echoed(place) + self._text(place, completion)
+        said = {"message": self._message(place, text)} if self.is_chat else {"text": text}
         choice = self._choice(place, completion, said, first=0, is_last=True)
         self._sent.setdefault(place, _Sent()).tokens = completion.num_tokens
         return _json(choice)
@@ -81,16 +89,59 @@ class AnswerWriter:
         if completion.num_tokens <= sent.tokens and not is_last:
             return
         text = self._text(place, completion) if is_last else self._text_so_far(sent, completion)
-        new = text[len(sent.text) :]
+        # what echoes comes in one part
+        new = self._echoed(place) + text[len(sent.text) :]
+        said: list[dict[str, Any]] = [{"text": new}]
         if self.is_chat:
-            said: dict[str, Any] = {"delta": {"content": new} | ({"role": "assistant"} if is_first else {})}
-        else:
-            said = {"text": new}
-        choice = self._choice(place, completion, said, first=sent.tokens, is_last=is_last)
-        sent.tokens, sent.text = completion.num_tokens, sent.text + new
+            said = [{"delta": delta} for delta in self._deltas(place, new, is_last=is_last)]
+            said[0]["delta"] |= {"role": "assistant"} if is_first else {}
+        first, sent.tokens, sent.text = sent.tokens, completion.num_tokens, sent.text + new
         options = self.asked.body.stream_options
         usage = {"usage": self._usage()} if options.continuous_usage_stats else {}
-        yield event(self._envelope([choice], self._part_kind) | usage)
+        for at, one in enumerate(said, start=1):
+            choice = self._choice(place, completion, one, first=first, is_last=is_last and at == len(said))
+            first = completion.num_tokens
+            yield event(self._envelope([choice], self._part_kind) | usage)
+
+    def _deltas(self, place: int, new: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """What a message goes on with; a call's name, then its arguments, where calls are read."""
+        if self.asked.parser is None:
+            return [{"content": new}]
+        sent, request = self._sent.setdefault(place, _Sent()), self.asked.requests[place]
+        body = cast(ChatBody, self.asked.body)
+        if sent.calls is None:
+            sent.calls = self.asked.parser.stream(prompt=request.prompt.text, tools=body.tools)
+            new = self.asked.forced + new
+        deltas: list[dict[str, Any]] = []
+        for found in (*sent.calls.feed(new), *(sent.calls.close() if is_last else ())):
+            if found.call is None:
+                # of a call that does not parse the text, as vLLM
+                deltas.append({"reasoning_content" if found.kind == "reasoning" else "content": found.text})
+            elif body.parallel_tool_calls or not sent.num_calls:
+                number = request.key.sample_index + sent.num_calls
+                named = f"{number % 16**9:09x}" if self.asked.has_short_ids else f"call_{number:017x}"
+                function = {"name": found.call.name, "arguments": ""}
+                parts = (
+                    {"id": named, "type": "function", "function": function},
+                    {"function": {"arguments": _json(found.call.arguments)}},
+                )
+                deltas += [{"tool_calls": [{"index": sent.num_calls} | part]} for part in parts]
+                sent.num_calls += 1
+        return deltas or [{}]
+
+    def _message(self, place: int, text: str) -> dict[str, Any]:
+        """The whole message: what its deltas join to."""
+        texts: dict[str, str] = {}
+        calls: list[dict[str, Any]] = []
+        for delta in self._deltas(place, text, is_last=True):
+            for part in delta.pop("tool_calls", ()):
+                if part.pop("index") == len(calls):
+                    calls.append(part)
+                else:
+                    calls[-1]["function"] |= part["function"]
+            texts |= {key: texts.get(key, "") + more for key, more in delta.items()}
+        message = {"role": "assistant", "content": None if calls else ""} | texts
+        return message | ({"tool_calls": calls} if calls else {})
 
     def end(self) -> Iterator[str]:
         """The last events."""
@@ -125,7 +176,7 @@ class AnswerWriter:
             "index": place,
             **said,
             "logprobs": self._logprobs(place, completion, first) if body.wants_logprobs else None,
-            "finish_reason": _REASONS[completion.finish_reason] if is_last else None,
+            "finish_reason": self._reason(place, completion) if is_last else None,
         }
         if is_last:
             choice["weight_versions"] = [span.weight_version for span in completion.weight_spans]
@@ -134,6 +185,17 @@ class AnswerWriter:
             if not self.is_chat and first == 0:
                 choice["prompt_token_ids"] = self.asked.requests[place].prompt.token_ids.tolist()
         return choice
+
+    def _reason(self, place: int, completion: Completion) -> str:
+        """Why a response ended; as OpenAI's, a call of a function that was named is no reason."""
+        reason, calls = _REASONS[completion.finish_reason], self.asked.parser and self._sent[place].num_calls
+        is_called = calls and reason == "stop" and cast(ChatBody, self.asked.body).forced_tool is None
+        return "tool_calls" if is_called else reason
+
+    def _echoed(self, place: int) -> str:
+        """The prompt's text, where it is to stand before the response."""
+        prompt = self.asked.requests[place].prompt
+        return (prompt.text or self._decode(prompt.token_ids.tolist())) if self.asked.body.echoes else ""
 
     def _text(self, place: int, completion: Completion) -> str:
         """A whole response's text up to what stopped it."""
@@ -180,50 +242,77 @@ class AnswerWriter:
         return str(
             self.tokenizer.decode(
                 ids,
-                skip_special_tokens=skips and self.asked.body.skip_special_tokens,
+                # of calls special tokens are a part
+                skip_special_tokens=skips
+                and self.asked.body.skip_special_tokens
+                and self.asked.parser is None,
                 clean_up_tokenization_spaces=False,
             )
         )
 
     def _added(self, one: int, *, is_first: bool) -> str:
         """What a token adds to a text, whose first one may lose the space before it."""
-        alone, twice = (
-            str(self.tokenizer.decode([one] * count, clean_up_tokenization_spaces=False)) for count in (1, 2)
-        )
-        return alone if is_first or _UNFINISHED in alone else twice[len(alone) :]
+        if (one, is_first) not in self._texts:
+            alone, twice = (
+                str(self.tokenizer.decode([one] * count, clean_up_tokenization_spaces=False))
+                for count in (1, 2)
+            )
+            said = alone if is_first or _UNFINISHED in alone else twice[len(alone) :]
+            self._texts[one, is_first] = said
+        return self._texts[one, is_first]
 
     def _logprobs(self, place: int, completion: Completion, first: int) -> dict[str, Any]:
         """Of the distribution that was sampled from: behind temperature, top-k and top-p; at temperature 0 the model's.
 
         The last as vLLM: the one that greedy decoding samples from would be 0 everywhere.
         """
-        is_greedy = self.asked.requests[place].sampling.temperature == 0.0
+        request, scores = self.asked.requests[place], completion.scores
+        is_greedy = request.sampling.temperature == 0.0
         values = (completion.policy_logprobs if is_greedy else completion.sampling_logprobs)[first:].tolist()
-        ids = completion.token_ids[first:].tolist()
-        texts = [self._added(one, is_first=first + at == 0) for at, one in enumerate(ids)]
-        names = [f"token_id:{one}" for one in ids] if self.asked.body.return_tokens_as_token_ids else texts
+        ids, tops = completion.token_ids[first:].tolist(), [[] for _ in range(first, completion.num_tokens)]
+        if scores is not None:
+            begin = 0 if self.asked.body.echoes else len(request.prompt.token_ids) - 1
+            rows = zip(scores.top_ids[begin:].tolist(), scores.top_logprobs[begin:].tolist(), strict=True)
+            tops = [list(zip(*row, strict=True)) for row in rows][first:]
+            if self.asked.body.echoes:
+                ids, tops = request.prompt.token_ids.tolist() + ids, [[], *tops]
+                values = [None, *scores.logprobs[: len(ids) - len(values) - 1].tolist(), *values]
+        said = [
+            self._token(one, value, first + at)
+            for at, (one, value) in enumerate(zip(ids, values, strict=True))
+        ]
+        best = [[self._token(*one, first + at) for one in top] for at, top in enumerate(tops)]
         if self.is_chat:
-            # a token that the text skips has none: those of all join to the text's
-            parts = [
-                _bytes(str(self.tokenizer.convert_ids_to_tokens(one)), text)
-                if self._decode([one, one])
-                else []
-                for one, text in zip(ids, texts, strict=True)
-            ]
-            return {
-                "content": [
-                    {"token": name, "logprob": value, "bytes": part, "top_logprobs": []}
-                    for name, value, part in zip(names, values, parts, strict=True)
-                ]
-            }
+            return {"content": [one | {"top_logprobs": top} for one, top in zip(said, best, strict=True)]}
         sent = self._sent.setdefault(place, _Sent())
+        texts = [self._added(one, is_first=first + at == 0) for at, one in enumerate(ids)]
         *offsets, sent.offset = accumulate(map(len, texts), initial=sent.offset)
         return {
-            "tokens": names,
-            "token_logprobs": values,
-            "top_logprobs": [{name: value} for name, value in zip(names, values, strict=True)],
+            "tokens": [one["token"] for one in said],
+            "token_logprobs": [one["logprob"] for one in said],
+            "top_logprobs": [
+                # of two tokens of one name the likelier one's
+                None
+                if one["logprob"] is None
+                else {each["token"]: each["logprob"] for each in (one, *reversed(top))}
+                for one, top in zip(said, best, strict=True)
+            ],
             "text_offset": offsets,
         }
+
+    def _token(self, one: int, value: float | None, place: int) -> dict[str, Any]:
+        """A token with its log-probability, as a chat tells it; `place`: from the beginning of the text."""
+        text = self._added(one, is_first=place == 0)
+        said = {"token": f"token_id:{one}" if self.asked.body.return_tokens_as_token_ids else text}
+        # of a token that the filters leave out: JSON has no infinity
+        said |= {"logprob": value if value is None else max(value, _LEAST)}
+        if not self.is_chat:
+            return said
+        # a token that the text skips has none: those of all join to the text's
+        part = (
+            _bytes(str(self.tokenizer.convert_ids_to_tokens(one)), text) if self._decode([one, one]) else []
+        )
+        return said | {"bytes": part}
 
 
 def _bytes(token: str, text: str) -> list[int]:

@@ -332,7 +332,8 @@ class EngineServer:
         asked = await asyncio.to_thread(lambda: self._reader.read(read_body(raw, form)))
         self._require_room(len(asked.requests))
         # without an await since there was room: nobody else can take it
-        outcomes = self._pool.generate(asked.requests, streams=asked.body.stream)
+        streams = asked.body.stream and not asked.body.comes_whole
+        outcomes = self._pool.generate(asked.requests, streams=streams, num_top=asked.body.num_top)
         writer = AnswerWriter(asked, self._tokenizer, self._served_name)
         if asked.body.stream:
             return StreamingResponse(self._events(outcomes, writer), media_type="text/event-stream")

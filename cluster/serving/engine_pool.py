@@ -28,6 +28,7 @@ from ...core.records import (
     FinishReason,
     SampleKey,
     SampleRequest,
+    Scores,
     as_asked,
 )
 from ..plan.run_plan import RunPlan
@@ -56,6 +57,10 @@ class _Sample:
     request: SampleRequest
     tell: Callable[[Outcome | ApiError], None]
     streams: bool
+    num_top: int | None = None
+    "scored once it is sampled, with so many of the likeliest tokens; None: it is not"
+    sampled: Completion | None = None
+    "while it is scored"
     is_given_up: bool = False
     "nobody waits for it any more"
 
@@ -79,6 +84,8 @@ class EnginePool:
         self._inbox: queue.SimpleQueue[list[_Sample] | Callable[[], None]] = queue.SimpleQueue()
         self._gate, self._is_closed = threading.Lock(), False
         self._waiting: deque[_Sample] = deque()
+        self._to_score: list[_Sample] = []
+        "of those that are open: no change of weights comes between"
         self._open: dict[SampleKey, _Sample] = {}
         self._changes: deque[_Change] = deque()
         self._is_paused, self._is_aborting = False, False
@@ -113,9 +120,11 @@ class EnginePool:
         return self._is_paused
 
     def generate(
-        self, requests: Sequence[SampleRequest], *, streams: bool
+        self, requests: Sequence[SampleRequest], *, streams: bool, num_top: int | None = None
     ) -> AsyncGenerator[tuple[int, Completion, bool]]:
         """(place, response, whether it has ended), ended once each; what there is so far too where it `streams`.
+
+        With `num_top` they are scored, too (`Completion.scores`).
 
         They are open from this call on. Who leaves the iteration gives up those that have not ended.
         Raises ApiError where a sample cannot be generated.
@@ -132,7 +141,7 @@ class EnginePool:
             is_new.set()
 
         samples = [
-            _Sample(request=request, tell=_teller(loop, take, place), streams=streams)
+            _Sample(request=request, tell=_teller(loop, take, place), streams=streams, num_top=num_top)
             for place, request in enumerate(requests)
         ]
         # in one piece: they begin together
@@ -303,21 +312,19 @@ class EnginePool:
 
     def _ask(self, system: GeneratingSystem) -> None:
         """Hand what waits to the scheduler; a sample whose key is open waits for the other to end."""
-        if self._is_held or not self._waiting:
+        asked, self._to_score, left = self._to_score, [], deque[_Sample]()
+        while self._waiting and not self._is_held:
+            sample = self._waiting.popleft()
+            is_free = self._open.setdefault(sample.request.key, sample) is sample
+            (asked if is_free else left).append(sample)
+        self._waiting.extendleft(reversed(left))
+        if not asked:
             return
         # the scheduler takes a key again under the epochs of a later round alone
         self._round += 1
-        asked, left = [], deque[_Sample]()
-        for sample in self._waiting:
-            if sample.request.key in self._open:
-                left.append(sample)
-                continue
+        for sample in asked:
             sample.request = replace(sample.request, epoch=self._round * EPOCHS_OF_A_ROUND)
-            self._open[sample.request.key] = sample
-            asked.append(sample.request)
-        self._waiting = left
-        if asked:
-            system.scheduler.enqueue(tuple(asked))
+        system.scheduler.enqueue(tuple(sample.request for sample in asked))
 
     def _give_up(self, samples: list[_Sample]) -> None:
         """End those that are open and those that wait; a sample that has ended is neither."""
@@ -330,13 +337,20 @@ class EnginePool:
             self._system.scheduler.cut(keys)
 
     def _deliver(self, completion: Completion) -> None:
-        sample = self._open.pop(completion.key)
-        if completion.finish_reason is not FinishReason.CUT or self._is_aborting or sample.is_given_up:
+        sample, is_cut = self._open.pop(completion.key), completion.finish_reason is FinishReason.CUT
+        history = completion.as_history() if completion.num_tokens else None
+        if is_cut and not (sample.sampled or self._is_aborting or sample.is_given_up):
+            sample.request = replace(sample.request, history=history)
+            self._waiting.appendleft(sample)
+        elif sample.num_top is None or sample.is_given_up:
             sample.tell((completion, True))
-            return
-        if completion.num_tokens:
-            sample.request = replace(sample.request, history=completion.as_history())
-        self._waiting.appendleft(sample)
+        elif completion.scores is None:
+            sample.sampled = sample.sampled or completion
+            sample.request = replace(sample.request, history=history, num_top=sample.num_top)
+            self._open[completion.key] = sample
+            self._to_score.append(sample)
+        else:
+            sample.tell(_with_scores(sample.sampled or completion, completion.scores))
 
     def _look_at_parts(self, system: GeneratingSystem) -> None:
         """Tell streams what there is of their samples, whichever instance has them."""
@@ -393,6 +407,18 @@ class EnginePool:
         for change in self._changes:
             change.done.set_exception(error)
         self._waiting.clear()
+
+
+def _with_scores(sampled: Completion, scores: Scores) -> Outcome | ApiError:
+    """A response with its scores, where one version of the weights gave both."""
+    if {span.weight_version for span in sampled.weight_spans} <= {scores.weight_version}:
+        return replace(sampled, scores=scores), True
+    return ApiError(
+        503,
+        "new weights came while a response ran whose other log-probabilities were asked for (logprobs, top_logprobs); "
+        "send the request again",
+        code="unavailable",
+    )
 
 
 def _teller(

@@ -10,6 +10,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -19,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ...core.errors import InputError, ModelError
-from ...core.outside import cut
+from ...core.outside import cut, quote
 from ...core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from ...core.settings.data import DataConfig
 from ...core.surfaces.surface import note_once, surface
@@ -28,8 +29,9 @@ from ...engine.weights.generation_settings import load_generation_settings
 from ...engine.weights.loading import num_token_ids
 from ...learning.data.chat.chat_format import no_template, own_template, render_chat, require_written
 from ...learning.data.chat.end_tokens import model_end_tokens, turn_end
-from ...learning.data.chat.messages import Tools, Turn, parse_turns, require_whole_text
+from ...learning.data.chat.messages import Tools, Turn, num_shared, parse_turns, require_whole_text
 from ...learning.data.chat.template_variables import template_variables
+from ...learning.data.chat.tool_calls import CallParser
 from ...learning.data.prompt_tokens import encode_texts, prompt_ids
 from .api_error import ApiError, refuse
 from .request_bodies import ChatBody, CompletionBody, GenerationBody, require_known
@@ -46,6 +48,12 @@ class Asked:
     body: GenerationBody
     seed: int
     requests: list[SampleRequest]
+    parser: CallParser | None = None
+    "of calls in responses; None: they stay text"
+    forced: str = ""
+    "what responses go on from: the template's beginning of a call, behind the prompt's `text`"
+    has_short_ids: bool = False
+    "of calls: templates of Mistral's take nine letters and digits alone"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -103,22 +111,36 @@ class RequestReader:
             raise refuse(
                 f"best_of must equal n ({body.n}), got {body.best_of}; all responses are returned", "best_of"
             )
-        prompts = self._chat_prompt(body) if isinstance(body, ChatBody) else self._prompts(body)
+        parser, forced = None, ""
+        if isinstance(body, ChatBody):
+            parser = _as_api_error(lambda: self._call_parser, "tools") if body.wants_calls else None
+            text, forced = self._chat_text(body)
+            prompts, texts = encode_texts(self._tokenizer, [text + forced], special=False), [text]
+        else:
+            prompts, texts = self._prompts(body)
         seed = secrets.randbits(63) if body.seed in (None, -1) else body.seed
         seen: Counter[tuple[int, ...]] = Counter()
         requests = []
         for place, ids in enumerate(prompts):
             sampling = self._sampling(body, len(ids))
-            prompt = Prompt(prompt_id=place, token_ids=np.array(ids, dtype=np.int64))
+            text = texts[place] if texts and (body.echoes or parser) else ""
+            prompt = Prompt(prompt_id=place, token_ids=np.array(ids, dtype=np.int64), text=text)
             first, seen[tuple(ids)] = seen[tuple(ids)], seen[tuple(ids)] + body.n
             for number in range(first, first + body.n):
                 requests.append(
                     SampleRequest(
-                        key=sample_key(seed, ids, number), prompt=prompt, sampling=sampling, group_id=place
+                        key=sample_key(seed, ids, number),
+                        prompt=prompt,
+                        sampling=sampling,
+                        group_id=place,
+                        num_top=body.num_top if body.most_tokens == 0 else None,
                     )
                 )
             self._require_fits(requests[-1])
-        return Asked(body=body, seed=seed, requests=requests)
+        short = parser is not None and "length != 9" in (own_template(self._tokenizer, tools=({},)) or "")
+        return Asked(
+            body=body, seed=seed, requests=requests, parser=parser, forced=forced, has_short_ids=short
+        )
 
     def require_served(self, name: str) -> None:
         """Raise ApiError for another model's name."""
@@ -130,7 +152,8 @@ class RequestReader:
                 code="model_not_found",
             )
 
-    def _prompts(self, body: CompletionBody) -> list[list[int]]:
+    def _prompts(self, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
+        """Token ids of each prompt, and the texts where they are texts."""
         given = body.prompt
         if isinstance(given, str):
             given = [given]
@@ -146,9 +169,10 @@ class RequestReader:
         largest = max((token for prompt in prompts for token in prompt), default=0, key=abs)
         if abs(largest) >= 2**63:
             raise refuse(f"prompt: token ids are from 0 to {self._vocab_size - 1}, got {largest}", "prompt")
-        return prompts
+        return prompts, texts
 
-    def _chat_prompt(self, body: ChatBody) -> list[list[int]]:
+    def _chat_text(self, body: ChatBody) -> tuple[str, str]:
+        """What the template writes, and the beginning of a call where one must follow."""
         turns = _as_api_error(lambda: parse_turns(body.messages, "messages"), "messages")
         if not turns:
             raise refuse("messages must hold one message at least, got an empty list", "messages")
@@ -161,8 +185,7 @@ class RequestReader:
         read = template_variables(template) - set(surface("request.chat_template_kwargs").refused)
         require_known(variables, "request.chat_template_kwargs", "chat_template_kwargs", also=read)
 
-        def render(turns: Sequence[Turn], tools: Tools) -> str:
-            ask = body.add_generation_prompt
+        def render(turns: Sequence[Turn], tools: Tools, ask: bool = body.add_generation_prompt) -> str:
             return render_chat(self._tokenizer, turns, ask=ask, tools=tools, variables=variables)
 
         try:
@@ -180,7 +203,36 @@ class RequestReader:
         names = [{key: held for key, held in turn.items() if key != "name"} for turn in turns]
         if names != turns and render(names, body.tools) == text:
             note_once("messages: the chat template does not write their `name`; say in `content` who speaks")
-        return encode_texts(self._tokenizer, [text], special=False)
+        is_forced = body.tool_choice == "required" or body.forced_tool is not None
+        return text, self._call_begin(body, partial(render, ask=False), turns, text) if is_forced else ""
+
+    def _call_begin(
+        self, body: ChatBody, render: Callable[..., str], turns: Sequence[Turn], text: str
+    ) -> str:
+        """A call as the template writes it, up to the name, or of a named function up to its arguments.
+
+        Raises ApiError where the template writes none behind `text` that would be read.
+        """
+        name = body.forced_tool
+        arguments: tuple[dict[str, str], ...] = ({}, {"a": "b"}) if name else ({"a": "b"},) * 2
+        written = []
+        for one, given in zip((name, name) if name else ("f", "g"), arguments, strict=True):
+            # a template of Mistral's wants nine characters
+            call = {"type": "function", "id": "call00000", "function": {"name": one, "arguments": given}}
+            with suppress(Exception):  # a template is a program, and not ours
+                written.append(
+                    render([*turns, {"role": "assistant", "content": "", "tool_calls": [call]}], body.tools)
+                )
+        begin = written[0][: num_shared(*written)] if len(written) == 2 else ""
+        tail = written[-1][len(text) :] if begin.startswith(text) else ""
+        if [one.name for one in self._call_parser.parse(tail, prompt=text).calls] != [name or "g"]:
+            raise refuse(
+                f"tool_choice {quote(body.tool_choice)}: the chat template writes no call right behind its prompt "
+                "that a response could go on from; send 'auto'",
+                "tool_choice",
+            )
+        # up to where a token of the model's own begins
+        return begin[len(text) :].rstrip(' \n"{<')
 
     def _sampling(self, body: GenerationBody, num_prompt_tokens: int) -> SamplingParams:
         room = self._max_total_tokens - num_prompt_tokens
@@ -206,11 +258,18 @@ class RequestReader:
                 top_k=max(self._usual.get("top_k", 0) if body.top_k is None else body.top_k, 0),
                 top_p=self._usual.get("top_p", 1.0) if body.top_p is None else body.top_p,
                 min_p=self._usual.get("min_p", 0.0) if body.min_p is None else body.min_p,
-                max_new_tokens=body.most_tokens or min(self._usual.get("max_new_tokens", room), room),
+                max_new_tokens=min(self._usual.get("max_new_tokens", room), room)
+                if body.most_tokens is None
+                # of a prompt that is scored alone, too: nothing is decoded then
+                else max(body.most_tokens, 1),
                 stop_token_ids=tuple(dict.fromkeys((*ends, *body.stop_token_ids))),
                 stop=body.stops,
             )
         )
+
+    @cached_property
+    def _call_parser(self) -> CallParser:
+        return CallParser(self._tokenizer)
 
     @cached_property
     def _chat_ends(self) -> tuple[int, ...]:
@@ -232,4 +291,7 @@ def _as_api_error(call: Callable[[], _T], param: str | None = None) -> _T:
         return call()
     except InputError as error:
         text = str(error).replace("sampling.max_new_tokens", "max_tokens").replace("sampling.", "")
+        text = text.replace(
+            "set data.chat_template", "send tool_choice 'none', or serve it with such a template"
+        )
         raise refuse(text, param) from None

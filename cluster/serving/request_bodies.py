@@ -13,6 +13,8 @@ from .api_error import refuse
 
 MAX_CHOICES = 1024
 "Responses to one prompt (`n`)."
+MOST_TOP = 20
+"Of the likeliest tokens at a place, as OpenAI's chat and vLLM."
 
 
 class StreamOptions(BaseModel):
@@ -62,6 +64,26 @@ class GenerationBody(BaseModel):
         raise NotImplementedError
 
     @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens are told at each place; None: nothing is scored."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def wants_calls(self) -> bool:
+        """Whether calls of tools are read out of the response."""
+        return False
+
+    @property
+    def comes_whole(self) -> bool:
+        """Whether even a stream has a response in one part."""
+        return self.num_top is not None or self.echoes
+
+    @property
     def most_tokens(self) -> int | None:
         """Of a response; None: as many as there is room for."""
         raise NotImplementedError
@@ -74,8 +96,9 @@ class CompletionBody(GenerationBody):
     """A body of `/v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int = Field(default=16, ge=1)
-    logprobs: int | None = None
+    max_tokens: int = Field(default=16, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP)
+    echo: bool = False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -83,9 +106,26 @@ class CompletionBody(GenerationBody):
         return self.logprobs is not None
 
     @property
+    def num_top(self) -> int | None:
+        """As `logprobs` says; a prompt without a response is scored whatever it says."""
+        if self.echo and (self.wants_logprobs or not self.max_tokens):
+            return self.logprobs or 0
+        return self.logprobs or None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return self.echo
+
+    @property
     def most_tokens(self) -> int | None:
         """Of a response."""
         return self.max_tokens
+
+    def require_known(self) -> None:
+        """Raise ApiError for a response of no tokens without the prompt."""
+        if not self.max_tokens and not self.echo:
+            raise refuse("max_tokens must be at least 1, or beside echo 0, got 0", "max_tokens")
 
 
 class ChatBody(GenerationBody):
@@ -95,8 +135,10 @@ class ChatBody(GenerationBody):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_TOP)
     tools: list[dict[str, JsonValue]] = []
     tool_choice: JsonValue = None
+    parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, JsonValue] = {}
 
@@ -105,10 +147,29 @@ class ChatBody(GenerationBody):
         """Whether the answer has the tokens' log-probabilities."""
         return self.logprobs
 
+    @property
+    def num_top(self) -> int | None:
+        """As `top_logprobs` says."""
+        return self.top_logprobs or None
+
+    @property
+    def wants_calls(self) -> bool:
+        """Where there are tools, unless tool_choice is none."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The tool that must be called."""
+        functions = [tool.get("function") for tool in self.tools]
+        names = [str(one.get("name")) for one in functions if isinstance(one, dict)]
+        return next((name for name in names if self.tool_choice == _choice_of(name)), None)
+
     def require_known(self) -> None:
         """Raise ApiError for what a message, a tool or a call has that nothing here reads."""
         for place, tool in enumerate(self.tools):
             _require_nested(tool, "request.tools", f"tools.{place}")
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs needs logprobs: true beside it, got none; set it", "top_logprobs")
         for place, message in enumerate(self.messages):
             path = f"messages.{place}"
             require_known(message, "request.message", path)
@@ -116,15 +177,11 @@ class ChatBody(GenerationBody):
                 listed = message.get(key)
                 for number, one in enumerate(listed if isinstance(listed, list) else ()):
                     _require_nested(one, kind, f"{path}.{key}.{number}")
-        if self.tools and self.tool_choice != "none":
+        known = ("none", "auto", *(["required"] if self.tools else []))
+        if self.tool_choice is not None and self.tool_choice not in known and self.forced_tool is None:
             raise refuse(
-                "tools: calls in a response are not parsed yet and would stay text: expected tool_choice 'none' "
-                f"beside them, got {quote(self.tool_choice)}; set it, and parse the calls of `content` yourself",
-                "tool_choice",
-            )
-        if self.tool_choice not in (None, "none", "auto"):
-            raise refuse(
-                f"tool_choice: expected 'none', got {quote(self.tool_choice)}; calls are not parsed yet",
+                f"tool_choice: expected {', '.join(known)} or {_choice_of('one of tools')}, got "
+                f"{quote(self.tool_choice)}",
                 "tool_choice",
             )
 
@@ -132,6 +189,10 @@ class ChatBody(GenerationBody):
     def most_tokens(self) -> int | None:
         """Of a response; None: as many as there is room for."""
         return self.max_completion_tokens or self.max_tokens
+
+
+def _choice_of(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 _OBJECT = TypeAdapter(dict[str, Any])

@@ -6,6 +6,7 @@ Only what has ended leaves: one completion a sample, with everything that was sa
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ from ...learning.environments.environment_protocol import (
 )
 from ...learning.environments.episode import Episode, EpisodeLimits
 from ...learning.environments.observations import Given, ObservationRenderer, ending_with
+from ...learning.environments.tools import call_parser
 from ..plan.run_plan import RunPlan
 from ..plan.topology import PlacementContext, actor_options
 
@@ -96,6 +98,7 @@ class Episodes:
         self._spoken: dict[SampleKey, tuple[str, Messages]] = {}
         self._skipped: list[tuple[SampleRequest, Unscored]] = []
         self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
+        self._counts = Counter[str]()
 
     @property
     def num_asked(self) -> int:
@@ -111,6 +114,7 @@ class Episodes:
         self._rewards.clear()
         self._spoken.clear()
         self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
+        self._counts.clear()
         for renderer in self._renderers.values():
             renderer.num_cut = 0
         self.add(requests)
@@ -173,6 +177,7 @@ class Episodes:
             "environment/given_token_share": self._num_given / max(self._num_tokens, 1),
             "environment/num_cut_observations": float(sum(one.num_cut for one in self._renderers.values())),
             "environment/num_failed": float(self._num_failed),
+            **{f"rollout/{name}": count for name, count in self._counts.items()},
         }
 
     def _then(
@@ -240,6 +245,7 @@ class Episodes:
     def _take(self, episode: Episode, answer: Step) -> None:
         """Add a step's parts."""
         episode.add_parts(answer.parts)
+        self._counts.update(answer.counts)
         if not self._may_give and (answer.reward or answer.parts):
             self._may_give = True  # told
             self._note(
@@ -279,13 +285,14 @@ def start_episodes(plan: RunPlan, context: PlacementContext, note: Callable[[str
     settings, cluster, places = plan.config.environment, plan.config.cluster, plan.topology.environment
     if settings.kind is None:
         return None
+    parser = call_parser(settings, plan.config.data, plan.inputs.tokenizer)
 
     def make(actor: int, number: int) -> Handle:
         where = places[actor]
         name = f"{where.name}-r{number}" if number else where.name
         own = {"name": name, "max_concurrency": settings.concurrency}
         options = actor_options(where, context) | own
-        return EnvironmentActor.options(**options).remote(name, settings, os.getcwd())
+        return EnvironmentActor.options(**options).remote(name, settings, os.getcwd(), parser)
 
     pool: EnvironmentPool[Asked] = EnvironmentPool(
         [make(actor, 0) for actor in range(len(places))],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.checkpoint_manifest import MANIFEST, CheckpointDamaged, has_manifest, verify_checkpoint
-from ...core.errors import ModelError
+from ...core.errors import ConfigError, ModelError
 from ...core.files import PARTIAL, REPLACED
 from ..folder.iteration_logs import read_weights_log
 from ..folder.layout import RunDir
@@ -80,6 +80,18 @@ def find_weights(run: Path, first_model: str) -> KeptWeights:
     _add_first(found, first_model, noted.get(0))
     found.damaged -= found.targets.keys()
     return found
+
+
+def kept_version(run: Path, first_model: str, version: int | None) -> tuple[int, str]:
+    """A version that a run keeps, None for its last, and the model to load. Raises ConfigError: it is not kept."""
+    kept = find_weights(run, first_model).targets
+    chosen = max(kept, default=0) if version is None else version
+    if chosen not in kept:
+        raise ConfigError(
+            f"{run} keeps no whole weights of version {chosen}: expected --version "
+            f"{', '.join(map(str, sorted(kept))) or '(none is kept)'}; run.keep_checkpoints keeps more"
+        )
+    return chosen, kept[chosen].name
 
 
 def _add_first(found: KeptWeights, name: str, noted: str | None) -> None:

@@ -1,16 +1,18 @@
-"""Preference pairs of recorded samples: the best and the worst of each group. Nothing is generated."""
+"""Preference pairs of samples, recorded ones or new ones: the best and the worst of each group."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from ...core.errors import DataError
 from ...core.files import write_whole
-from ...core.records import FinishReason, Reward, Rollout
+from ...core.records import FinishReason, Reward, Rollout, Unscored
 from ...learning.data.prompt_tokens import prompt_ids
 from ..folder.rollouts import locations_in, read_recorded
 from ..plan.inputs import read_tokenizer
@@ -58,24 +60,33 @@ def pairs_of_run(
     """
     tokenizer = read_tokenizer(run.config.models, run.config.run.template_time)
     scorer = RewardsAgain(run, tokenizer, to_the_bit=False) if scores_again else None
-    found = RunPairs()
-    groups: dict[int, list[tuple[float, Rollout]]] = {}
+    samples: list[tuple[Rollout, Reward | Unscored]] = []
     files = files_of(run, iterations)
     for number, file in enumerate(files):
         tick("ranking", number / len(files))
         recorded = read_recorded(locations_in(file))
         rewards = [one.rollout.reward for one in recorded] if scorer is None else scorer.of(recorded)
-        for one, reward in zip(recorded, rewards, strict=True):
-            completion = one.rollout.completion
-            group = groups.setdefault(completion.group_id, [])
-            if completion.finish_reason is not FinishReason.STOP:
-                found.left_out["samples that have no end (sampling.max_new_tokens)"] += 1
-            elif completion.sampled is not None and not completion.sampled.all():
-                found.left_out["samples in which an environment speaks"] += 1
-            elif not isinstance(reward, Reward):
-                found.left_out["samples without a reward"] += 1
-            else:
-                group.append((reward.value, one.rollout))
+        samples += zip((one.rollout for one in recorded), rewards, strict=True)
+    return pairs_of(samples, tokenizer, origin=str(run.folder))
+
+
+def pairs_of(
+    samples: Iterable[tuple[Rollout, Reward | Unscored]], tokenizer: PreTrainedTokenizerBase, *, origin: str
+) -> RunPairs:
+    """The same of samples by their rewards; `origin` is where they are from. Raises DataError: no group has a pair."""
+    found = RunPairs()
+    groups: dict[int, list[tuple[float, Rollout]]] = {}
+    for rollout, reward in samples:
+        completion = rollout.completion
+        group = groups.setdefault(completion.group_id, [])
+        if completion.finish_reason is not FinishReason.STOP:
+            found.left_out["samples that have no end (sampling.max_new_tokens)"] += 1
+        elif completion.sampled is not None and not completion.sampled.all():
+            found.left_out["samples in which an environment speaks"] += 1
+        elif not isinstance(reward, Reward):
+            found.left_out["samples without a reward"] += 1
+        else:
+            group.append((reward.value, rollout))
 
     def text_of(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -99,6 +110,6 @@ def pairs_of_run(
     if not found.rows:
         why = ", ".join(f"{count:,} {why}" for why, count in found.left_out.items())
         raise DataError(
-            f"{run.folder} has no pair: {why}; expected a group with two rewards; name other iterations"
+            f"{origin} has no pair: {why}; expected a group with two rewards; name other iterations, or more samples"
         )
     return found

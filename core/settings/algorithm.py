@@ -195,10 +195,14 @@ class AlgorithmConfig(Section):
     "1: reverse, KL(student || teacher); 0: forward; between: Jensen-Shannon (GKD, Agarwal et al. 2024; TRL's beta)"
     distill_top_k: int | None = Field(default=None, ge=1)
     "over the teacher's so many likeliest tokens, and all others as one; null: over the whole vocabulary"
+    echo_coef: float = Field(default=0.0, ge=0.0)
+    """of the cross-entropy of what an environment gave between turns, a mean over those tokens (prime-rl's echo);
+    0: tools' results are read, and nothing is learned of them"""
     truncated: Literal["learn", "mask", "bootstrap"] = "learn"
     "responses cut at max_new_tokens: as any other, no part of the loss, or (gae) as if they went on"
     dynamic_sampling: bool = False
-    "groups whose rewards are all equal are replaced by further prompts while the others are generated (DAPO)"
+    """groups whose rewards are all equal are replaced by further prompts while the others are generated (DAPO); with
+    rollout.max_staleness in the phase before the update that learns from the batch, whose rewards are awaited there"""
     dynamic_sampling_metric: Name | None = None
     "the part of the reward that is to differ, such as correct (verl's filter_groups.metric); null: the reward before "
     "shaping"
@@ -358,6 +362,15 @@ def require_teacher(
         )
 
 
+def require_echo(algorithm: AlgorithmConfig, *, environment: str | None) -> None:
+    """Raise ValueError where nothing is given between turns that could be learned."""
+    if algorithm.echo_coef and environment is None:
+        raise ValueError(
+            f"algorithm.echo_coef {algorithm.echo_coef:g} learns what an environment says, and environment.kind is "
+            "null; name one, such as tools, or set echo_coef to 0"
+        )
+
+
 def require_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
     """Raise ValueError where groups are compared and there are none, or cannot be replaced while others run ahead."""
     if algorithm.compares_groups and rollout.samples_per_prompt < 2:
@@ -365,9 +378,8 @@ def require_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
             f"algorithm.kind {algorithm.kind} compares samples of one prompt: rollout.samples_per_prompt >= 2, got "
             f"{rollout.samples_per_prompt}"
         )
-    if rollout.max_staleness and algorithm.dynamic_sampling:
+    if rollout.schedule == "free" and algorithm.dynamic_sampling:
         raise ValueError(
-            f"algorithm.dynamic_sampling asks for further prompts until a batch is full, and with "
-            f"rollout.max_staleness {rollout.max_staleness} it is settled before their rewards how many run ahead of "
-            "which update; set max_staleness: 0, or dynamic_sampling: false"
+            "algorithm.dynamic_sampling replaces groups of the batch that is due next, and with rollout.schedule free "
+            "batches are the groups that end first; set schedule: recorded, or dynamic_sampling: false"
         )

@@ -108,6 +108,10 @@ class DataConfig(SourceFields):
     deduplicate: Literal["none", "exact", "normalized"] = "none"
     "which prompts are left out as seen before; normalized: but for case, white space and Unicode form"
     shuffle: bool = True
+    easy_threshold: float | None = Field(default=None)
+    """a prompt whose samples had a mean of at least this, of the part `correct` or else of the reward before shaping,
+    when it was learned from last is handed out no more, and a run ends when none is left (prime-rl's difficulty pools,
+    which have the name); null: all come in every epoch"""
 
     @model_validator(mode="before")
     @classmethod
@@ -171,3 +175,23 @@ class DataConfig(SourceFields):
     def name(self) -> str:
         """What a single source is called in messages."""
         return self.path or str(self.task)
+
+
+def require_easy_threshold(
+    data: DataConfig, *, reward: str, looks_ahead: bool, evaluated: DataConfig | None
+) -> None:
+    """Raise ValueError where solved prompts are to be left out, and nothing says so before prompts are handed out."""
+    if evaluated is not None and evaluated.easy_threshold is not None:
+        raise ValueError(
+            "evaluation.data.easy_threshold has no effect: evaluations ask every prompt; take it out"
+        )
+    if data.easy_threshold is None:
+        return
+    others = (
+        ("reward.kind none", reward == "none"),
+        ("rollout.look_ahead, which hands prompts out before these", looks_ahead),
+    )
+    for other in (other for other, is_set in others if is_set):
+        raise ValueError(
+            f"data.easy_threshold leaves out prompts by their rewards and goes with no {other}; take one of them out"
+        )

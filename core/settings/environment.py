@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .section import Name, Seconds, Section
 
@@ -13,8 +13,12 @@ class EnvironmentConfig(Section):
     """What answers between turns. `sampling.max_new_tokens` counts all turns and all answers."""
 
     kind: Name | None = None
-    """`calculator`, a Python class as `package.module:Class` or `file.py:Class` (Gymnasium's too), `gymnasium:ENV_ID`,
-    or `verifiers:NAME` (its load_environment gets `options`); null: every response is one turn"""
+    """`calculator`, `tools` (Python functions that the model calls), a Python class as `package.module:Class` or
+    `file.py:Class` (Gymnasium's too), `gymnasium:ENV_ID`, or `verifiers:NAME` (its load_environment gets `options`);
+    null: every response is one turn"""
+    tools: Name | list[Name] | None = None
+    """kind tools: files or modules of functions, `my_tools.py` for all public ones or `my_tools.py:add,search`;
+    signatures and docstrings are their schemas (transformers' get_json_schema)"""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     "keyword arguments of the class"
     max_turns: int = Field(default=8, ge=1)
@@ -30,3 +34,14 @@ class EnvironmentConfig(Section):
     batch; the latter two are counted"""
     concurrency: int = Field(default=16, ge=1, le=256)
     "steps at once in one actor (cluster.environment): most environments wait for others"
+
+    @model_validator(mode="after")
+    def _tools_have_an_effect(self) -> Any:
+        if (self.kind == "tools") != bool(self.tools):
+            raise ValueError(
+                f"environment.kind tools and environment.tools go together, got kind {self.kind} and tools "
+                f"{self.tools}; set both, tools such as my_tools.py"
+            )
+        if self.kind == "tools" and self.options:
+            raise ValueError("environment.options are of a class, and kind tools has none; take them out")
+        return self

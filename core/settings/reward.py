@@ -11,11 +11,35 @@ from .section import Name, Seconds, Section
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=60)]
 
-RESERVED_NAMES = ("mean", "std", "accuracy", "num_skipped", "unshaped", "overlong", "length", "missing_eos")
+RESERVED_NAMES = (
+    "mean",
+    "std",
+    "accuracy",
+    "num_skipped",
+    "unshaped",
+    "overlong",
+    "length",
+    "missing_eos",
+    "turns",
+)
 "names under `reward/` in metrics.jsonl that no part of a mixture may take"
 
 
 _OF_A_JUDGE = ("template", "rubric", "choice", "default", "answer_tokens", "key_env")
+
+
+class CodeConfig(Section):
+    """How programs are tested (kind code)."""
+
+    tests_from: Name | None = None
+    """column with a row's tests, of data.reward_fields; null: the reference. Pairs of input and output, `inputs` and
+    `outputs` (with `fn_name` a call's), asserts, or `check(candidate)` with the row's `entry_point`"""
+    partial: bool = False
+    "the reward is the share of tests that are passed, as verl's `continuous`; else 1.0 for all of them"
+    memory_mb: int = Field(default=512, ge=64)
+    "address space of one process of a program; at `url` its memory"
+    max_concurrent: int | None = Field(default=None, ge=1)
+    "programs that one reward actor has run at once; null: one a core, at `url` 64"
 
 
 class Scorer(Section):
@@ -23,12 +47,13 @@ class Scorer(Section):
 
     kind: str = "chain"
     """`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, `judge` (a language model behind OpenAI's API),
-    `environment` (what its steps give), `none` (0, for algorithm.kind distill), or a Python function as
-    `package.module:function` or `path/to/file.py:function`"""
+    `code` (a response's program against tests, in a sandbox), `environment` (what its steps give), `none` (0, for
+    algorithm.kind distill), or a Python function as `package.module:function` or `path/to/file.py:function`"""
     model: Name | None = None
     "kind model: path or hub name of a sequence-classification model; kind judge: what its server calls it"
     url: Name | None = None
-    "kind serve: address of a reward server, such as http://127.0.0.1:8000/score; judge: http://127.0.0.1:8000/v1"
+    """kind serve: address of a reward server, such as http://127.0.0.1:8000/score; judge: http://127.0.0.1:8000/v1;
+    code: of a SandboxFusion server, such as http://127.0.0.1:8080/run_code; null: a sandbox of this machine"""
     app: Name | None = None
     "kind serve: name of a Ray Serve application of the same Ray cluster, called by handle instead of `url`"
     pattern: str | None = None
@@ -47,6 +72,7 @@ class Scorer(Section):
     "kind judge: of an answer, at most"
     key_env: Name | None = None
     "kind judge: the environment variable with the server's API key"
+    code: CodeConfig = CodeConfig()
     scope: Literal["auto", "sample", "group"] = "auto"
     """what a Python function is given at once: a response, or all of a prompt (`group`: its arguments are lists,
     `prompts`, `responses`, `references`); auto: a group where it takes lists, as TRL's, verl's and OpenRLHF's may"""
@@ -81,6 +107,8 @@ class Scorer(Section):
                 "no effect; take it out"
             )
         self._require_judge()
+        if self.kind != "code" and self.code != CodeConfig():
+            raise ValueError(f"reward.code is of kind code, this is {self.kind}; take it out")
         if self.kind == "environment" and (self.mean, self.std, self.clip) != (0.0, 1.0, None):
             raise ValueError(
                 "reward.kind environment takes what the environment gives; reward.mean, std and clip would have no "
@@ -144,18 +172,21 @@ class ShapingConfig(Section):
     "taken off for each response token"
     missing_eos_penalty: float = Field(default=0.0, ge=0.0)
     "taken off a response that was cut at sampling.max_new_tokens"
+    turn_penalty: float = 0.0
+    "taken off for each turn behind the first"
 
     @property
     def is_on(self) -> bool:
         """Whether anything is shaped."""
-        return self.overlong is not None or bool(self.length_penalty or self.missing_eos_penalty)
+        terms = (self.length_penalty, self.missing_eos_penalty, self.turn_penalty)
+        return self.overlong is not None or any(terms)
 
 
 class RewardServerConfig(Section):
-    """How a reward server, or a judge, is asked (kinds serve, judge)."""
+    """How a server is asked (kinds serve, judge, and code with `url`)."""
 
     timeout_s: Seconds = 120.0
-    "for one batch, or one question to a judge"
+    "for one batch, one question to a judge, or one program"
     retries: int = Field(default=6, ge=0)
     "after the first try, when the server is down, refuses, or loses a replica"
     backoff_s: Seconds = 0.5
@@ -174,7 +205,7 @@ class RewardConfig(Scorer):
     max_tokens: int | None = Field(default=None, ge=1)
     "of prompt and response in a reward model, null: what it holds; prompts are cut on their left, responses never"
     timeout_s: Seconds = 10.0
-    "for each response that a call of a Python function is given"
+    "for each response that a call of a Python function is given; kind code: for all tests of a response"
     on_error: Literal["fail", "skip"] = "fail"
     """a sample whose function raises, hangs, or gives no finite number: ends the run, or leaves the batch; where
     it is given all samples of a prompt, all of them"""
@@ -195,8 +226,8 @@ class RewardConfig(Scorer):
 
     @property
     def calls_functions(self) -> bool:
-        """Whether Python functions of the user's are called."""
-        return any(":" in part.kind or part.kind == "format" for part in self.scorers)
+        """Whether Python functions of the user's are called, or programs of responses run."""
+        return any(":" in part.kind or part.kind in ("format", "code") for part in self.scorers)
 
     @property
     def title(self) -> str:
@@ -270,9 +301,18 @@ def require_reward(
                 f"reward.shaping.overlong.buffer_tokens is {overlong.buffer_tokens}, more than the {longest} tokens "
                 "of the longest response; lower it"
             )
+    if reward.shaping.turn_penalty and environment is None:
+        raise ValueError(
+            "reward.shaping.turn_penalty is for each turn behind the first, and environment.kind is null: every "
+            "response is one turn; take it out, or name an environment"
+        )
     if reward.kind == "environment" and environment is None:
         raise ValueError(
             "reward.kind is 'environment' but environment.kind is null: nothing answers; name an environment"
+        )
+    if reward.kind == "environment" and environment == "tools":
+        raise ValueError(
+            "environment.kind tools gives no rewards; set reward.kind to what scores the responses"
         )
     if reward.kind == "environment" and reward.shaping.is_on:
         raise ValueError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 from ...core.errors import DataError
 from ...core.outside import quote
-from ...core.records import SampleKey, SampleRequest, SamplingParams, Stream
+from ...core.records import Prompt, Rollout, SampleKey, SampleRequest, SamplingParams, Stream
 from .prompts import EpochOrder, PromptDataset
 
 
@@ -14,7 +16,7 @@ class PromptCursor:
     """Hands out prompts epoch by epoch; gives every sample its index before anything else sees it.
 
     The order of epoch e follows from (run_seed, e) and the sources' weights (`learning.data.prompts`), so `state()`
-    is a few numbers and `restore` replays nothing.
+    is a few numbers, and the prompts that are solved, and `restore` replays nothing.
     """
 
     def __init__(
@@ -28,6 +30,8 @@ class PromptCursor:
         self._position = 0
         self._next_sample_index = 0
         self._next_group_id = 0
+        self._solved: set[int] = set()
+        "ids of prompts that are passed over"
         sources = dataset.sources
         self._epochs = EpochOrder(
             [source.num_prompts for source in sources] or [len(dataset)],
@@ -43,15 +47,17 @@ class PromptCursor:
         """Return num_prompts * samples_per_prompt requests, the samples of one prompt side by side.
 
         Sample indices count up and are never reused, not even after `restore` of an earlier state of
-        the same run: that is then the same sample again.
+        the same run: that is then the same sample again. Raises DataError: all prompts are solved.
         """
         requests: list[SampleRequest] = []
+        if self.all_solved is not None:
+            raise DataError(
+                f"{self.all_solved}; give the run harder prompts, or a higher data.easy_threshold"
+            )
         for _ in range(num_prompts):
-            while self._position >= len(self._order):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._epochs.order(self._epoch)
-            prompt = self.dataset.prompts[int(self._order[self._position])]
-            self._position += 1
+            prompt = self._next_prompt()
+            while prompt.prompt_id in self._solved:
+                prompt = self._next_prompt()
             for _ in range(samples_per_prompt):
                 key = SampleKey(
                     run_seed=self.run_seed, stream=self.stream, sample_index=self._next_sample_index
@@ -62,6 +68,37 @@ class PromptCursor:
                 self._next_sample_index += 1
             self._next_group_id += 1
         return requests
+
+    def _next_prompt(self) -> Prompt:
+        while self._position >= len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._epochs.order(self._epoch)
+        self._position += 1
+        return self.dataset.prompts[int(self._order[self._position - 1])]
+
+    def leave_out_solved(self, rollouts: Iterable[Rollout], easy_threshold: float) -> None:
+        """Hand out no more those prompts whose last group here has so high a mean; again those that have less now."""
+        scores: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for rollout in rollouts:
+            reward = rollout.reward
+            score = reward.parts.get("correct", reward.parts.get("unshaped", reward.value))
+            scores[rollout.completion.group_id, rollout.prompt.prompt_id].append(score)
+        for (_, prompt_id), of_group in sorted(scores.items()):
+            (self._solved.add if fmean(of_group) >= easy_threshold else self._solved.discard)(prompt_id)
+
+    @property
+    def num_left(self) -> int:
+        """Prompts that are not solved."""
+        return len(self.dataset) - len(self._solved)
+
+    @property
+    def all_solved(self) -> str | None:
+        """Says so where no prompt is left to hand out."""
+        if self.num_left:
+            return None
+        return (
+            f"all {len(self.dataset):,} prompts are solved (data.easy_threshold): nothing is left to sample"
+        )
 
     def peek(
         self, num_prompts: int, samples_per_prompt: int, sampling: SamplingParams
@@ -80,7 +117,8 @@ class PromptCursor:
     def comes_again(self, num_prompts: int) -> bool:
         """Whether one handed out of late may be among the next `num_prompts`; equal rows of the data are two."""
         repeats = max((source.repeats for source in self.dataset.sources), default=1.0)
-        return num_prompts > 0 and (repeats > 1.0 or self._position + num_prompts > len(self._order))
+        is_known = not self._solved and repeats <= 1.0 and self._position + num_prompts <= len(self._order)
+        return num_prompts > 0 and not is_known
 
     def state(self) -> dict[str, int | str]:
         """Return what a checkpoint keeps, JSON values."""
@@ -89,6 +127,7 @@ class PromptCursor:
             "position": self._position,
             "next_sample_index": self._next_sample_index,
             "next_group_id": self._next_group_id,
+            **({"solved": " ".join(map(str, sorted(self._solved)))} if self._solved else {}),
         }
 
     def restore(self, state: Mapping[str, int | str]) -> None:
@@ -104,12 +143,14 @@ class PromptCursor:
                 )
         counts = [state.get(name) for name in ("epoch", "position", "next_sample_index", "next_group_id")]
         epoch, position, sample_index, group_id = (one if isinstance(one, int) else -1 for one in counts)
-        if min(epoch, position, sample_index, group_id) < 0:
+        solved = str(state.get("solved", "")).split()
+        if min(epoch, position, sample_index, group_id) < 0 or not all(map(str.isdecimal, solved)):
             raise DataError(
                 f"cannot resume the prompt cursor: expected numbers from 0, got {quote(dict(state))}"
             )
         self._epoch, self._position = epoch, position
         self._next_sample_index, self._next_group_id = sample_index, group_id
+        self._solved = set(map(int, solved))
         self._order = self._epochs.order(epoch)
 
     def _identity(self) -> dict[str, int | str]:

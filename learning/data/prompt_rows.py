@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.config import DataConfig
@@ -11,6 +11,7 @@ from ...core.errors import DataError
 from ...core.outside import cut
 from .chat.messages import (
     Messages,
+    Tools,
     Turn,
     asked_and_answered,
     is_blank,
@@ -60,6 +61,17 @@ class Row:
     def more(self) -> str:
         """What turns and tools say beside role and content."""
         return whole_text(self.turns, self.tools)
+
+
+def with_tools(row: Row, tools: Tools) -> Row:
+    """A row that is told of further tools, behind its own. Raises DataError: one of these has the name of one."""
+    own, more = ([one.get("function", one)["name"] for one in some] for some in (row.tools, tools))
+    if both := [name for name in own if name in more]:
+        raise DataError(
+            f"{row.origin}: its tools and environment.tools both have {cut(', '.join(both))}; expected other names; "
+            "rename one, or set data.tools_field to null"
+        )
+    return replace(row, tools=(*row.tools, *tools)) if tools else row
 
 
 def read_rows(data: DataConfig) -> list[Row]:

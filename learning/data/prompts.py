@@ -18,10 +18,10 @@ from ...core.records import Prompt, SamplingParams
 from ..tasks.chain_task import draw_problem
 from ..tasks.one_sentence import draw_prompts
 from .chat.end_tokens import model_end_tokens
-from .chat.messages import whole_text
+from .chat.messages import Tools, whole_text
 from .left_out import LeftOut, Remarks, RowFilter, Seen
 from .packed_prompts import PackedPrompts
-from .prompt_rows import Row, iter_rows
+from .prompt_rows import Row, iter_rows, with_tools
 from .prompt_tokens import PromptEncoder, Rendered, longest_token
 from .raw_records import ReadProgress
 from .record import Record
@@ -110,16 +110,22 @@ def source_notes(sources: Sequence[Source], what: str) -> list[str]:
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, tick: Tick | None = None
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    tick: Tick | None = None,
+    tools: Tools = (),
 ) -> PromptDataset:
     """Read and tokenise the prompts that `data` describes.
 
-    `seed` draws the problems of a generated task; files do not depend on it.
+    `seed` draws the problems of a generated task; files do not depend on it. Chat templates are told of `tools` behind
+    those of a row.
     Raises DataError naming file and line (or row): missing file, malformed record, missing field, chat template
     that refuses, empty data set, prompt longer than `max_prompt_tokens`; ConfigError for `data.filter`.
     """
     most = data.max_prompt_tokens * longest_token(tokenizer)
-    reader = PromptReader(data, tokenizer, seed=seed, tick=tick, max_chars=most)
+    reader = PromptReader(data, tokenizer, seed=seed, tick=tick, max_chars=most, tools=tools)
     prompts, counts, left_out = PackedPrompts(), list[int](), reader.left_out
     for source in data.each_source():
         taken = reader.read(source)
@@ -168,6 +174,7 @@ class PromptReader:
         seed: int,
         tick: Tick | None = None,
         max_chars: int | float = math.inf,
+        tools: Tools = (),
     ) -> None:
         """Without a tokenizer nothing is too long or too short; a text of more than `max_chars` is too long anyway."""
         self.left_out = LeftOut()
@@ -178,7 +185,7 @@ class PromptReader:
         self.first_id = 0
         "of the source that is being read: its row 0"
         self._data, self._tokenizer, self._seed, self._tick = data, tokenizer, seed, tick
-        self._max_chars = max_chars
+        self._max_chars, self._tools = max_chars, tools
         self._seen = Seen(data.deduplicate) if data.deduplicate != "none" else None
         self._next_id = 0
         self._remarks = Remarks(tokenizer)
@@ -227,7 +234,12 @@ class PromptReader:
             self.left_out.duplicates += 1
             return None
         try:
+            item = with_tools(item, self._tools)
             rendered = encoder.render(item)
+            if self._tools and not rendered.turns:
+                raise DataError(
+                    f"{item.origin}: environment.tools needs a conversation, got plain text; set data.chat to true"
+                )
         except DataError as error:
             return self.fault(error)
         self._remarks.turns(rendered.turns, item.origin)

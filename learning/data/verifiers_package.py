@@ -1,75 +1,84 @@
-"""Environments of the package `verifiers` (to 0.3, whose packages have a `load_environment`): loading, and their rows.
+"""Environments of the package `verifiers` (0.1.14 to 0.3.1, whose packages have a `load_environment`), and their rows.
 
-Named `verifiers:NAME` or `verifiers:FILE.py`, with arguments of load_environment as `verifiers:NAME?key=value`.
+Named `verifiers:NAME` or `verifiers:FILE.py`; as `data.path` with arguments, `verifiers:NAME?key=value`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from unittest.mock import patch
 from urllib.parse import parse_qsl
 
+from ...core.config import EnvironmentConfig
 from ...core.errors import ConfigError
 from ...core.named_code import describe, named_code
+from .chat.messages import Tools
 
 SCHEME = "verifiers:"
 
 
-def load(name: str, *, key: str, **options: Any) -> Any:
-    """The environment, one of a name and options in a process. Raises ConfigError: none, or not of this kind."""
-    name, _, query = name.partition("?")
-    given = options | {one: _value(text) for one, text in parse_qsl(query, keep_blank_values=True)}
-    return _loaded(name, json.dumps(given, sort_keys=True), key)
+def of(config: EnvironmentConfig) -> Any:
+    """The environment that `environment.kind` names. Raises ConfigError as `load`."""
+    return load(config.kind or "", json.dumps(config.options, sort_keys=True), "environment.kind")
 
 
 @cache
-def _loaded(name: str, options: str, key: str) -> Any:
-    module = name if name.endswith(".py") else name.rsplit("/", 1)[-1].replace("-", "_")
+def load(path: str, options: str, key: str) -> Any:
+    """One of a name and options (JSON) in a process. Raises ConfigError: none, or not of this kind."""
+    name = path.removeprefix(SCHEME)
+    try:
+        importlib.import_module("verifiers.clients")
+    except ImportError:
+        raise ConfigError(
+            f"{key} {path}: expected the package verifiers 0.1.14 to 0.3.1, whose environments have a load_environment "
+            f"(tasksets of 0.4 run programs of their own), got {_version()}; pip install 'verifiers<0.4'"
+        ) from None
     maker = named_code(
-        f"{module}:load_environment",
+        f"{name if name.endswith('.py') else name.rsplit('/', 1)[-1].replace('-', '_')}:load_environment",
         key=key,
         kind="package with a load_environment",
-        example="verifiers:wordle, an installed one, or verifiers:my_env.py (a taskset of verifiers.v1 is none)",
+        example="verifiers:wordle, an installed one, or verifiers:my_env.py",
     )
     try:
         # each takes Ctrl-C and SIGTERM over, which are the process's, and cannot but on its main thread
         with patch.object(signal, "signal", lambda *_: None):
-            found = maker(**json.loads(options))
+            return maker(**json.loads(options))
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{key} {SCHEME}{name}: load_environment with {options} raised {type(error).__name__}: {describe(error)}; "
+            f"{key} {path}: load_environment with {options} raised {type(error).__name__}: {describe(error)}; "
             "fix the environment or its options"
         ) from error
-    if not (callable(getattr(found, "run_rollout", None)) and hasattr(found, "rubric")):
-        raise ConfigError(
-            f"{key} {SCHEME}{name}: expected an Environment of verifiers 0.1.10 to 0.3, with run_rollout and a rubric, "
-            f"got {type(found).__name__}"
-        )
-    return found
 
 
-def table(name: str, split: str, key: str) -> Any:
-    """Its `datasets.Dataset`, with its tools as a column. Raises ConfigError as `load`, and for a split it has not."""
-    environment = load(name.removeprefix(SCHEME), key=key)
+def table(path: str, split: str, key: str) -> Any:
+    """Its `datasets.Dataset`. Raises ConfigError as `load`, and for a split it has not."""
+    name, _, query = path.partition("?")
+    given = {one: _value(text) for one, text in parse_qsl(query, keep_blank_values=True)}
+    environment = load(name, json.dumps(given, sort_keys=True), key)
     made = {"train": environment.get_dataset, "test": environment.get_eval_dataset}
     if split not in made:
         raise ConfigError(f"data.split {split}: {name} has train and test; choose one")
-    rows = made[split]()
-    tools = schemas(environment)
-    return rows.add_column("tools", [json.dumps(tools)] * len(rows)) if tools else rows
+    return made[split]()
 
 
-def schemas(environment: Any) -> list[dict[str, Any]]:
-    """Its tools as a chat template is told of them, which is as its client sends them."""
-    names = ("name", "description", "parameters", "strict")
-    given = [{name: getattr(one, name, None) for name in names} for one in environment.tool_defs or ()]
-    return [
-        {"type": "function", "function": {name: value for name, value in one.items() if value is not None}}
-        for one in given
-    ]
+def schemas(tools: Any) -> Tools:
+    """Its `tool_defs` as a chat template is told of them."""
+    names = ("name", "description", "parameters")
+    return tuple(
+        {"type": "function", "function": {name: getattr(one, name) for name in names}} for one in tools or ()
+    )
+
+
+def _version() -> str:
+    try:
+        return version("verifiers")
+    except PackageNotFoundError:
+        return "none"
 
 
 def _value(text: str) -> Any:

@@ -22,9 +22,11 @@ from ...core.errors import ConfigError, EpisodeError
 from ...core.named_code import describe, named_code
 from ...core.records import Prompt, SampleKey
 from ...core.surfaces.surface import note_once, surface
+from ..data.chat.tool_calls import CallParser
 
 Message = Mapping[str, str]
 Observation = str | Sequence[Message] | Sequence[int] | np.ndarray
+COUNTED = ("tool_calls", "tool_calls_unparsed", "tool_calls_failed")
 NAMED = {"calculator": "rlhfspec.learning.environments.calculator:Calculator"}
 
 
@@ -39,6 +41,8 @@ class Step:
     "the episode is over; the observation is not shown any more"
     parts: Mapping[str, float] = field(default_factory=dict)
     "kept beside the reward, summed over the steps; `correct` gives accuracy and pass@k"
+    counts: Mapping[str, float] = field(default_factory=dict)
+    "of COUNTED: summed over an iteration's steps, `rollout/NAME` in metrics.jsonl"
 
 
 @runtime_checkable
@@ -50,7 +54,8 @@ class Environment(Protocol):
     inside of its own message; else they are the user's next message there. A method `require_prompt(prompt)` is called
     for every prompt before the run, and raises for one that no episode can have. A `reset` with a parameter `seed` is
     given one of the sample's key. A method `score_cut()` is called where an episode ends by its length: a Step
-    whose reward and parts count. One `close()` is called when an episode is over or dropped.
+    whose reward and parts count. One `close()` is called when an episode is over or dropped. With
+    `replays = False` it keeps nothing from step to step: after an actor's death it is asked for the last turn alone.
     """
 
     def reset(self, prompt: Prompt) -> str | None:
@@ -62,13 +67,19 @@ class Environment(Protocol):
         ...
 
 
-def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """Return what makes one environment an episode.
+def environment_maker(
+    config: EnvironmentConfig, parser: CallParser | None = None
+) -> Callable[[], Environment]:
+    """Return what makes one environment an episode; `parser` reads calls of tools.
 
     Raises ConfigError: no such class, or one that cannot be made with `environment.options`.
     """
+    if config.kind == "tools":
+        from .tools import tools_maker  # which takes Step from here
+
+        return tools_maker(config, parser)
     where = f"environment.kind {config.kind}"
-    found = _found(config.kind or "", where)
+    found = _found(config, where, parser)
 
     def make() -> Environment:
         try:
@@ -84,13 +95,14 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     return make
 
 
-def _found(kind: str, where: str) -> Callable[..., Any]:
+def _found(config: EnvironmentConfig, where: str, parser: CallParser | None) -> Callable[..., Any]:
     """What makes an environment of `environment.options`."""
     from . import gym_classes, verifiers_episode  # of this protocol themselves
 
+    kind = config.kind or ""
     scheme, _, name = kind.partition(":")
     if scheme == "verifiers":
-        return verifiers_episode.maker(name)
+        return verifiers_episode.maker(config, parser)
     if scheme == "gymnasium":
         registered = gym_classes.registered(name)
         return lambda **options: gym_classes.GymEpisode(registered(**options))
@@ -98,7 +110,7 @@ def _found(kind: str, where: str) -> Callable[..., Any]:
         NAMED.get(kind, kind),
         key="environment.kind",
         kind="class",
-        example=f"my_tools:Shop for the class Shop in my_tools.py, or one of: {', '.join(NAMED)}",
+        example=f"my_tools:Shop for the class Shop in my_tools.py, or one of: {', '.join(NAMED)}, tools",
     )
     if not (inspect.isclass(found) and callable(getattr(found, "reset", None)) and hasattr(found, "step")):
         raise ConfigError(f"{where}: expected a class with the methods reset and step, got {found!r}")
@@ -159,7 +171,7 @@ def misspelt_attributes(environment: Environment) -> list[str]:
     kind, limits = type(environment), ("max_turns", "max_turn_tokens", "timeout_s")
     lines = []
     for name, held in ((name, held) for one in kind.__mro__[:-1] for name, held in vars(one).items()):
-        known = ("require_prompt",) if callable(held) else ("stop_texts", "raw", *limits)
+        known = ("require_prompt",) if callable(held) else ("stop_texts", "raw", "replays", *limits)
         near = difflib.get_close_matches(name, known, 1, 0.8)
         if near and (near[0] != name or name in limits):
             meant = f"environment.{near[0]} of the config" if near[0] in limits else f"'{near[0]}'"
@@ -194,7 +206,12 @@ def checked_step(step: Any) -> Step:
     if not math.isfinite(reward):
         raise EpisodeError(f"expected a finite reward, got {reward}")
     observation = _checked_observation(step.observation)
-    return Step(observation, reward, bool(step.done), _checked_parts(getattr(step, "parts", None)))
+    parts, counts = (_checked_parts(getattr(step, name, None)) for name in ("parts", "counts"))
+    if unknown := counts.keys() - {*COUNTED}:
+        raise EpisodeError(
+            f"expected counts of {', '.join(COUNTED)}, got {', '.join(unknown)}; let parts hold them"
+        )
+    return Step(observation, reward, bool(step.done), parts, counts)
 
 
 def _checked_parts(parts: Any) -> dict[str, float]:

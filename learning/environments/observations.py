@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from ...core.errors import EpisodeError
+from ...core.errors import ConfigError, EpisodeError
 from ...core.records import Prompt
 from ...engine.weights.loading import num_token_ids
 from ..data.chat.chat_format import no_template, own_template, render_chat
@@ -57,6 +57,8 @@ class ObservationRenderer:
         self._template = chat_template
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._num_ids = num_token_ids(tokenizer)
+        self._behind_a_call: dict[tuple[str, bool], str | None] = {}
+        self._ending_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.num_cut = 0
 
     def give(self, observation: Observation, *, prompt: Prompt, last_token: int) -> Given:
@@ -108,6 +110,15 @@ class ObservationRenderer:
         shown = [
             {**one, "content": self._decode(self._cut(self._encode(one["content"])))} for one in observation
         ]
+        rest = (
+            self._behind_calls(shown, last_token, tools)
+            if all("tool_call_id" in one for one in shown)
+            else self._behind_text(shown, last_token, tools)
+        )
+        turns = tuple((one["role"], one["content"]) for one in shown)
+        return Given(np.array(self._encode(rest), dtype=np.int64), turns)
+
+    def _behind_text(self, shown: Sequence[Turn], last_token: int, tools: Tools) -> str:
         whole = self._render([*as_dicts((("user", "-"), ("assistant", _SAID))), *shown], tools)
         said_at = whole.rfind(_SAID)
         if said_at < 0:
@@ -116,17 +127,52 @@ class ObservationRenderer:
         if last_token in self._tokenizer.all_special_ids:
             # the policy has closed its message itself
             rest = rest.removeprefix(self._decode([last_token]))
-        turns = tuple((one["role"], one["content"]) for one in shown)
-        return Given(np.array(self._encode(rest), dtype=np.int64), turns)
+        return rest
 
-    def _render(self, messages: Sequence[Turn], tools: Tools = ()) -> str:
+    def _behind_calls(self, results: Sequence[Turn], last_token: int, tools: Tools) -> str:
+        """What a template writes for results of calls, which some refuse to show behind anything but calls."""
+        # one call: some templates know no more of a turn
+        function = {"name": results[0]["name"], "arguments": {"a": _SAID}}
+        call = {"type": "function", "id": results[0]["tool_call_id"], "function": function}
+        asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        whole, kind = self._render([*asked, *results], tools), (results[0]["name"], bool(tools))
+        if kind not in self._behind_a_call:  # what stands there is the template's, and no tool's
+            self._behind_a_call[kind] = _behind_said(self._render(asked, tools, ask=False))
+        own, rest = self._behind_a_call[kind], _behind_said(whole)
+        if own is None or rest is None or not rest.startswith(own):
+            raise EpisodeError("the chat template leaves out calls, or what follows them")
+        end = self._decode([last_token]) if last_token in self._ending_ids else ""
+        if end and end in own:
+            return rest[own.rfind(end) + len(end) :]
+        # a turn that was cut is closed as the template closes it
+        ends = (self._decode([token]) for token in self._tokenizer.all_special_ids)
+        at = max((own.rfind(one) for one in ends if one), default=-1)
+        return (own[at:] if at >= 0 else "") + rest[len(own) :].removeprefix(end)
+
+    def require_tools(self, tools: Tools) -> None:
+        """Raise ConfigError for a chat template that cannot show the tools, calls of them, or what they return."""
+        name, result = tools[0]["function"]["name"], "what-the-tool-returned"
+        message = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": result}
+        try:
+            is_shown = name in self._render(as_dicts((("user", "-"),)), tools)
+            shown = self._behind_calls([message], 0, tools)
+            fault = "" if is_shown and result in shown else "it leaves out the tools or what they return"
+        except EpisodeError as error:
+            fault = str(error)
+        if fault:
+            raise ConfigError(
+                f"environment.kind tools: the chat template cannot show tools: {fault}; expected one that writes "
+                "tools, calls and tool turns; name one by data.chat_template"
+            )
+
+    def _render(self, messages: Sequence[Turn], tools: Tools = (), *, ask: bool = True) -> str:
         if self._template is None and own_template(self._tokenizer, tools=tools) is None:
             raise EpisodeError(f"there are messages to show, and {no_template(self._tokenizer)}")
         try:
             return render_chat(
                 self._tokenizer,
                 messages,
-                ask=True,
+                ask=ask,
                 tools=tools,
                 template=self._template,
                 variables=self._template_kwargs,
@@ -143,6 +189,12 @@ class ObservationRenderer:
 
     def _decode(self, ids: list[int]) -> str:
         return _text(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _behind_said(text: str) -> str | None:
+    """What stands behind the policy's words; None where they are not there."""
+    said_at = text.rfind(_SAID)
+    return text[said_at + len(_SAID) :] if said_at >= 0 else None
 
 
 def ending_with(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[int, ...]:

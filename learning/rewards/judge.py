@@ -11,21 +11,17 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-from ...core.errors import ConfigError, RewardServerLost, one_line
+from ...core.errors import ConfigError, one_line
 from ...core.files import append_whole, storage_errors
 from ...core.records import Reward, Unscored
 from ...core.settings.reward import RewardServerConfig, Scorer
+from .asked_server import Refused, ask
 from .score_request import ScoreRequest, groups
 
 MOST_AT_ONCE = 32
@@ -45,8 +41,6 @@ _ALONE = (
     "has nothing to compare: it is alone with its prompt (reward.scope group); set rollout.samples_per_prompt and "
     "evaluation.samples_per_prompt to 2 or more"
 )
-_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
-_LONGEST_BACKOFF_S = 30.0
 
 
 class Judge:
@@ -61,7 +55,7 @@ class Judge:
         self._pattern = re.compile(scorer.pattern or SCORE, re.DOTALL)
         base = str(scorer.url).rstrip("/")
         self._url = (base if "/" in base.partition("://")[2] else f"{base}/v1") + "/chat/completions"
-        self._headers = {"Content-Type": "application/json"}
+        self._headers: dict[str, str] = {}
         if scorer.key_env is not None:
             if not (key := os.environ.get(scorer.key_env)):
                 raise ConfigError(f"reward.key_env {scorer.key_env} is no environment variable here; set it")
@@ -135,25 +129,10 @@ class Judge:
 
     def _ask(self, body: Mapping[str, Any]) -> tuple[float | str, bool]:
         """The score or what is wrong, and whether the same would come again."""
-        fault = ""
-        for attempt in range(self._server.retries + 1):
-            if attempt:
-                wait_s = min(self._server.backoff_s * 2 ** (attempt - 1), _LONGEST_BACKOFF_S)
-                time.sleep(wait_s * random.uniform(0.75, 1.25))
-            try:
-                asked = Request(self._url, json.dumps(body).encode(), self._headers)
-                with urlopen(asked, timeout=self._server.timeout_s) as answer:
-                    return self._read(answer.read())
-            except HTTPError as error:
-                fault = f"HTTP {error.code}: {one_line(error.read().decode(errors='replace'))[:200]}"
-                if error.code not in _TRY_AGAIN:
-                    return f"was refused with {fault}", False
-            except (OSError, HTTPException) as error:
-                fault = one_line(f"{type(error).__name__}: {error}")
-        raise RewardServerLost(
-            f"the judge at {self._url} did not answer in {self._server.retries + 1} tries; the last one: {fault}; "
-            "start it, or fix reward.url; reward.server says how often and how long it is asked"
-        )
+        try:
+            return ask(self._url, body, self._read, self._server, called="the judge", headers=self._headers)
+        except Refused as error:
+            return f"was refused with {error}", False
 
     def _read(self, answer: bytes) -> tuple[float | str, bool]:
         try:

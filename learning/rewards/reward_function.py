@@ -68,6 +68,10 @@ def _source(
         from .judge import Judge
 
         return Judge(scorer, config.server, Path(config.cache))
+    if scorer.kind == "code":
+        from .code_reward import CodeReward
+
+        return CodeReward(scorer, config)
     if scorer.kind == "serve":
         if served is None:
             raise ConfigError("reward.kind serve is asked by the reward pool of a run; it is not built here")
@@ -88,6 +92,6 @@ def _source(
             scope=scorer.scope,
         )
     raise ConfigError(
-        f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format, judge, none "
-        "or package.module:function"
+        f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format, judge, code, "
+        "none or package.module:function"
     )

@@ -197,6 +197,9 @@ def shape(reward: Reward, facts: ResponseFacts, config: ShapingConfig) -> Reward
         # as `missing_eos_penalty` of TRL's PPO and RLOO
         was_cut = facts.finish_reason is FinishReason.LENGTH
         terms["missing_eos"] = -config.missing_eos_penalty if was_cut else 0.0
+    if config.turn_penalty:
+        num_turns = sum(role == "assistant" for role, _ in facts.turns)
+        terms["turns"] = -config.turn_penalty * max(0, num_turns - 1)
     if not terms:
         return reward
     value = math.fsum([reward.value, *terms.values()])

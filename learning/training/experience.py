@@ -53,15 +53,23 @@ class Experience:
         """A sample's prompt and response."""
         return self.ids[row, : self.lengths[row]].numpy()
 
-    def packed(self, rows: Sequence[int]) -> PackedSequences:
-        """Some samples as a tree; their sampled tokens are to be predicted, sample by sample in this order."""
+    def packed(self, rows: Sequence[int], *, whole: bool = False) -> PackedSequences:
+        """Some samples as a tree; their sampled tokens are to be predicted, sample by sample in this order.
+
+        `whole`: what an environment gave in between, too.
+        """
         apart = None
         if self.teacher_prompts is not None:
             # what follows other words to the teacher is another token to it
             kinds = {prompt: kind for kind, prompt in enumerate(dict.fromkeys(self.teacher_prompts))}
             apart = [kinds[self.teacher_prompts[row]] for row in rows]
-        return PackedSequences.of(
-            [self.sequence(row) for row in rows], [self._predicted(row) for row in rows], apart
+        marks = [self._of_response(row) if whole else self._predicted(row) for row in rows]
+        return PackedSequences.of([self.sequence(row) for row in rows], marks, apart)
+
+    def sampled(self, rows: Sequence[int]) -> Bool[Tensor, " M"]:
+        """Which of the response tokens of some samples the policy sampled, sample by sample."""
+        return torch.cat(
+            [self.where[row, self.prompt_lengths[row] - 1 : self.lengths[row] - 1] for row in rows]
         )
 
     def packed_for_teacher(self, rows: Sequence[int]) -> PackedSequences:
@@ -77,6 +85,9 @@ class Experience:
     def _predicted(self, row: int) -> Bool[np.ndarray, " length"]:
         """Which tokens of a sample the policy sampled."""
         return np.append(False, self.where[row, : self.lengths[row] - 1].numpy())
+
+    def _of_response(self, row: int) -> Bool[np.ndarray, " length"]:
+        return np.arange(self.lengths[row]) >= self.prompt_lengths[row]
 
     @property
     def num_tokens(self) -> int:

@@ -29,8 +29,9 @@ from .learner_state import LearnerState
 from .learning_rate import Horizon, rate_factor
 from .objectives.advantages import normalized_sum
 from .objectives.critic import Critic
+from .objectives.minibatch_metrics import MinibatchMetrics, added_up
 from .objectives.off_policy import lag_metrics, recomputed
-from .objectives.policy import Coefficients, LogitsObserver, MinibatchMetrics, PolicyObjective, added_up
+from .objectives.policy import Coefficients, LogitsObserver, PolicyObjective
 from .objectives.targets import Targets, update_targets
 from .objectives.teacher import Teacher
 from .parallel import OneTrainer

@@ -78,6 +78,10 @@ class Statistics(NamedTuple):
     divergence: Float[Tensor, " M"] | None = None
     "from a teacher"
 
+    def of(self, chosen: Tensor) -> Statistics:
+        """Those of some of the tokens, by their places."""
+        return Statistics(*(None if values is None else values[chosen] for values in self))  # type: ignore[arg-type]
+
 
 def response_statistics(
     model: PreTrainedModel,

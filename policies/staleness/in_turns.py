@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from ...core.errors import ConfigError, NumericsError
-from ...core.records import Reward, Rollout, SampleKey, SampleRequest, Unscored
+from ...core.records import Completion, Reward, Rollout, SampleKey, SampleRequest, Unscored
 from .rollout_schedule import Schedule
 
 
@@ -22,13 +22,15 @@ class UsefulGroups:
     def __init__(
         self,
         next_group: Callable[[], list[SampleRequest]],
-        requests: Sequence[SampleRequest],
+        samples: Sequence[SampleRequest | Completion],
         *,
         max_extra: int,
         metric: str | None = None,
+        num_groups: int | None = None,
     ) -> None:
-        """`next_group` gives the requests of one further prompt; `max_extra` of them are asked for at most.
+        """Of these samples; `next_group` gives the requests of a further prompt, `max_extra` are asked for at most.
 
+        `num_groups` are learned from; None: as many as there are at first.
         `metric` is the part of the reward that is to differ; None: the reward before shaping, which tells a long
         right answer from a short one where both are right.
         """
@@ -37,12 +39,16 @@ class UsefulGroups:
         self._left = max_extra
         self._open: dict[int, int] = defaultdict(int)
         self._rewards: dict[int, list[float]] = defaultdict(list)
-        self._expect(requests)
-        self._num_wanted = len(self._open)
+        self._expect(samples)
+        self._num_wanted = num_groups or len(self._open)
 
     def scored(self, rollout: Rollout) -> list[SampleRequest]:
         """Take note of a sample's reward; what is to be sampled besides. Raises ConfigError: no such part."""
         return self.ended(rollout.completion.group_id, self._judged(rollout.reward))
+
+    def after(self, group_id: int, outcome: Rollout | Unscored) -> list[SampleRequest]:
+        """The same of a sample that may be left out."""
+        return self.scored(outcome) if isinstance(outcome, Rollout) else self.ended(group_id, None)
 
     def ended(self, group_id: int, reward: float | None) -> list[SampleRequest]:
         """The same by the number itself, None of a sample that is left out."""
@@ -95,9 +101,9 @@ class UsefulGroups:
             )
         return reward.parts[self._metric]
 
-    def _expect(self, requests: Sequence[SampleRequest]) -> None:
-        for request in requests:
-            self._open[request.group_id] += 1
+    def _expect(self, samples: Sequence[SampleRequest | Completion]) -> None:
+        for one in samples:
+            self._open[one.group_id] += 1
 
 
 class InTurns(Schedule):
@@ -138,10 +144,7 @@ class InTurns(Schedule):
         super().ended(key, outcome)
         if self._groups is None:
             return []
-        if isinstance(outcome, Rollout):
-            further = self._groups.scored(outcome)
-        else:
-            further = self._groups.ended(sample.request.group_id, None)
+        further = self._groups.after(sample.request.group_id, outcome)
         return self._whole_turns(self._begin_batch(sample.batch, further).values())
 
     def has(self, batch: int) -> bool:
@@ -152,11 +155,7 @@ class InTurns(Schedule):
         """See `Schedule.take`. Raises NumericsError where no group teaches: all is left out then."""
         self._require_none([*self._open, *self._unscored], batch)
         rollouts = self._fresh(batch, self._ready.pop(batch).values())
-        self.left_out = rollouts
-        learned = rollouts if self._groups is None else self._groups.batch(rollouts)
-        chosen = {rollout.completion.key for rollout in learned}
-        self.left_out = [rollout for rollout in rollouts if rollout.completion.key not in chosen]
-        return learned
+        return rollouts if self._groups is None else self._chosen(rollouts, self._groups.batch)
 
     def metrics(self) -> dict[str, float]:
         """Of dynamic sampling."""

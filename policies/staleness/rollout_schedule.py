@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -228,6 +228,16 @@ class Schedule(ABC):
         for rollout in ordered:
             require_fresh(rollout, weight_version=batch, max_staleness=self.max_staleness)
         return ordered
+
+    def _chosen(
+        self, rollouts: list[Rollout], choose: Callable[[Sequence[Rollout]], list[Rollout]]
+    ) -> list[Rollout]:
+        """What is learned from; the rest, all of it where `choose` raises, is left out."""
+        self.left_out = rollouts
+        learned = choose(rollouts)
+        keys = {rollout.completion.key for rollout in learned}
+        self.left_out = [rollout for rollout in rollouts if rollout.completion.key not in keys]
+        return learned
 
 
 def require_fresh(rollout: Rollout, *, weight_version: int, max_staleness: int) -> None:

@@ -459,3 +459,33 @@ def test_shards_are_stepped_by_adamw_alone(optim: str) -> None:
 def test_a_run_begins_with_the_target_s_own_weights() -> None:
     with pytest.raises(ConfigError, match="adapter_path is of sft, dpo and train-reward, got a for a run"):
         config_from_dict(SMALLEST | {"trainer": {"lora": {"adapter_path": "a"}}})
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("reward", {"kind": "none"}, "goes with no reward.kind none"),
+        (
+            "rollout",
+            {"look_ahead": "auto"},
+            "goes with no rollout.look_ahead, which hands prompts out before",
+        ),
+        (
+            "evaluation",
+            {"data": {"task": "chain", "easy_threshold": 0.5}},
+            "evaluation.data.easy_threshold has no effect",
+        ),
+    ],
+)
+def test_solved_prompts_are_left_out_where_rewards_are_known_in_time(
+    section: str, values: dict, message: str
+) -> None:
+    tree = SMALLEST | {
+        "data": {"task": "chain", "easy_threshold": 0.5},
+        "models": {**SMALLEST["models"], "teacher": "t"},
+        "algorithm": {"kind": "distill"},
+        "reward": {"kind": "gsm8k"},
+    }
+    assert config_from_dict(tree).data.easy_threshold == 0.5
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(tree | {section: values})

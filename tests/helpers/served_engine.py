@@ -109,8 +109,8 @@ class ServedEngine:
         """End the server's own process at once, and wait until another is in its place."""
         (name,) = _replicas()
         ray.kill(ray.get_actor(name, "serve"), no_restart=True)
-        self._wait(lambda: bool(_replicas()) and name not in _replicas())
-        self._wait(lambda: self.get("/get_world_size").status_code == 200)
+        self.wait_for(lambda: bool(_replicas()) and name not in _replicas())
+        self.wait_for(lambda: self.get("/get_world_size").status_code == 200)
 
     def metric(self, name: str) -> float:
         """One of /metrics."""
@@ -119,13 +119,14 @@ class ServedEngine:
 
     def wait_until_none_is_open(self) -> None:
         """Until every response has ended."""
-        self._wait(lambda: self.metric("rlhfspec_serve_open_responses") == 0)
+        self.wait_for(lambda: self.metric("rlhfspec_serve_open_responses") == 0)
 
     def wait_for_instances(self, count: int) -> None:
         """Until so many live."""
-        self._wait(lambda: self.get("/get_world_size").json()["world_size"] == count)
+        self.wait_for(lambda: self.get("/get_world_size").json()["world_size"] == count)
 
-    def _wait(self, holds: Callable[[], bool]) -> None:
+    def wait_for(self, holds: Callable[[], bool]) -> None:
+        """Until it holds."""
         ends_s = time.monotonic() + TIMEOUT_S
         while not holds():
             assert time.monotonic() < ends_s

@@ -45,6 +45,8 @@ class Targets:
     metrics: dict[str, float]
     has_teacher: bool = False
     "whether the divergence from a teacher is a term of the loss"
+    has_echo: bool = False
+    "whether the cross-entropy of what an environment gave is"
     importance: Tensor | None = None
     "weights of the policy loss against the sampler (`off_policy`), None where it is not corrected"
     engine: EngineValues | None = None
@@ -57,7 +59,7 @@ class Targets:
 
     def with_gradient(self, rows: Sequence[int]) -> list[int]:
         """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""
-        everywhere = self.has_entropy_loss or self.has_kl_loss or self.has_teacher
+        everywhere = self.has_entropy_loss or self.has_kl_loss or self.has_teacher or self.has_echo
         return [row for row in rows if self.learned[row] and (everywhere or bool(self.advantages[row].any()))]
 
 
@@ -121,6 +123,7 @@ def update_targets(
         has_kl_loss=reference is not None and algorithm.kl_placement == "loss",
         has_entropy_loss=algorithm.has_entropy_bonus,
         has_teacher=algorithm.distill_coef > 0.0,
+        has_echo=algorithm.echo_coef > 0.0,
         learned=learned,
         metrics=metrics,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from rlhfspec.core.records import (
     WeightSpan,
 )
 from rlhfspec.policies.scheduling.open_samples import is_whole
+from rlhfspec.policies.staleness.in_turns import UsefulGroups
 from rlhfspec.policies.staleness.recorded import PhasePlan, Recorded
 
 REFUSED = Unscored(reason="too long")
@@ -324,3 +326,70 @@ def test_samples_of_other_prompts_are_not_gone_on_with(tmp_path: Path) -> None:
         read_in_flight(tmp_path / "in_flight", data, SamplingParams(max_new_tokens=4))  # type: ignore[arg-type]
     nothing = read_in_flight(tmp_path / "none", data, SamplingParams(max_new_tokens=4))  # type: ignore[arg-type]
     assert not nothing.ready and not nothing.open_samples
+
+
+def dynamic_schedule(plan: PhasePlan, cursor: Cursor, *, num_groups: int) -> Recorded:
+    """Groups of two; a batch has `num_groups` and gets at most eight times as many further ones."""
+
+    def group() -> list[SampleRequest]:
+        one, other = cursor()
+        return [
+            replace(one, group_id=one.key.sample_index // 2),
+            replace(other, group_id=one.key.sample_index // 2),
+        ]
+
+    return Recorded(
+        plan,
+        lambda: [one for _ in range(num_groups) for one in group()],
+        useful_groups=partial(UsefulGroups, group, max_extra=8 * num_groups, num_groups=num_groups),
+    )
+
+
+def learned_with_dynamic_sampling(plan: PhasePlan, chance: random.Random, *, resumes: bool) -> list:
+    """What each update learns from, its tokens' versions and what is left out; samples end in any order."""
+    cursor, learned = Cursor(2, plan.max_new_tokens), []
+    schedule = dynamic_schedule(plan, cursor, num_groups=2)
+    for phase in range(-1, plan.num_iterations):
+        if phase >= 0:
+            batch = schedule.take(phase)
+            spans = [(one.completion.key.sample_index, one.completion.weight_spans) for one in batch]
+            learned.append(
+                (spans, [one.completion.key.sample_index for one in schedule.left_out], schedule.metrics())
+            )
+        requests = schedule.begin(phase)
+        while requests:
+            request = requests.pop(chance.randrange(len(requests)))
+            drawn = random.Random(request.key.sample_index)
+            length, reward = drawn.randint(1, plan.max_new_tokens), float(drawn.random() < 0.4)
+            done = decoded(
+                request, length=length, version=plan.weight_version(phase), longest=plan.max_new_tokens
+            )
+            if schedule.whole(done) is None:
+                continue
+            outcome = REFUSED if drawn.random() < 0.1 else replace(scored(done), reward=Reward(value=reward))
+            requests += schedule.ended(request.key.sample, outcome)
+        if resumes:
+            before, schedule = schedule, dynamic_schedule(plan, cursor, num_groups=2)
+            schedule.restore(before.in_flight())
+    return learned
+
+
+@pytest.mark.parametrize("load", ["drain", "reprefill"])
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_useless_groups_of_the_batch_that_is_due_are_replaced_whoever_ends_first(
+    staleness: int, load: str
+) -> None:
+    plan = plan_of(staleness, tokens=7, iterations=6, load=load)
+    runs = [
+        learned_with_dynamic_sampling(plan, random.Random(seed), resumes=bool(seed % 2)) for seed in range(8)
+    ]
+    assert all(run == runs[0] for run in runs)
+    assert {len(batch) for batch, *_ in runs[0]} <= {2, 3, 4}
+    sampled = [metrics["rollout/num_groups_sampled"] for *_, metrics in runs[0]]
+    assert max(sampled) > 2 and all(
+        left_out for (_, left_out, _), n in zip(runs[0], sampled, strict=True) if n > 2
+    )
+    oldest = {
+        update - spans[0].weight_version for update, (batch, *_) in enumerate(runs[0]) for _, spans in batch
+    }
+    assert max(oldest) == plan.lag

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hermes_chat import HERMES, NAMED, WEATHER
 from word_chat import PLAIN, word_chat
 
 from rlhfspec.benchmarks.support.malformed import malformed
@@ -67,7 +69,10 @@ def test_what_vllm_sends_as_its_defaults_is_taken(reader: RequestReader):
             "repetition_penalty",
             "has 'repetition_penalty': expected none or 1, got 1.1; this engine",
         ),
-        ({"prompt": "1", "logprobs": 3}, 400, "logprobs", "expected none or 0, got 3; the engine knows"),
+        ({"prompt": "1", "logprobs": 21}, 400, "logprobs", "less than or equal to 20, got 21"),
+        ({"prompt": "1", "top_logprobs": 3}, 400, "top_logprobs", "send logprobs with that number"),
+        ({"prompt": "1", "max_tokens": 0}, 400, "max_tokens", "at least 1, or beside echo 0, got 0"),
+        ({"prompt": "1", "prompt_logprobs": 1}, 400, "prompt_logprobs", "send echo and logprobs"),
         ({"prompt": "1", "max_tokens": 64}, 400, "prompt", "do not fit 64 tokens"),
         ({"prompt": "1", "model": "gpt"}, 404, "model", "served is 'tiny'"),
         ({"prompt": "1", "temperatur": 1}, 400, "temperatur", "did you mean 'temperature'?"),
@@ -85,6 +90,26 @@ def test_a_refusal_names_the_key(
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("more", "of_body", "of_request"),
+    [
+        ({"logprobs": 0}, None, None),
+        ({"logprobs": 2}, 2, None),
+        ({"echo": True}, None, None),
+        ({"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}, 1, None),
+        ({"echo": True, "max_tokens": 0}, 0, 0),
+    ],
+    ids=["sampled", "likeliest", "echo", "lm-eval", "prompt alone"],
+)
+def test_what_is_scored_is_what_logprobs_and_echo_ask_for(
+    reader: RequestReader, more: dict[str, Any], of_body: int | None, of_request: int | None
+):
+    found = asked(reader, prompt=["12"], **more)
+    (one,) = found.requests
+    assert (found.body.num_top, one.num_top) == (of_body, of_request)
+    assert one.prompt.text == ("12" if "echo" in more else "")
+
+
 def test_a_tokenizer_without_a_chat_template_is_told(reader: RequestReader):
     body = read_body(b'{"messages": [{"role": "user", "content": "1"}]}', ChatBody)
     with pytest.raises(ApiError, match="no chat template; ask /v1/completions"):
@@ -100,7 +125,7 @@ def chatting(tmp_path: Path, template: str = CHAT, **settings: Any) -> Callable[
     """What reads bodies of a conversation by a template, `hi` unless they say otherwise."""
     (tmp_path / "config.json").write_text("{}")
     reader = RequestReader(
-        word_chat(template), model=str(tmp_path), served_name="m", max_total_tokens=64, **settings
+        word_chat(template), model=str(tmp_path), served_name="m", **({"max_total_tokens": 64} | settings)
     )
     plain = {"messages": [{"role": "user", "content": "hi"}]}
     return lambda **body: reader.read(read_body(json.dumps(plain | body).encode(), ChatBody))
@@ -109,9 +134,14 @@ def chatting(tmp_path: Path, template: str = CHAT, **settings: Any) -> Callable[
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tools": [TOOL]}, "tool_choice", "expected tool_choice 'none' beside them, got None"),
-        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice", "not parsed yet"),
-        ({"tool_choice": "required"}, "tool_choice", "not parsed yet"),
+        ({"tools": [TOOL]}, "tools", "got neither; send tool_choice 'none', or serve it"),
+        ({"tool_choice": "required"}, "tool_choice", "expected none, auto or {'type': 'function'"),
+        (
+            {"tools": [TOOL], "tool_choice": NAMED | {"type": "x"}},
+            "tool_choice",
+            "expected none, auto, required or",
+        ),
+        ({"tools": [TOOL | {"function": {"name": "f"}}], "tool_choice": NAMED}, "tool_choice", "got {"),
         ({"chat_template_kwargs": {"tonne": "kind"}}, "chat_template_kwargs.tonne", "did you mean 'tone'?"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "the body's own key"),
         (
@@ -129,6 +159,9 @@ def chatting(tmp_path: Path, template: str = CHAT, **settings: Any) -> Callable[
             "messages",
             "does not write the tool_calls of message 0",
         ),
+        ({"top_logprobs": 5}, "top_logprobs", "needs logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"echo": True}, "echo", "send the whole text to /v1/completions"),
         ({"max_tokens": 4, "reasoning_effort": "low"}, "reasoning_effort", "chat_template_kwargs"),
     ],
 )
@@ -139,6 +172,35 @@ def test_what_a_chat_would_lose_is_refused_by_its_path(
         chatting(tmp_path)(**body)
     assert (refused.value.status, refused.value.param) == (400, param)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("choice", "template", "forced"),
+    [
+        ("auto", HERMES, ""),
+        ("required", HERMES, '<tool_call>\n{"name":'),
+        (NAMED, HERMES, '<tool_call>\n{"name": "weather", "arguments":'),
+        ("required", HERMES.replace('{"name": "{{ c.function.name', "<function={{ c.function.name"), None),
+        ("required", HERMES.replace("<tool_call>", "") + "{# <tool_call> #}", None),
+        (NAMED, HERMES.replace("<assistant>{% endif", "<assistant><think>{% endif"), None),
+    ],
+    ids=["auto", "required", "named", "written otherwise than read", "no mark", "reasoning first"],
+)
+def test_a_call_that_must_come_begins_as_the_template_writes_it(
+    tmp_path: Path, choice: Any, template: str, forced: str | None
+):
+    read = chatting(tmp_path, template.replace("<end>", " <end>"), max_total_tokens=512)
+    ask = partial(read, tools=[WEATHER], tool_choice=choice)
+    if forced is None:
+        with pytest.raises(ApiError, match=r"writes no call right behind its prompt .* send 'auto'"):
+            ask()
+        return
+    found = ask()
+    assert found.parser is not None and found.forced == forced
+    prompt = found.requests[0].prompt
+    assert prompt.text.endswith("<assistant>") and len(prompt.token_ids) >= len(
+        (prompt.text + forced).split()
+    )
 
 
 def test_a_seed_of_minus_one_is_none_as_in_vllm(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -21,6 +23,10 @@ from transformers import LlamaForCausalLM
 from rlhfspec.benchmarks.peers.build import TRL_RELEASES, library_folder
 from rlhfspec.benchmarks.support.malformed import malformed
 from rlhfspec.benchmarks.support.result import ROOT
+from rlhfspec.core.records import Prompt, Reward
+from rlhfspec.core.settings.reward import RewardServerConfig, Scorer
+from rlhfspec.learning.rewards.judge import Judge
+from rlhfspec.learning.rewards.score_request import ScoreRequest
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -98,6 +104,58 @@ def test_a_chat_is_the_engines_and_a_fresh_seed_is_told(server: ServedEngine, pa
     tokenizer = server.plan.inputs.tokenizer
     assert tokenizer.decode(first["prompt_token_ids"]) == "<user>hé<end><assistant>"
     assert first["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_an_evaluation_reads_what_a_continuation_is_worth(server: ServedEngine, pair: Path):
+    """As lm-eval 0.4.13's local-completions asks and reads (lm_eval/models/openai_completions.py)."""
+    contexts, ends = [[70, 71, 72], [80, 81]], [[90, 91], [99]]
+    prompts = [context + end for context, end in zip(contexts, ends, strict=True)]
+    body = {
+        "model": "tiny",
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "echo": True,
+    }
+    choices = server.generate(body | {"seed": 1234})["choices"]
+    model = LlamaForCausalLM.from_pretrained(pair / "target")
+    for context, prompt, choice in zip(contexts, prompts, choices, strict=True):
+        said, begin = choice["logprobs"], len(context)
+        assert said["token_logprobs"][0] is None and len(said["tokens"]) == len(prompt) + 1
+        with torch.inference_mode():
+            dense = torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1)
+        expected = [float(dense[at - 1, prompt[at]]) for at in range(1, len(prompt))]
+        assert said["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
+        is_greedy = [max(top.values()) for top in said["top_logprobs"][begin:-1]]
+        assert is_greedy == pytest.approx(dense[begin - 1 : -1].max(-1).values.tolist(), abs=1e-4)
+    # the prompt by itself, and in a stream
+    alone = server.generate(body | {"max_tokens": 0, "seed": 1})["choices"][0]["logprobs"]["token_logprobs"]
+    assert alone == choices[0]["logprobs"]["token_logprobs"][:-1]
+    (event,) = server.stream(body | {"prompt": prompts[0]})
+    assert event["choices"][0]["logprobs"] == choices[0]["logprobs"]
+
+
+def test_the_likeliest_tokens_change_nothing_and_a_judge_reads_them(
+    server: ServedEngine, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    body = ASKED | {"prompt": "tops", "n": 3, "seed": 6, "max_tokens": 40, "temperature": 0.8, "top_k": 9}
+    plain, told_more = server.generate(body), server.generate(body | {"logprobs": 3})
+    assert told(told_more) == told(plain) == bits(server.expected(pair / "target", body, seed=6))
+    text = "Judge x of q"
+    chat = {"messages": [{"role": "user", "content": text}], "temperature": 0.0, "max_tokens": 1}
+    asked = server.generate(chat | {"logprobs": True, "top_logprobs": 20}, chat=True)
+    (said,) = asked["choices"][0]["logprobs"]["content"]
+    shares = {one["token"]: math.exp(one["logprob"]) for one in said["top_logprobs"]}
+    assert len(said["top_logprobs"]) == 20 and said["token"] == said["top_logprobs"][0]["token"]
+    yes, no = [word for word in shares if word == word.strip() and word.isascii() and word.isprintable()][:2]
+    monkeypatch.setenv("KEY", TOKEN)
+    url = f"{server.url}/v1"
+    template, choice = "Judge {response} of {prompt}", {yes: 1.0, no: 0.0}
+    scorer = Scorer(kind="judge", url=url, model="tiny", template=template, choice=choice, key_env="KEY")
+    request = ScoreRequest(prompt=Prompt(prompt_id=0, token_ids=np.array([1]), text="q"), response="x")
+    (reward,) = Judge(scorer, RewardServerConfig(retries=0), tmp_path / "scores").outcomes([request])
+    assert reward == Reward(value=pytest.approx(shares[yes] / (shares[yes] + shares[no])))
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -343,6 +401,21 @@ def test_a_server_that_is_started_again_has_the_weights_that_it_had(
     info = {"update_info": {"path": str(tmp_path / "moved")}}
     assert server.post("/update_weights", info).json() == {"status": "ok", "weight_version": version + 1}
     assert server.generate(body)["choices"][0]["weight_versions"] == [version + 1]
+
+
+def test_tokens_of_two_versions_are_not_scored_by_one(server: ServedEngine, pair: Path):
+    body = {"prompt": "scored", "n": MAX_OPEN, "max_tokens": 480, "ignore_eos": True, "logprobs": 2}
+    decoded = server.metric("rlhfspec_serve_decoded_tokens")
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(server.post, "/v1/completions", body)
+        server.wait_for(lambda: server.metric("rlhfspec_serve_decoded_tokens") > decoded)
+        assert server.post("/pause?mode=keep", {}).status_code == 200
+        info = {"update_info": {"path": str(pair / "target")}}
+        assert server.post("/update_weights", info).status_code == 200
+        assert server.post("/resume", {}).status_code == 200
+        refused = asked.result()
+    assert refused.status_code == 503 and "new weights came while a response ran" in refused.text
+    server.wait_until_none_is_open()
 
 
 def test_a_pause_that_keeps_cuts_no_response(server: ServedEngine, tmp_path: Path):

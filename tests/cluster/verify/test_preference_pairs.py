@@ -74,3 +74,31 @@ def test_a_group_without_a_pair_left_is_refused_and_another_file_is_too(
     assert "expected a file .jsonl" in capsys.readouterr().err
     assert main(["pairs", str(run), "--out", str(tmp_path / "p.jsonl"), "--iterations", "7"]) == 2
     assert "keeps no rollouts of iterations 7 to 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [("--version", "1"), ("--limit", "3"), ("--sample", "1"), ("--sample", "4", "--iterations", "1")]
+)
+def test_flags_without_effect_are_refused(
+    words: tuple[str, ...], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pairs", str(run), "--out", str(tmp_path / "p.jsonl"), *words]) == 2
+    assert "--sample N takes 2 samples of a prompt or more and no --iterations" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_prompts_are_sampled_anew_from_a_kept_version_and_again_alike(
+    local_ray: None, tiny_pair: TinyPair, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = f"{run.parent / 'by_length.py'}:by_length"
+    (run.parent / "by_length.py").write_text("def by_length(response):\n    return len(response)\n")
+    words = ("--sample", "4", "--limit", "8", "--reward", reward, "--set", "cluster.dashboard=false")
+    words += ("--set", "sampling.max_new_tokens=100")
+    rows = rows_of(run, tmp_path / "last.jsonl", *words)
+    assert f"weight version 2 of {run}" in capsys.readouterr().out
+    assert rows and all(len(row["chosen"]) > len(row["rejected"]) for row in rows)
+    assert rows_of(run, tmp_path / "again.jsonl", *words, "--version", "2") == rows
+    assert rows_of(run, tmp_path / "first.jsonl", *words, "--version", "0") != rows
+    assert main(["pairs", str(run), "--out", str(tmp_path / "p.jsonl"), *words, "--version", "7"]) == 2
+    assert "keeps no whole weights of version 7: expected --version 0, 1, 2" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from made_rollouts import rollout
 from pytest import fixture, mark, raises
 
 import rlhfspec.learning.data.prompt_tokens
@@ -239,6 +240,43 @@ def test_a_restored_cursor_goes_on_as_if_nothing_had_happened(tokenizer):
     assert got == expected
     with raises(DataError, match="run_seed"):
         make_cursor(tokenizer, seed=4).restore(state)
+
+
+def test_prompts_that_are_solved_are_handed_out_no_more_after_a_resume_too(tokenizer):
+    cursor = make_cursor(tokenizer)
+
+    def see(rewards: dict[int, tuple[float, ...]], *, parts=None) -> None:
+        """Groups in which a prompt's samples have these rewards."""
+        scored = [
+            rollout(2 * n, group=group, reward=one, parts=parts)
+            for group, of in rewards.items()
+            for n, one in enumerate(of)
+        ]
+        cursor.leave_out_solved(scored, 0.75)
+
+    def drawn(cursor: PromptCursor) -> list[int]:
+        return sorted(r.prompt.prompt_id for r in cursor.next_requests(cursor.num_left, 1, SamplingParams()))
+
+    drawn(cursor)
+    see({0: (1.0, 0.5), 1: (1.0, 0.0), 3: (1.0, 1.0)})
+    see({2: (0.0, 0.0)}, parts={"correct": 1.0, "unshaped": 0.0})
+    assert cursor.num_left == 2 and cursor.comes_again(1)
+    state = json.loads(json.dumps(cursor.state()))
+    assert [drawn(cursor) for _ in range(3)] == [[1, 4]] * 3
+    see({3: (0.0, 1.0)})
+    assert drawn(cursor) == [1, 3, 4], "seen again, by a batch that was on its way, it is not solved any more"
+    again = make_cursor(tokenizer)
+    again.restore(state)
+    assert again.state() == state and [drawn(again) for _ in range(3)] == [[1, 4]] * 3
+    with raises(DataError, match="expected numbers from 0"):
+        again.restore({**state, "solved": "1,2"})
+    assert cursor.all_solved is None
+    see(dict.fromkeys(range(5), (1.0, 1.0)))
+    with raises(
+        DataError,
+        match=r"all 5 prompts are solved \(data.easy_threshold\): nothing is left to sample; give",
+    ):
+        drawn(cursor)
 
 
 def test_the_end_token_is_always_a_stop_token(tokenizer):

@@ -17,9 +17,12 @@ from transformers import LlamaForCausalLM
 import rlhfspec
 from rlhfspec.benchmarks.peers.build import library_folder
 from rlhfspec.cluster.cli import main
+from rlhfspec.core.config import EnvironmentConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.integrations import trainer_classes
 from rlhfspec.integrations.finished_run import Table
+from rlhfspec.integrations.given_inputs import tool_keys
+from rlhfspec.learning.environments.tools import tool_functions
 from tests.conftest import TinyPair
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,6 +84,28 @@ def test_the_plan_is_the_command_line_s(planned: list[Any], tiny_pair: TinyPair,
     assert not any("no effect" in note for note in prepared.plan.notes), prepared.plan.notes
 
 
+def test_tools_go_by_value_as_rewards_do(tmp_path: Path) -> None:
+    seven = 7
+
+    def add_seven(a: int) -> int:
+        """Add seven.
+
+        Args:
+            a: a number
+        """
+        return a + seven
+
+    Path("more_tools.py").write_text("def one(): pass\n")
+    keys = tool_keys([add_seven, "more_tools.py"], tmp_path / "inputs")
+    settings = EnvironmentConfig(kind=keys["environment.kind"], tools=keys["environment.tools"])
+    found = tool_functions(settings)
+    assert list(found) == ["add_seven", "one"] and found["add_seven"](1) == 8
+    twice = [add_seven, add_seven]
+    for wrong in ([], [lambda a: a], twice):
+        with pytest.raises(ConfigError, match="tools: expected functions by names of their own"):
+            tool_keys(wrong, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_file_says_what_nothing_else_does(planned: list[Any], tiny_pair: TinyPair, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
@@ -103,7 +128,7 @@ def test_a_file_says_what_nothing_else_does(planned: list[Any], tiny_pair: TinyP
     [
         (
             {"args": {"trainer.lerning_rate": 1}},
-            "unknown key trainer.lerning_rate; did you mean 'learning_rate'",
+            "^args: unknown key trainer.lerning_rate; did you mean 'learning_rate'",
         ),
         ({"args": {"models.target": "x"}}, "args has 'models.target', which a parameter of GRPO sets too"),
         ({"args": {"reward": {"kind": "chain"}}}, "args has 'reward', which a parameter"),

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from pytest import approx, mark
+from pytest import approx, mark, raises
 
+from rlhfspec.core.config import Config
 from rlhfspec.core.records import FinishReason, ResponseFacts, Reward
 from rlhfspec.core.settings.reward import OverlongConfig, Scorer, ShapingConfig
 from rlhfspec.learning.rewards.reward_stage import shape, soft_overlong_punishment, standardise
@@ -53,6 +54,23 @@ def test_a_response_that_ended_by_itself_misses_no_end():
     config = ShapingConfig(missing_eos_penalty=1.0)
     assert shape(Reward(value=0.5), facts(7), config).value == 0.5
     assert shape(Reward(value=0.5), facts(7, FinishReason.LENGTH), config).value == -0.5
+
+
+def test_each_turn_behind_the_first_costs():
+    config = ShapingConfig(turn_penalty=0.25)
+    turns = (("assistant", "a"), ("tool", "b"), ("assistant", "c"), ("user", "d"), ("assistant", "e"))
+    assert shape(Reward(value=1.0), replace(facts(9), turns=turns), config).value == 0.5
+    assert shape(Reward(value=1.0), facts(9), config).parts == {"unshaped": 1.0, "turns": 0.0}
+
+
+def test_turns_cost_nothing_where_there_is_one():
+    given = {
+        "data": {"task": "chain"},
+        "models": {"draft": "d"},
+        "reward": {"shaping": {"turn_penalty": 0.1}},
+    }
+    with raises(ValueError, match="every response is one turn"):
+        Config.model_validate(given)
 
 
 def test_without_shaping_the_reward_is_the_same_object():

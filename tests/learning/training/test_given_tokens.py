@@ -8,7 +8,7 @@ import torch
 from engine_scored import sampled as sampled_rollouts
 from engine_scored import scorer_of, target
 
-from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
+from rlhfspec.core.config import AlgorithmConfig, Config, TrainerConfig
 from rlhfspec.core.records import Rollout, SamplingParams
 from rlhfspec.engine.decoding.logprobs import token_logprobs
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore
@@ -146,3 +146,82 @@ def test_the_engines_forward_scores_sampled_tokens_behind_given_ones():
         mask = torch.from_numpy(masks[index])
         of_whole = expected[row, : len(mask)][mask]
         assert torch.equal(found[row, : int(mask.sum())], of_whole)
+
+
+def echoing(model, coef: float, *, observers=(), **algorithm) -> Learner:
+    return Learner(
+        model,
+        algorithm=AlgorithmConfig(kind="grpo", echo_coef=coef, **algorithm),
+        trainer=TrainerConfig(
+            minibatch_size=6, learning_rate=1e-2, max_tokens_per_forward=24, max_grad_norm=1e9
+        ),
+        temperature=1.0,
+        seed=1,
+        pad_token_id=0,
+        observers=observers,
+    )
+
+
+def gradient_of(
+    learner: Learner, rollouts: list[Rollout]
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Of the update's one step, as the optimizer finds it, and the update's figures."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(optimizer, *_) -> None:
+        found.update({n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None})
+
+    learner.optimizer.register_step_pre_hook(keep)
+    return found, learner.update(rollouts).metrics
+
+
+@pytest.mark.parametrize("weight", [0.5, 2.0])
+def test_echo_adds_the_mean_cross_entropy_of_what_was_given(weight, make_model, make_rollouts):
+    rollouts, masks = with_given(make_rollouts(make_model(), num=6))
+    plain, _ = gradient_of(echoing(make_model(), 0.0), rollouts)
+    echoed, metrics = gradient_of(echoing(make_model(), weight), rollouts)
+    model = make_model()
+    losses = []
+    for rollout, mask in zip(rollouts, masks, strict=True):
+        ids = torch.from_numpy(np.concatenate([rollout.prompt.token_ids, rollout.completion.token_ids]))
+        start = len(rollout.prompt.token_ids)
+        logprobs = model(ids[None]).logits[0].log_softmax(-1)[start - 1 : -1]
+        losses.append(-logprobs[torch.arange(len(mask)), ids[start:]][~torch.from_numpy(mask)])
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    assert metrics["echo_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(echoed[name] - plain[name], weight * parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_echo_learns_from_groups_of_equal_rewards_too(make_model, make_rollouts):
+    rollouts, _ = with_given(make_rollouts(make_model(), num=6))
+    equal = [replace(one, reward=replace(one.reward, value=1.0)) for one in rollouts]
+    assert not gradient_of(echoing(make_model(), 0.0), equal)[0]
+    assert gradient_of(echoing(make_model(), 1.0), equal)[0]
+
+
+def test_observers_and_teachers_see_sampled_tokens_beside_echo(make_model, make_rollouts):
+    rollouts, _ = with_given(make_rollouts(make_model(), num=6))
+    stores = [SoftTargetStore(4), SoftTargetStore(4)]
+    found = []
+    for store, coef in zip(stores, (0.0, 1.0), strict=True):
+        learner = echoing(make_model(), coef, observers=[store], distill_coef=0.5)
+        learner.take_teacher(make_model())
+        found.append(gradient_of(learner, rollouts)[1]["distill_loss"])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    plain, echoed = (store.kept for store in stores)
+    assert plain.keys() == echoed.keys()
+    for index, targets in plain.items():
+        assert targets.token_ids.tolist() == echoed[index].token_ids.tolist()
+        assert np.allclose(targets.logprobs, echoed[index].logprobs, atol=1e-5)
+
+
+def test_echo_without_an_environment_is_refused():
+    with pytest.raises(
+        ValueError, match=r"echo_coef 0\.1 learns what an environment says, and environment\.kind is"
+    ):
+        Config.model_validate(
+            {"data": {"task": "chain"}, "models": {"draft": "d"}, "algorithm": {"echo_coef": 0.1}}
+        )

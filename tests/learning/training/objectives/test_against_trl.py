@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlhfspec.core.config import AlgorithmConfig
 from rlhfspec.learning.training.objectives.losses import Sequences, token_weights
-from rlhfspec.learning.training.objectives.policy import LossInputs, MinibatchMetrics, objective
+from rlhfspec.learning.training.objectives.minibatch_metrics import MinibatchMetrics
+from rlhfspec.learning.training.objectives.policy import LossInputs, objective
 
 FROZEN = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 OURS: Mapping[str, Mapping[str, object]] = {

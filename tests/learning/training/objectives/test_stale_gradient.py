@@ -14,8 +14,9 @@ from torch import Tensor
 from rlhfspec.core.config import AlgorithmConfig
 from rlhfspec.core.settings.correction import CorrectionConfig
 from rlhfspec.learning.training.objectives.losses import Sequences
+from rlhfspec.learning.training.objectives.minibatch_metrics import MinibatchMetrics
 from rlhfspec.learning.training.objectives.off_policy import importance_weights
-from rlhfspec.learning.training.objectives.policy import LossInputs, MinibatchMetrics, objective
+from rlhfspec.learning.training.objectives.policy import LossInputs, objective
 
 VOCAB = 4
 STEP = 1.0
