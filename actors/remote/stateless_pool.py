@@ -52,7 +52,7 @@ class PoolKind(Generic[Q]):
     culprit: str
     "what may have ended the process"
     late_advice: str
-    gives_up: Callable[[Q, ActorDied], Exception] | None = None
+    gives_up: Callable[[Q, ActorDied], Any] | None = None
     """answers a question whose second actor died: those of a dead actor are asked again one by one, so that it is known
     which ends its process; None: all are asked again until no replacement is left"""
 

@@ -27,6 +27,7 @@ from ...learning.environments.environment_protocol import (
     closed,
     environment_maker,
 )
+from ...learning.environments.tools import ended_process
 from ..remote.actor_start import begin_actor
 from ..remote.remote import Handle, remote
 from ..remote.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
@@ -208,7 +209,7 @@ class EnvironmentPool(Generic[T]):
             again=lambda _: "plays its episodes again",
             culprit="the environment",
             late_advice="look at its stack in the Ray dashboard",
-            gives_up=None if config.on_error == "fail" else self._gives_up,
+            gives_up=None if config.on_error == "fail" and config.kind != "tools" else self._gives_up,
         )
         self._actors = StatelessPool(actors, pool_kind, make=make, max_restarts=max_restarts, note=note)
 
@@ -241,7 +242,9 @@ class EnvironmentPool(Generic[T]):
         """Let an episode's environment go."""
         self._actors.send(self._actor_of(key), lambda actor: actor.forget.remote([key]))
 
-    def _gives_up(self, asked: _Asked[T], death: ActorDied) -> EpisodeError:
+    def _gives_up(self, asked: _Asked[T], death: ActorDied) -> Step | EpisodeError:
+        if self._config.kind == "tools":
+            return ended_process()
         where = describe(self._config, asked.key, len(asked.responses))
         return EpisodeError(f"{where} has ended its process twice ({one_line(str(death))[:200]}); fix it")
 

@@ -190,8 +190,8 @@ class Episodes:
         whole = self._cut.pop(key, None)
         if whole is None:
             then = self._after(episode, completion, answer)
-            is_over = isinstance(then, SampleRequest) or not isinstance(answer, Step) or answer.done
-            if is_over or not self._scores_cut:
+            is_cut = isinstance(answer, Step) and not answer.done and self._scores_cut
+            if isinstance(then, SampleRequest) or not is_cut:
                 return then
             self._cut[key] = then
             self._pool.ask((episode, completion), key, episode.prompt, tuple(episode.responses), is_cut=True)

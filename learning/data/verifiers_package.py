@@ -9,7 +9,6 @@ import importlib
 import json
 import signal
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from unittest.mock import patch
 from urllib.parse import parse_qsl
@@ -33,10 +32,10 @@ def load(path: str, options: str, key: str) -> Any:
     name = path.removeprefix(SCHEME)
     try:
         importlib.import_module("verifiers.clients")
-    except ImportError:
+    except ImportError as error:
         raise ConfigError(
             f"{key} {path}: expected the package verifiers 0.1.14 to 0.3.1, whose environments have a load_environment "
-            f"(tasksets of 0.4 run programs of their own), got {_version()}; pip install 'verifiers<0.4'"
+            f"(tasksets of 0.4 run programs of their own), got: {describe(error)}; pip install 'verifiers<0.4'"
         ) from None
     maker = named_code(
         f"{name if name.endswith('.py') else name.rsplit('/', 1)[-1].replace('-', '_')}:load_environment",
@@ -72,13 +71,6 @@ def schemas(tools: Any) -> Tools:
     return tuple(
         {"type": "function", "function": {name: getattr(one, name) for name in names}} for one in tools or ()
     )
-
-
-def _version() -> str:
-    try:
-        return version("verifiers")
-    except PackageNotFoundError:
-        return "none"
 
 
 def _value(text: str) -> Any:

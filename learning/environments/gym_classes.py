@@ -44,7 +44,7 @@ class GymEpisode:
     def __init__(self, environment: Any) -> None:
         """Raises ConfigError: a space of actions that no text spells."""
         self._environment = environment
-        space = getattr(environment, "action_space", None)
+        space: Any = getattr(environment, "action_space", None)
         kind = type(space).__name__
         if space is not None and kind not in ("Discrete", "Text"):
             raise ConfigError(
@@ -55,10 +55,8 @@ class GymEpisode:
         reset = inspect.signature(environment.reset).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in reset.values())
         self._given = [name for name in ("seed", "options") if takes_all or name in reset]
-        self.stop_texts, self.raw = (
-            getattr(environment, "stop_texts", ()),
-            getattr(environment, "raw", False),
-        )
+        self.stop_texts = getattr(environment, "stop_texts", ())
+        self.raw = getattr(environment, "raw", False)
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         """Begin; `options` are the row's prompt, reference and data.reward_fields."""
@@ -75,11 +73,12 @@ class GymEpisode:
         if action is None:
             low = int(getattr(self._space, "start", 0))
             most = (
-                ""
-                if not self._is_number
-                else f", expected a whole number from {low} to {low + int(self._space.n) - 1}"
+                f"a whole number from {low} to {low + int(self._space.n) - 1}"
+                if self._is_number
+                else self._space
             )
-            return Step(f"not an action: {response.strip()[:60]!r}{most}", parts={INVALID: 1.0})
+            said = f"not an action: {response.strip()[:60]!r}, expected {most}"
+            return Step(said, parts={INVALID: 1.0})
         answer = self._environment.step(action)
         if not (isinstance(answer, tuple) and len(answer) in (4, 5) and isinstance(answer[-1], Mapping)):
             raise EpisodeError(
@@ -87,9 +86,8 @@ class GymEpisode:
                 f"done, info), got {type(answer).__name__}{len(answer) if isinstance(answer, tuple) else ''}"
             )
         observation, reward, *done, info = answer
-        numbers = {str(name): _number(value) for name, value in info.items()}
-        parts = {INVALID: 0.0} if self._is_number else {}
-        parts |= {name: value for name, value in numbers.items() if value is not None}
+        parts = {} if self._space is None else {INVALID: 0.0}
+        parts |= {str(name): float(value) for name, value in info.items() if _is_number(value)}
         return Step(_text(observation), float(reward), any(map(bool, done)), parts)
 
     def close(self) -> None:
@@ -111,7 +109,6 @@ def _text(observation: Any) -> str:
     return "" if observation is None else observation if isinstance(observation, str) else str(observation)
 
 
-def _number(value: Any) -> float | None:
-    """A number or an array's only one; text and the rest of info are notes that nobody learns from."""
-    is_one = isinstance(value, bool | int | float) or getattr(value, "shape", None) == ()
-    return float(value) if is_one else None
+def _is_number(value: Any) -> bool:
+    """A number or an array's only one; the rest of info is notes that nobody learns from."""
+    return isinstance(value, bool | int | float) or getattr(value, "shape", None) == ()

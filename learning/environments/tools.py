@@ -70,11 +70,7 @@ class ToolEnvironment:
         said = [(call.name, *self._called(call, until_s)) for call in turn.calls]
         wrong = "Error: the call does not parse: expected the format of the tools, a name and an object of arguments"
         said += [(UNREAD, wrong, False) for _ in turn.unparsed]
-        messages = [
-            # nine letters and digits, as Mistral's templates ask for
-            {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": text}
-            for number, (name, text, _) in enumerate(said)
-        ]
+        messages = [_result(number, name, text) for number, (name, text, _) in enumerate(said)]
         num_failed = sum(not is_right for *_, is_right in said[: len(turn.calls)])
         return Step(messages, counts=_counts(len(said), len(turn.unparsed), num_failed))
 
@@ -182,6 +178,17 @@ def require_tools(config: EnvironmentConfig, data: DataConfig, tokenizer: PreTra
         chat_template_kwargs=data.chat_template_kwargs,
     )
     renderer.require_tools(tool_schemas(config))
+
+
+def ended_process() -> Step:
+    """What answers a turn whose tools ended their process, twice: which call it was is not known."""
+    text = "Error: a tool ended its process"
+    return Step([_result(0, UNREAD, text)], counts=_counts(1, 0, 1))
+
+
+def _result(number: int, name: str, text: str) -> dict[str, str]:
+    # an id of nine letters and digits, as Mistral's templates ask for
+    return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": text}
 
 
 async def _awaited(result: Any) -> Any:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from rlhfspec.core.records import Prompt
+from rlhfspec.learning.data.chat.messages import Tools
+from rlhfspec.learning.data.chat.tool_calls import ParsedTurn, ToolCall
 from rlhfspec.learning.environments.environment_protocol import Step
 
 
@@ -61,11 +63,30 @@ class Wayward(Parrot):
                 raise SystemExit(3)
             case "segfault":
                 ctypes.string_at(0)
+            case "kill -9":
+                os.kill(os.getpid(), 9)
             case "number":
                 return 5  # type: ignore[return-value]
             case "nan":
                 return Step("x", reward=float("nan"))
         return super().step(response)
+
+
+class Calls:
+    """Every turn is a call of the tool that it names."""
+
+    def parse(self, text: str, *, prompt: str, tools: Tools) -> ParsedTurn:
+        return ParsedTurn("", "", (ToolCall(text, {}),), ())
+
+
+def leaves() -> None:
+    """End the process."""
+    os._exit(3)
+
+
+def stays() -> str:
+    """Say so."""
+    return "here"
 
 
 class Talking(Parrot):

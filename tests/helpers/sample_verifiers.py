@@ -36,6 +36,16 @@ def best(completions):
     return [1.0 for _ in completions]
 
 
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: one
+        b: the other
+    """
+    return a + b
+
+
 def load_environment(kind: str = "multi", rows: int = 3):
     """Guess, in one turn or several, or scored in groups."""
     data = Dataset.from_list(
@@ -44,6 +54,8 @@ def load_environment(kind: str = "multi", rows: int = 3):
     own = {"dataset": data, "system_prompt": "Guess."}
     if kind == "group":
         return vf.SingleTurnEnv(rubric=vf.Rubric(funcs=[right, best]), **own)
+    if kind == "tools":
+        return vf.ToolEnv(tools=[add], rubric=vf.Rubric(funcs=[right]), **own)
     rubric = vf.Rubric(
         funcs=[right, tries] if kind == "multi" else [right], weights=[1.0, 0.1][: 1 + (kind == "multi")]
     )

@@ -64,6 +64,19 @@ def test_its_rollouts_are_our_turns_and_its_rubric_the_reward(played):
     assert played["single"] == ["", ["", 1.0, True, {"right": 1.0, "num_turns": 1.0}]]
 
 
+def test_its_tools_are_called_by_our_parser_and_answer_as_tool_turns(played):
+    first, two, unknown, last = played["tools"]
+    own = {"role": "tool", "tool_call_id": "call00000"}
+    assert (first, two[0]) == ("", [own | {"name": "add", "content": "2"}])
+    assert unknown[0] == [own | {"name": "none", "content": "'none'"}]
+    assert last == [
+        "",
+        1.0,
+        True,
+        {"right": 1.0, "num_turns": 3.0, "total_tool_calls": 2.0, "add_calls": 1.0},
+    ]
+
+
 def test_a_rollout_that_our_limits_cut_is_scored_as_it_is(played):
     assert played["cut"][-1] == ["", 0.1, True, {"right": 0.0, "tries": 1.0, "num_turns": 1.0}]
 
