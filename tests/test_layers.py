@@ -269,7 +269,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning": 6,
     "learning/data": 4882,
     "learning/drafts": 2995,
-    "learning/environments": 1308,
+    "learning/environments": 1309,
     "learning/models": 1423,
     "learning/rewards": 1991,
     "learning/sandbox": 891,

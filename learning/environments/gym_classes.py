@@ -51,7 +51,8 @@ class GymEpisode:
                 f"{type(environment).__name__}.action_space is {kind}; expected Discrete (the turn is a whole number), "
                 "Text, or none (the turn's text is the action); wrap the class in one whose step reads a text"
             )
-        self._space, self._is_number = space, kind == "Discrete"
+        self._space: Any = space
+        self._is_number = kind == "Discrete"
         reset = inspect.signature(environment.reset).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in reset.values())
         self._given = [name for name in ("seed", "options") if takes_all or name in reset]
