@@ -15,6 +15,10 @@ __all__ = ["DPO", "GRPO", "PPO", "SFT", "Distill", "Engine", "Run", "resume"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from .cluster.ray_start.origin import version
+
+        return version()
     if name not in __all__:
         raise AttributeError(f"module 'rlhfspec' has no attribute '{name}'; it has {', '.join(__all__)}")
     if name == "Engine":

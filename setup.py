@@ -21,6 +21,7 @@ setup(
     + [f"rlhfspec.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])],
     package_data={
         "rlhfspec.configs": ["**/*.yaml"],
+        "rlhfspec.integrations": ["their_keys/*.toml"],
         "": ["*.toml", "*.yaml", "*.html", "*.css"],
     },
     exclude_package_data={"rlhfspec": ["*.toml", "*.yaml"]},

@@ -180,7 +180,8 @@ class Config(Section):
         require_spot(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
         require_cotrain(self.drafter_training, self.speculation)
         require_groups(self.algorithm, rollout)
-        require_correction(self.algorithm.correction, rollout.max_staleness)
+        if self.algorithm.advantage != "none":  # a teacher's divergence needs no weight
+            require_correction(self.algorithm.correction, rollout.max_staleness)
         pool, moves = self.cluster.trainer, self.algorithm.sync_ref_model
         require_optim(self.trainer, pool.num_actors)
         require_trainer(self.trainer, num_gpus=pool.num_gpus, moves_reference=moves)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +17,26 @@ from ..cluster.serving.engine_requests import RequestReader, usual_sampling
 from ..cluster.serving.request_bodies import ChatBody, CompletionBody, read_body
 from ..core.config_io import apply_overrides
 from ..core.errors import ConfigError
+from ..core.surfaces.surface import note_once
 from ..engine.build import build_engine
 from ..engine.model.invariance_probe import KeptVerdicts
 from ..engine.numerics import on_threads
 from ..engine.weights.loading import load_causal_lm, num_token_ids
+from ..learning.data.chat.chat_format import plain_note
 from ..learning.data.chat.end_tokens import stop_strings
 from ..learning.data.chat.written_text import response_text
 from .trainer_classes import PathLike, as_set, reporter
+from .trl_names import name_of_model
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 "Text, token ids, or a conversation of {role, content}."
 _SAMPLING = frozenset(("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"))
+
+_CALLED = {
+    "max_new_tokens": "here max_tokens",
+    "num_return_sequences": "here n",
+    "do_sample": "here temperature=0",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,9 @@ class Engine:
         """`max_total_tokens`: of prompt and response together; None: 2048, or the model's context where it is less."""
         with reporter() as report:
             tree = apply_overrides({}, as_set(args or {}))
-            plan = plan_server(tree, report, model=os.fspath(model), context_tokens=max_total_tokens)
+            plan = plan_server(
+                tree, report, model=name_of_model(model, "model"), context_tokens=max_total_tokens
+            )
         config, models, tokenizer, drafts = (
             plan.config,
             plan.config.models,
@@ -82,7 +92,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         *,
         n: int = 1,
         seed: int = 0,
@@ -91,16 +101,23 @@ class Engine:
     ) -> list[list[Response]]:
         """`n` responses to each prompt, by [prompt][number]; the same seed gives the same tokens, alone or in company.
 
-        `sampling`: temperature, top_p, top_k, min_p, stop, stop_token_ids, ignore_eos as in request bodies, by
-        default as the model's generation_config.json says.
+        `prompts` may be one. `sampling`: temperature, top_p, top_k, min_p, stop, stop_token_ids, ignore_eos as in
+        request bodies, by default as the model's generation_config.json says.
 
         Raises ConfigError: a key or value that is refused, a prompt too long.
         """
         places: dict[str, list[int]] = {}
-        for place, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
+        given: list[Any] = [prompts] if isinstance(prompts, str) else [*prompts]
+        if given and isinstance(given[0], Mapping | int):
+            given = [given]
+        for place, prompt in enumerate(given):
             places.setdefault(json.dumps(prompt), []).append(place)
         if unread := sampling.keys() - _SAMPLING:
-            raise ConfigError(f"generate does not read {', '.join(sorted(unread))}; take it out")
+            named = [f"{name} ({_CALLED.get(name, 'not known')})" for name in sorted(unread)]
+            raise ConfigError(
+                f"generate does not read {', '.join(named)}; it reads n, seed, max_tokens, "
+                f"{', '.join(sorted(_SAMPLING))}"
+            )
         requests = []
         for prompt, equal in places.items():
             is_chat = prompt.startswith("[{")
@@ -108,9 +125,12 @@ class Engine:
             body["messages" if is_chat else "prompt"] = json.loads(prompt)
             try:
                 read = read_body(json.dumps(body).encode(), ChatBody if is_chat else CompletionBody)
-                requests += self._reader.read(read).requests
+                found = self._reader.read(read).requests
             except ApiError as error:
                 raise ConfigError(str(error)) from None
+            requests += found
+            if prompt.startswith('"') and (plain := plain_note(self._tokenizer, found[0].prompt.token_ids)):
+                note_once(plain)
         if sampling.get("stop"):
             self._engine.stop_strings = stop_strings(self._tokenizer)
         with torch.no_grad(), on_threads(self._num_threads):

@@ -14,6 +14,9 @@ from ..core.errors import ConfigError
 _SHOWN_ROWS = 60
 "Of a table in a notebook: the last."
 
+_SHOWN_BESIDE = 6
+"Rows of metrics in a text, side by side."
+
 
 @dataclass(frozen=True)
 class Table:
@@ -35,7 +38,16 @@ class Table:
         return [row.get(column) for row in self.rows]
 
     def __repr__(self) -> str:
-        return f"{len(self)} rows of {', '.join(self.columns)}"
+        from ..cluster.observe.show_tables import SHOWN
+
+        usual = [name for name in ("iteration", *SHOWN) if name in self.columns]
+        if len(usual) < 2:  # no table of metrics
+            return f"{len(self)} rows of {', '.join(self.columns)}"
+        lines = [f"{len(self)} rows, {len(self.columns)} columns (.columns); of the last {_SHOWN_BESIDE}:"]
+        for name in usual:
+            cells = ["" if one is None else f"{one:.4g}" for one in self[name][-_SHOWN_BESIDE:]]
+            lines.append(f"{name:31}" + "".join(f"{cell:>11}" for cell in cells))
+        return "\n".join(lines)
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame. Raises ImportError where pandas is not installed."""
@@ -96,8 +108,9 @@ class Run:
         files = {iteration_of(file) + 1: file for file in rollout_files(self.path)}
         file = files.get(max(files, default=0) if iteration is None else iteration)
         if file is None:
+            which = "samples" if iteration is None else f"samples of iteration {iteration}"
             raise ConfigError(
-                f"{self.path} has no samples of iteration {iteration}; it has those of {[*files]}"
+                f"{self.path} has no {which}; it has those of {[*files] or 'none: only runs of RL sample'}"
             )
         found = read_recorded(locations_in(file))
         return Table([SampleRow.of(one.rollout, one.advantage).columns for one in found])
@@ -114,8 +127,11 @@ class Run:
         for name in ("target", "model"):
             if (folder := self._folder.checkpoint_dir(name)).is_dir():
                 return folder
+        how = f"go on with rlhfspec.resume({str(self.path)!r})"
+        has_state = any(self._folder.checkpoints_folder.glob("state_*"))
         raise ConfigError(
-            f"{self} holds no trained weights: a run writes them at its end; go on by rlhfspec.resume"
+            f"{self} holds no trained weights, which a run writes at its end; "
+            f"{how if has_state else 'it keeps no state to go on from; train anew'}"
         )
 
     def model(self, **settings: Any) -> Any:

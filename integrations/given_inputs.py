@@ -14,12 +14,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError, DataError
 from ..core.files import storage_errors, write_whole
-from ..core.outside import quote
+from ..core.outside import cut, quote
 from ..core.settings.reward import RESERVED_NAMES, RewardConfig
 from ..core.surfaces.surface import surface
 
@@ -38,12 +39,14 @@ for name, one in cloudpickle.loads({pickled}).items():
 """
 Function = Callable[..., Any]
 FunctionOrName = Function | str
+_PROMPTS = ("prompt", "question", "messages", "conversation", "conversations")
+"Columns of prompts that nobody needs to name."
 
 
-def write_rows(rows: Any, folder: Path) -> tuple[str, dict[str, Any]]:
+def write_rows(rows: Any, folder: Path, one_of: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
     """The path of rows, and the columns that all have with what the first has there; none of what is a path already.
 
-    Raises DataError: no rows, or no JSON; StorageError.
+    Raises DataError: no rows, or no JSON, or a row that has a column of `one_of` names; StorageError.
     """
     if isinstance(rows, str | os.PathLike):
         return os.fspath(rows), {}
@@ -54,6 +57,12 @@ def write_rows(rows: Any, folder: Path) -> tuple[str, dict[str, Any]]:
         raise DataError(
             f"expected a datasets.Dataset (of one split), a list of dicts or a path as dataset, got {quote(rows)}"
         )
+    for number, row in enumerate([first] if is_dataset else rows):
+        if one_of and isinstance(row, Mapping) and not row.keys() & {*one_of}:
+            raise DataError(
+                f"row {number} of train_dataset or eval_dataset has no column {' or '.join(one_of)}; its columns are "
+                f"{cut(', '.join(map(str, row)))}; rename the column of prompts, or name it by data.prompt_field"
+            )
     if is_dataset:
         file = BytesIO()
         rows.to_parquet(file)
@@ -75,7 +84,8 @@ def source_keys(rows: Any, said: Mapping[str, Any], folder: Path) -> dict[str, A
 
     TRL's column `prompt` is read, text without `answer` has no reference, reward functions get what is left by name.
     """
-    path, columns = write_rows(rows, folder)
+    is_usual = not {"prompt_field", "prompt_template", "messages_field"} & said.keys()
+    path, columns = write_rows(rows, folder, _PROMPTS if is_usual else ())
     keys: dict[str, Any] = {"path": path} | {
         key: empty for key, empty in (("task", None), ("sources", [])) if said.get(key)
     }
@@ -84,13 +94,7 @@ def source_keys(rows: Any, said: Mapping[str, Any], folder: Path) -> dict[str, A
     named = {"prompt_field": "question", "reference_field": "answer"} | keys | dict(said)
     if "answer" not in columns and isinstance(columns.get(named["prompt_field"]), str):
         keys["reference_field"] = None
-    read = {
-        *map(str, named.values()),
-        "messages",
-        "conversation",
-        "conversations",
-        *(said.get("ignored_fields") or ()),
-    }
+    read = {*map(str, named.values()), *_PROMPTS[2:], *(said.get("ignored_fields") or ())}
     faults = {name: surface("row.prompt").fault(name, True) for name in columns if name not in read}
     if columns:
         keys["reward_fields"] = [name for name, fault in faults.items() if fault is None or fault.is_note]
@@ -113,8 +117,8 @@ def reward_keys(
         )
     kinds, names, own = list[str](), list[str](), {}
     for number, one in enumerate(functions):
-        name = one.rpartition(":")[2] if isinstance(one, str) else getattr(one, "__name__", "")
-        free = name.isidentifier() and name not in (*names, *RESERVED_NAMES)
+        name = one.rpartition(":")[2] if isinstance(one, str) else getattr(one, "__name__", "").strip("<>")
+        free = name.isidentifier() and not iskeyword(name) and name not in (*names, *RESERVED_NAMES)
         names.append(name if free else f"{name if name.isidentifier() else 'reward'}_{number}")
         if not isinstance(one, str):
             own[names[-1]] = one

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +21,7 @@ from ..cluster.commands.supervised import train_kind
 from ..cluster.commands.train import run_prepared
 from ..cluster.folder.layout import RunDir, run_base
 from ..cluster.ray_start.quiet import quiet_libraries
+from ..core.config import Config
 from ..core.config_io import apply_overrides, load_config_of, read_tree
 from ..core.errors import ConfigError
 from ..core.outside import quote, user_path
@@ -28,6 +29,7 @@ from ..core.settings import supervised
 from ..core.settings.run import RunConfig
 from .finished_run import Run
 from .given_inputs import FunctionOrName, reward_keys, source_keys, tool_keys, write_rows
+from .trl_names import name_of_model, naming_trls_arguments, our_words, require_our_keys
 
 if TYPE_CHECKING:
     from ..cluster.observe.console import Reporter
@@ -38,6 +40,7 @@ _ALONE = {"rollout.prompts_per_iteration": 64, "rollout.samples_per_prompt": 1}
 "Of what compares no samples of a prompt."
 
 
+@naming_trls_arguments
 @dataclass(kw_only=True, repr=False)
 class _Training:
     model: PathLike | None = field(default=None, kw_only=False)
@@ -52,24 +55,32 @@ class _Training:
     "the run folder, new; None: one in run.output_dir, with the time"
     kind: ClassVar[Mapping[str, Any]] = {}
     "keys that the class sets where nobody else does"
-    config_class: ClassVar[str] = ""
-    "of a supervised training, in core.settings.supervised"
+    config_class: ClassVar[Any] = Config
+    "Config, or that of a supervised training"
 
     def train(self, *, resume: PathLike | bool | None = None) -> Run:
         """Train, and return the run when it has ended.
 
-        `resume`: the folder of a run of these settings to go on with; True or "auto": the newest that is not finished.
+        `resume`: the folder of a run of these settings to go on with; True or "auto": the newest
+        that is not finished (not of SFT and DPO).
+
         Raises InputError: what the command line refuses, in its words; KeyboardInterrupt: see `rlhfspec.resume`.
         """
         with reporter() as report:
             file, args = None, self.args
-            if not isinstance(args, Mapping):
+            if isinstance(args, str | os.PathLike):
                 file, args = user_path(os.fspath(args)), {}
+            require_our_keys(args, self.config_class.model_fields, self._words)
             own = {key: value for key, value in args.items() if key != "reward_weights"}
             said = as_set(own)
             tree = apply_overrides({} if file is None else read_tree(file), said)
             base = RunConfig(output_dir=_of(tree, "run").get("output_dir", RunConfig().output_dir))
             inputs = run_base(base, caller_dir=Path.cwd()) / ".inputs"
+            if self.train_dataset is None and not _of(tree, "data"):
+                raise ConfigError(
+                    f"{type(self).__name__}: expected train_dataset (a datasets.Dataset, a list of dicts, a path), got "
+                    "none; or set data.path in args"
+                )
             keys = self._keys(tree, inputs, args.get("reward_weights"))
             for other in (other for key in keys for other in own if f"{key}.".startswith(f"{other}.")):
                 raise ConfigError(
@@ -86,6 +97,10 @@ class _Training:
             out = user_path(named) if named and named != where else None
             return Run(self._train(file, [*as_set(usual | keys), *said], report, where, out))
 
+    def _words(self, name: str) -> str | None:
+        command = {Config: "train", supervised.SftConfig: "sft"}.get(self.config_class, "dpo")
+        return our_words(name, command, distills=self.kind.get("algorithm.kind") == "distill")
+
     def _keys(self, tree: dict[str, Any], inputs: Path, weights: Any) -> dict[str, Any]:
         """Keys for what the fields hold, of which files are written into `inputs`."""
         if weights is not None:
@@ -94,17 +109,22 @@ class _Training:
             )
         given = {"data.path": self.train_dataset, "data.eval_path": self.eval_dataset}
         keys = {key: write_rows(rows, inputs)[0] for key, rows in given.items() if rows is not None}
-        return keys if self.model is None else keys | {"model.name": os.fspath(self.model)}
+        return keys if self.model is None else keys | {"model.name": name_of_model(self.model, "model")}
 
     def _train(
         self, file: Path | None, overrides: list[str], report: Reporter, resume: str | None, out: Path | None
     ) -> Path:
-        kind = getattr(supervised, self.config_class)
+        if resume == "auto":
+            raise ConfigError(
+                f"{type(self).__name__} looks for no run of its own; expected the folder of the run to go on with, got "
+                "resume=True; use rlhfspec.resume('runs/NAME')"
+            )
         return train_kind(
-            kind, file, overrides, report, out=out, resume=user_path(resume) if resume else None
+            self.config_class, file, overrides, report, out=out, resume=user_path(resume) if resume else None
         )
 
 
+@naming_trls_arguments
 @dataclass(kw_only=True, repr=False)
 class GRPO(_Training):
     """Reinforcement learning with rewards against the group's mean; algorithm.kind in args names others of its kin.
@@ -121,7 +141,9 @@ class GRPO(_Training):
     kind: ClassVar[Mapping[str, Any]] = {"algorithm.kind": "grpo"}
 
     def _keys(self, tree: dict[str, Any], inputs: Path, weights: Any) -> dict[str, Any]:
-        keys: dict[str, Any] = {} if self.model is None else {"models.target": os.fspath(self.model)}
+        keys: dict[str, Any] = (
+            {} if self.model is None else {"models.target": name_of_model(self.model, "model")}
+        )
         for section, rows in (("data", self.train_dataset), ("evaluation.data", self.eval_dataset)):
             if rows is not None:
                 said = _of(tree, *section.split("."))
@@ -161,6 +183,7 @@ class PPO(GRPO):
     kind = _ALONE | {"algorithm.kind": "ppo"}
 
 
+@naming_trls_arguments
 @dataclass(kw_only=True, repr=False)
 class Distill(GRPO):
     """On-policy distillation: `model` learns on its own samples what a teacher gives their tokens, without rewards."""
@@ -170,20 +193,20 @@ class Distill(GRPO):
     kind = _ALONE | {"algorithm.kind": "distill"}
 
     def _keys(self, tree: dict[str, Any], inputs: Path, weights: Any) -> dict[str, Any]:
-        teacher = {} if self.teacher is None else {"models.teacher": os.fspath(self.teacher)}
+        teacher = {} if self.teacher is None else {"models.teacher": name_of_model(self.teacher, "teacher")}
         return teacher | super()._keys(tree, inputs, weights)
 
 
 class SFT(_Training):
     """Supervised fine-tuning, as `rlhfspec sft`; rows have `messages`, or `prompt` and `completion`."""
 
-    config_class = "SftConfig"
+    config_class = supervised.SftConfig
 
 
 class DPO(_Training):
     """Training on preference pairs, as `rlhfspec dpo`; rows have `prompt`, `chosen` and `rejected`."""
 
-    config_class = "DpoConfig"
+    config_class = supervised.DpoConfig
 
 
 def resume(folder: PathLike, args: Mapping[str, Any] | None = None) -> Run:
@@ -202,14 +225,19 @@ def resume(folder: PathLike, args: Mapping[str, Any] | None = None) -> Run:
         return Run(train_kind(kind, None, overrides, report, resume=path))
 
 
-def reporter() -> Reporter:
+@contextmanager
+def reporter() -> Iterator[Reporter]:
     """Bars on a terminal, plain lines elsewhere: kernels of notebooks ask for colours, and get none."""
     from ..cluster.observe.console import PipeConsole, Reporter
 
     spare_loopback()
     quiet_libraries()
     settings = {"force_jupyter": False, "force_terminal": sys.stdout.isatty()}
-    return Reporter(PipeConsole(highlight=False, soft_wrap=True, **settings))
+    try:
+        with Reporter(PipeConsole(highlight=False, soft_wrap=True, **settings)) as report:
+            yield report
+    except KeyboardInterrupt as error:  # without the hundred lines of where it came
+        raise KeyboardInterrupt(*error.args) from None
 
 
 def as_set(keys: Mapping[str, Any]) -> list[str]:

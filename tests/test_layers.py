@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 566
+MAX_SOURCE_FILES = 567
 MAX_LINES_OF_A_ROOM = {
-    "core": 2556,
-    "core/settings": 2696,
+    "core": 2557,
+    "core/settings": 2697,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -267,11 +267,11 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1953,
     "learning": 6,
-    "learning/data": 4882,
+    "learning/data": 4893,
     "learning/drafts": 2995,
     "learning/environments": 1309,
     "learning/models": 1423,
-    "learning/rewards": 1991,
+    "learning/rewards": 1993,
     "learning/sandbox": 891,
     "learning/tasks": 251,
     "learning/training": 6774,
@@ -284,20 +284,20 @@ MAX_LINES_OF_A_ROOM = {
     "actors/transport": 1664,
     "actors/workers": 869,
     "cluster": 160,
-    "cluster/commands": 2681,
-    "cluster/folder": 2227,
-    "cluster/jobs": 1533,
-    "cluster/observe": 2472,
+    "cluster/commands": 2682,
+    "cluster/folder": 2230,
+    "cluster/jobs": 1543,
+    "cluster/observe": 2495,
     "cluster/ray_start": 820,
-    "cluster/plan": 2737,
+    "cluster/plan": 2750,
     "cluster/report": 652,
     "cluster/resume": 1326,
-    "cluster/run": 2332,
+    "cluster/run": 2367,
     "cluster/serving": 2007,
     "cluster/system": 2676,
     "cluster/verify": 1727,
     "cluster/weights": 302,
-    "integrations": 1471,
+    "integrations": 1613,
 }
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15

@@ -28,9 +28,9 @@ from ...core.settings.section import Section
 from ...core.settings.simulated_cluster import SimulatedClusterConfig
 from ...core.settings.supervised import DpoConfig, SftConfig, TrainRewardConfig
 from ...core.surfaces.surface import TABLES, Surface, surface
+from ...integrations.trl_names import THEIR_KEYS
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
-THEIR_KEYS = Path(__file__).with_name("their_keys")
 COMMAND = "python -m rlhfspec.benchmarks.pages.reference"
 
 

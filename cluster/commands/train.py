@@ -204,6 +204,7 @@ def _train(plan: RunPlan, run_dir: RunDir, report: Reporter, state: RunState | N
         if is_stop or isinstance(error, KeyboardInterrupt):
             with suppress(Exception):
                 report.note("{state}: {reason}".format_map(run_dir.status()))
+                error.args = error.args or (run_dir.status()["reason"],)  # what Python shows last
         raise
     run_dir.set_status("finished")
     _close(run_dir, report)

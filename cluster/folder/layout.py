@@ -280,13 +280,16 @@ class RunDir:
         name = model if iteration is None else f"{model}_{iteration:04d}"
         return self.checkpoints_folder / name
 
-    def stopped(self, by: str) -> str:
+    def stopped(self, by: str, command: str = "train", key: str = "run.state_every") -> str:
         """Why a run ended that somebody stopped, and how to go on with it where a state of it is kept."""
         states = state_folders(self.checkpoints_folder)
         if not states:
-            return f"{by}; no state to go on from is kept yet (run.state_every)"
+            return f"{by}; no state to go on from is kept yet ({key})"
         first = state_number(states[0]) + 1
-        return f"{by}; go on with `rlhfspec train --resume {self.path}`, from iteration {first} on"
+        python = f"in Python `rlhfspec.resume({str(self.path)!r})`"
+        return (
+            f"{by}; go on with `rlhfspec {command} --resume {self.path}`, {python}, from iteration {first} on"
+        )
 
     def set_status(self, state: str, reason: str = "") -> None:
         """Write state and reason into status.json. Raises StorageError."""

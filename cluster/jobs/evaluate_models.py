@@ -103,6 +103,10 @@ def evaluate_model(plan: RunPlan, report: Reporter, first: ModelResult | None = 
     assert evaluation is not None
     for line in evaluation.lines:
         report.note(line)
+    if plan.config.reward.kind == "none" and not plan.config.reward.parts:
+        report.note(
+            "  reward.kind is none: every reward is 0; --reward gsm8k, or another, scores the samples"
+        )
     with (
         ray_session(plan.config.cluster, "evaluation") as session,
         running_generation(plan, session, note=report.note) as system,

@@ -120,7 +120,13 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt | SystemExit)
         with suppress(Exception):
-            run_dir.set_status("interrupted" if is_stop else "failed", describe_error(error))
+            why = describe_error(error)
+            if isinstance(error, KeyboardInterrupt):
+                command = {"reward": "train-reward"}.get(job.kind, job.kind)
+                why = run_dir.stopped("stopped by Ctrl-C", command, "trainer.checkpoint_every")
+                error.args = (why,)
+                report.note(f"interrupted: {why}")
+            run_dir.set_status("interrupted" if is_stop else "failed", why)
         raise
     run_dir.set_status("finished")
     if num_steps < job.total_steps:

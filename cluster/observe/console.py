@@ -255,10 +255,13 @@ def describe_metrics(metrics: Mapping[str, float]) -> str:
     """The metrics a person watches, in one line; what a run does not have is left out."""
     shown = [
         ("reward/mean", "reward {:.3f}"),
+        ("learner/distill_loss", "distill_loss {:.3f}"),
         ("rollout/mean_acceptance_length", "accepts {:.2f}"),
         ("rollout/goodput_tokens_per_s", "{:,.0f} tokens/s"),
         ("time/iteration_s", "{:.1f} s"),
     ]
     if metrics.get("moves/num_moved"):
         shown.insert(-1, ("moves/num_moved", "{:.0f} moves"))
+    if "learner/distill_loss" in metrics and metrics.get("reward/min") == metrics.get("reward/max"):
+        shown = shown[1:]  # the teacher alone teaches
     return "  ".join(form.format(metrics[name]) for name, form in shown if name in metrics)

@@ -139,9 +139,10 @@ class Explained:
             if config.rollout.samples_per_prompt == 1 and not config.algorithm.has_critic:
                 yield "rollout.samples_per_prompt=8: what a prompt's samples begin with is computed once"
             if not config.rollout.max_staleness:
+                corrected = config.algorithm.advantage != "none"
                 yield (
-                    "rollout.max_staleness=1 with algorithm.correction.kind=decoupled: the next batch is sampled while "
-                    "this one is learned from"
+                    f"rollout.max_staleness=1{' with algorithm.correction.kind=decoupled' if corrected else ''}: the "
+                    "next batch is sampled while this one is learned from"
                 )
         elif largest == "publish":
             yield f"{twice_the_prompts}: a publication for twice as many samples"

@@ -66,6 +66,11 @@ def _causes(row: Metrics) -> Iterator[tuple[str, str]]:
             "the rewards of no prompt's responses differ",
             "raise rollout.samples_per_prompt or sampling.temperature, or take prompts that are solved at times",
         )
+    if row.get("learner/distill_loss", 1.0) < _NO_DIVERGENCE:
+        yield (
+            "the teacher says what the student says (distill_loss is 0)",
+            "name another model in models.teacher, or let it read more: data.teacher_prompt_template",
+        )
     if row.get("mismatch/masked_share") == 1.0:
         yield (
             "algorithm.correction masks every token",
@@ -85,6 +90,8 @@ def _are_equal(row: Metrics, one: str, other: str) -> bool:
     return one in row and row[one] == row.get(other)
 
 
+_NO_DIVERGENCE = 1e-7
+"Nats a token: rounding alone."
 STEP_PARTS = ("generate", "score", "update", "publish", "refit", "evaluate")
 "Parts of an iteration that the loop times as `time/<part>_s`."
 
@@ -98,6 +105,9 @@ class Summary:
     num_response_tokens: int
     reward_first: float
     reward_last: float
+    distill_first: float | None
+    "divergence from the teacher, nats a token; None: there is none"
+    distill_last: float | None
     accuracy_first: float | None
     accuracy_last: float | None
     mean_acceptance_length: float
@@ -145,6 +155,13 @@ class Summary:
                 f"{self.reward_first:.3f} to {self.reward_last:.3f} ({self.reward_gain:+.3f})",
             ),
         ]
+        if self.distill_first is not None and self.distill_last is not None:
+            rows.append(
+                (
+                    "distill_loss, first to last fifth",
+                    f"{self.distill_first:.4f} to {self.distill_last:.4f} nats a token",
+                )
+            )
         if self.accuracy_first is not None and self.accuracy_last is not None:
             rows.append(
                 ("accuracy, first to last fifth", f"{self.accuracy_first:.3f} to {self.accuracy_last:.3f}")
@@ -279,6 +296,8 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         num_response_tokens=round(sum(tokens)),
         reward_first=_mean(metrics[:fifth], "reward/mean") or 0.0,
         reward_last=_mean(metrics[-fifth:], "reward/mean") or 0.0,
+        distill_first=_mean(metrics[:fifth], "learner/distill_loss"),
+        distill_last=_mean(metrics[-fifth:], "learner/distill_loss"),
         accuracy_first=_mean(metrics[:fifth], "reward/accuracy"),
         accuracy_last=_mean(metrics[-fifth:], "reward/accuracy"),
         mean_acceptance_length=_mean(metrics, "rollout/mean_acceptance_length") or 1.0,

@@ -17,6 +17,7 @@ from ...core.settings.data import DataConfig
 from ...core.settings.generation import SamplingConfig
 from ...core.settings.run import ModelsConfig
 from ...engine.weights.loading import load_tokenizer, num_token_ids
+from ...learning.data.chat.chat_format import plain_note
 from ...learning.data.chat.end_tokens import EndTokens, find_end_tokens, stop_strings
 from ...learning.data.chat.template_time import keep_time
 from ...learning.data.prompts import PromptDataset, load_prompts
@@ -46,7 +47,9 @@ class Inputs:
     def notes(self) -> list[str]:
         """What a user should know of prompts and responses before a run."""
         line = self.ends.line if self.ends is not None else None
-        return [*self.dataset.notes(), *([line] if line is not None else [])]
+        is_plain = self.dataset.prompts and not self.dataset.has_conversations
+        plain = plain_note(self.tokenizer, self.dataset.prompts[0].token_ids) if is_plain else None
+        return [*self.dataset.notes(), *filter(None, (plain, line))]
 
 
 def read_tokenizer(models: ModelsConfig, template_time: str | None) -> PreTrainedTokenizerBase:

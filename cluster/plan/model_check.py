@@ -21,6 +21,7 @@ from ...engine.model.support import refuse_unsupported
 from ...engine.weights.causal_lm import max_context_tokens
 from ...engine.weights.loading import load_hf_config, load_tokenizer, meta_model, num_token_ids
 from ...engine.weights.weight_files import indexed_too
+from ...learning.data.chat.chat_format import own_template
 from ...learning.training.adapter import count_adapter_params
 from .drafts import Drafts, draft_doubts, what_drafts
 from .inputs import read_tokenizer
@@ -115,7 +116,7 @@ def check_models(config: Config) -> CheckedModels:
     doubts = draft_doubts(models, config.speculation.drafter)
     teacher = None if models.teacher is None else _check_teacher(models, models.teacher, tokenizer)
     if teacher is not None:
-        lines.append(describe_model("teacher", str(models.teacher), teacher[0]))
+        lines += [describe_model("teacher", str(models.teacher), teacher[0]), *teacher[2]]
     configs = {models.target: target_config}
     if drafts is not None and draft is not None and draft.hf_config is not None:
         configs[drafts.place] = draft.hf_config
@@ -134,12 +135,16 @@ def check_models(config: Config) -> CheckedModels:
 
 def _check_teacher(
     models: ModelsConfig, place: str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[ModelShape, int | None]:
-    """Its sizes and positions. Raises ModelError: it has other tokens, its distribution is over something else."""
+) -> tuple[ModelShape, int | None, list[str]]:
+    """Its sizes, positions, and what may surprise.
+
+    Raises ModelError: it has other tokens, its distribution is over something else.
+    """
     trust = models.trust_remote_code
     described = load_hf_config(place, trust_remote_code=trust)
     shape = model_shape(described, place)
-    own = load_tokenizer(place, trust_remote_code=trust).get_vocab()
+    of_teacher = load_tokenizer(place, trust_remote_code=trust)
+    own = of_teacher.get_vocab()
     vocabulary = tokenizer.get_vocab()
     if differing := sorted(vocabulary.items() ^ own.items(), key=lambda pair: (pair[1], pair[0])):
         token, number = differing[0]
@@ -149,7 +154,9 @@ def _check_teacher(
             "its teacher's distribution token by token: take a teacher of the target's family"
         )
     check_vocabulary("teacher", place, shape, tokenizer)
-    return shape, max_context_tokens(described)
+    reads_ours = own_template(of_teacher) in (None, own_template(tokenizer))
+    note = "teacher reads prompts as the target's chat template renders them, which differs from its own"
+    return shape, max_context_tokens(described), [] if reads_ours else [note]
 
 
 def _doubts(

@@ -211,6 +211,8 @@ def _check_scoring(engine: EngineConfig, cluster: ClusterConfig, *, on_gpu: bool
 
 def _describe_data(inputs: Inputs, epochs: float | None) -> str:
     line = f"{len(inputs.dataset)} prompts, the longest {inputs.dataset.max_prompt_tokens} tokens"
+    if (of_teacher := inputs.dataset.prompts.max_teacher_tokens) > inputs.dataset.max_prompt_tokens:
+        line += f", to the teacher {of_teacher}"
     return line if epochs is None else f"{line}; run.epochs {epochs:g} is {{}} iterations"
 
 

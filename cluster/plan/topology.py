@@ -208,8 +208,8 @@ def require_machine(topology: Topology, *, num_cpus: float, num_gpus: float) -> 
     if missing:
         raise PlacementError(
             f"the run cannot be placed on this machine: it wants {amounts(wanted)}, the machine has "
-            f"{amounts(have)}; missing: {amounts(missing)}; lower num_actors, num_cpus or num_gpus in the "
-            "section cluster, or join a larger cluster with cluster.address"
+            f"{amounts(have)}; missing: {amounts(missing)}; lower cluster.generation.num_actors, or num_actors, "
+            "num_cpus, num_gpus of another pool of cluster, or join a larger cluster with cluster.address"
         )
     if topology.pins_pools:
         raise PlacementError(
@@ -360,7 +360,8 @@ def _explain(topology: Topology, *, waited_s: float) -> str:
         f"the run cannot be placed (waited {waited_s:.0f} s): it wants {amounts(wanted)} in "
         f"{len(topology.places)} bundles (largest: {largest.name} with {amounts(largest.resources())}, "
         f"strategy {topology.strategy}), the cluster has {amounts(have)}, of which {amounts(idle)} free; "
-        f"{gap}; lower num_actors, num_cpus or num_gpus in the section cluster, or add nodes"
+        f"{gap}; lower cluster.generation.num_actors, or num_actors, num_cpus, num_gpus of another pool of cluster, or "
+        "add nodes"
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 from ...core.checkpoint_manifest import state_folders, state_number
 from ...core.errors import NotAsLearned, RlhfSpecError, RunTaken, StorageError
@@ -50,6 +53,8 @@ class Run:
         system.trainers.meanwhile = self.stream.poll_pool
         self.boundary: Boundary | None = None
         "the last one at which instances and trainers held the same version"
+        self.is_interrupted = False
+        "Ctrl-C came while trainers learned"
 
     def stand_at(self, num_iterations: int) -> Boundary:
         """Note that so many iterations are finished, and the trainers not beyond them."""
@@ -147,12 +152,40 @@ def ending_well(run: Run) -> Iterator[None]:
         # weights are here, whoever died
         _keep_what_was_learned(run, error)
         raise
-    except BaseException:
+    except BaseException as error:
         run.recorder.write_timeline()
+        if isinstance(error, KeyboardInterrupt) and not run.system.is_learning:
+            run.system.trainers.meanwhile = None
+            if run.boundary is not None and run.boundary.num_iterations:
+                with suppress(RlhfSpecError):
+                    run.states.save(run.boundary)
         raise
     finally:
         run.log.close()
     run.recorder.write_timeline()
+
+
+@contextmanager
+def interrupts_between_updates(run: Run) -> Iterator[None]:
+    """Ctrl-C while trainers learn ends the run behind that iteration, whose state is kept; a second one at once."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        if run.is_interrupted or not run.system.is_learning:
+            return before(number, frame)
+        run.is_interrupted = True
+        run.report.note(
+            "Ctrl-C: the run ends, and keeps its state, when this update is through; again: at once, without"
+        )
+
+    before: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield  # Ctrl-C is another's, or nobody's
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _keep_what_was_learned(run: Run, error: RlhfSpecError) -> None:

@@ -31,7 +31,7 @@ from ..resume.run_state import RunState
 from ..resume.trainer_restarts import LOSSES, TrainerRestarts
 from ..system.system import System, running_system
 from .draft_step import refit_draft
-from .lifetime import Run, ending_well
+from .lifetime import Run, ending_well, interrupts_between_updates
 from .observer import Observer, observing
 from .stream import Collected
 from .update import Update
@@ -130,7 +130,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
     run, settings = Run(system, run_dir, report, resume), system.config.run
     report.on_progress = run_dir.progress
     report.start(settings.iterations, done=run.first)
-    with ending_well(run):
+    with ending_well(run), interrupts_between_updates(run):
         if resume is None:
             run.log.weights(system.target.manifest)
             run.log.before_training(run.evaluator.at_start())
@@ -160,6 +160,8 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
             if settings.checkpoint_every and (iteration + 1) % settings.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
             run.states.at(run.stand_at(iteration + 1))
+            if run.is_interrupted:
+                raise KeyboardInterrupt
             give_back_free_memory()
             if (reason := run.evaluator.reason_to_stop or system.cursor.all_solved) is not None:
                 report.note(reason)

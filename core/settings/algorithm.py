@@ -293,8 +293,9 @@ class AlgorithmConfig(Section):
             )
         if self.advantage == "none" and (self.distill_coef == 0.0 or self.kl_placement == "reward"):
             raise ValueError(
-                "advantage none learns from no reward, so that only distill_coef, with kl_placement loss, gives it "
-                "anything to learn from; set them, or another advantage"
+                f"advantage none learns from no reward, and distill_coef is {self.distill_coef:g}, kl_placement "
+                f"{self.kl_placement}: nothing to learn from; set distill_coef above 0 with kl_placement loss, or take "
+                "another advantage"
             )
         if self.kl_bias_correction and not in_loss:
             raise ValueError(

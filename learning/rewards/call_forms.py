@@ -97,7 +97,6 @@ class Call:
     function: Callable[..., Any]
     foreign: Foreign | None
     parameters: tuple[inspect.Parameter, ...]
-    reads_messages: bool
     plans: dict[frozenset[str], dict[str, str]] = field(default_factory=dict)
     "parameter -> column, by the columns that are there"
 
@@ -146,7 +145,8 @@ class Call:
             whose = f"as {self.foreign.owner} calls it, "
             if self.foreign.in_lists:
                 size = "all samples of a prompt" if in_groups else "one"
-                whose += f"in lists of {size}{' (messages)' if self.reads_messages else ''}, "
+                chats = " (messages where the prompt is a chat)" if self.foreign.owner == "TRL" else ""
+                whose += f"in lists of {size}{chats}, "
                 alone = (
                     ""
                     if in_groups
@@ -202,10 +202,8 @@ class Call:
             value = columns["prompt"] + columns["response"]
         elif name in self.foreign.empty:
             value = value or {}
-        elif self.reads_messages and name == "prompt":
-            value = columns["messages"] or [{"role": "user", "content": value}]
-        elif self.reads_messages and name == "response":
-            value = [{"role": "assistant", "content": value}]
+        elif self.foreign.owner == "TRL" and columns["messages"] and name in ("prompt", "response"):
+            value = columns["messages"] if name == "prompt" else [{"role": "assistant", "content": value}]
         return value
 
     def _rest(self, rows: Sequence[Mapping[str, Any]], plan: Mapping[str, str]) -> dict[str, Any]:
@@ -237,7 +235,6 @@ def call_of(function: Callable[..., Any]) -> Call:
     parameters = tuple(parameter for parameter in parameters if parameter.name not in fixed)
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     foreign = next((form for form in FOREIGN if form.mark in names), None)
-    reads = foreign is not None and foreign.owner == "TRL" and _reads_messages(function, parameters)
     if foreign is not None and foreign.owner == "OpenRLHF":
         marks = [mark for mark in _MARKS if any(mark in text for text in _texts(function))]
         if marks:
@@ -245,7 +242,7 @@ def call_of(function: Callable[..., Any]) -> Call:
                 f"looks for '{marks[0]}' of a chat template, and texts come without the template",
                 "let it take the response as it is",
             )
-    return Call(function, foreign, parameters, reads)
+    return Call(function, foreign, parameters)
 
 
 def _own_plan(parameters: Collection[inspect.Parameter], names: Collection[str] | None) -> dict[str, str]:
@@ -318,18 +315,10 @@ def _foreign_plan(call: Call, form: Foreign, names: Collection[str] | None) -> d
             plan[parameter.name] = name  # a column, it may be
         elif is_needed:
             raise CannotBeCalled(
-                f"asks for the column '{name}', which it is not given", f"write data.reward_fields: [{name}]"
+                f"asks for the column '{name}', which it is not given",
+                f"rows must have it, and data.reward_fields: [{name}] name it (Python names all that rows have)",
             )
     return plan
-
-
-def _reads_messages(function: Callable[..., Any], parameters: Collection[inspect.Parameter]) -> bool:
-    """Whether completions are to be lists of messages: by their annotation, else by what the code looks for."""
-    annotation = next(p.annotation for p in parameters if p.name == "completions")
-    said = "" if annotation is inspect.Parameter.empty else str(annotation).lower()
-    if "dict" in said or "message" in said:
-        return True
-    return "str" not in said and "content" in _texts(function)
 
 
 def _texts(function: Any) -> set[str]:

@@ -8,16 +8,18 @@ the columns of `data.reward_fields`. Functions of TRL, verl and OpenRLHF are cal
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 from ...core.errors import ConfigError
 from ...core.named_code import user_folders
@@ -26,6 +28,7 @@ from .call_forms import BAD, NONE, PARTS, Answer
 from .function_child import READY, late
 from .score_request import ScoreRequest, groups
 
+logger = logging.getLogger(__name__)
 _START_S = 120.0
 "what importing the user's module may take"
 _GRACE_S = 5.0
@@ -141,14 +144,15 @@ class _Child:
         descriptor, folders = child_end.fileno(), user_folders()
         arguments = [str(descriptor), str(os.getpid()), json.dumps([entry for entry in sys.path if entry])]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _MAIN, *arguments],
+            [sys.executable, "-P", "-u", "-c", _MAIN, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what it prints is not what a command prints
+            stdout=subprocess.PIPE,  # what it prints is not what a command prints
             pass_fds=[descriptor],
             cwd=next((folder for folder in folders if os.path.isdir(folder)), None),
             start_new_session=True,  # what it starts ends with it
         )
         child_end.close()
+        threading.Thread(target=_log_printed, args=(self._process.stdout, path), daemon=True).start()
         self._is_killed = False
         self._end = weakref.finalize(self, _end, self._process, self.parent_end)
         try:
@@ -196,6 +200,15 @@ class _Child:
         except subprocess.TimeoutExpired:
             return "still ending"
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+def _log_printed(printed: IO[bytes], path: str) -> None:
+    """Each line into the log of this process, which a run keeps in `logs`, and on its stderr."""
+    name = path.rpartition(":")[2]
+    with printed, suppress(OSError):
+        for line in printed:
+            logger.info("%s prints: %s", name, line.decode(errors="replace").rstrip("\n"))
+            os.write(2, line)
 
 
 def _end(process: subprocess.Popen[bytes], parent_end: Connection) -> None:

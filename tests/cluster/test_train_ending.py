@@ -152,7 +152,8 @@ def test_the_reason_a_run_ended_is_printed_though_the_status_cannot_be_written(r
 def test_who_stops_a_run_is_told_how_to_go_on_with_it(run_dir, monkeypatch):
     for number in (5, 10):
         run_dir.checkpoint_dir("state", number).mkdir()
-    how = f"go on with `rlhfspec train --resume {run_dir.path}`, from iteration 11 on"
+    python = f"in Python `rlhfspec.resume('{run_dir.path}')`"
+    how = f"go on with `rlhfspec train --resume {run_dir.path}`, {python}, from iteration 11 on"
     assert run_dir.stopped("by SIGTERM") == f"by SIGTERM; {how}"
     report = Notes()
     with pytest.raises(KeyboardInterrupt):

@@ -167,3 +167,9 @@ async def in_turn(responses, sample_index):
 def pays_tokens(response, num_tokens):
     """A tenth for each token but the last; of "bad" one number too many."""
     return {"tokens": [0.1] * (num_tokens - 1) + [0.0] * (1 + (response == "bad")), "why": 1.0}
+
+
+def prints(prompt, response, reference):
+    """Two lines, of which one is no text of ASCII."""
+    print(f"saw {response}\nä")
+    return 1.0

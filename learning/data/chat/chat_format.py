@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -125,6 +125,17 @@ def named_template(tokenizer: PreTrainedTokenizerBase | None, name: str) -> str 
     """The Jinja text of one of a tokenizer's several templates; None where it has none of that name."""
     named = tokenizer.chat_template if tokenizer is not None else None
     return named.get(name) if isinstance(named, dict) else None
+
+
+def plain_note(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> str | None:
+    """That a plain prompt goes without the chat template that there is; None: there is none, or its marks are there."""
+    marks = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if own_template(tokenizer) is None or marks.difference([tokenizer.bos_token_id]) & {*token_ids}:
+        return None
+    return (
+        "plain prompts go without the chat template that the tokenizer has: to ask a chat model, give messages "
+        '([{"role": "user", "content": ...}]), or set data.chat: true'
+    )
 
 
 def no_template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -7,6 +7,7 @@ import pytest
 from made_rollouts import rollout
 from tiny_llama import tiny_llama
 
+from rlhfspec.cluster.observe.console import describe_metrics
 from rlhfspec.cluster.observe.iteration_metrics import distribution_metrics, iteration_metrics
 from rlhfspec.cluster.observe.summary import UPDATE_PARTS, signal_line, summarise, update_line, with_signal
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
@@ -18,7 +19,9 @@ from rlhfspec.learning.training.learner import Learner
 SECONDS = dict.fromkeys(("generate", "score", "update", "publish", "refit", "evaluate", "iteration"), 1.0)
 
 
-def metrics_of(rollouts: list[Rollout], **algorithm: object) -> dict[str, float]:
+def metrics_of(
+    rollouts: list[Rollout], teacher_seed: int | None = None, **algorithm: object
+) -> dict[str, float]:
     """What a run writes of an iteration that learned from these."""
     learner = Learner(
         tiny_llama(0),
@@ -28,6 +31,8 @@ def metrics_of(rollouts: list[Rollout], **algorithm: object) -> dict[str, float]
         seed=0,
         pad_token_id=0,
     )
+    if teacher_seed is not None:
+        learner.take_teacher(tiny_llama(teacher_seed))
     update = learner.update(rollouts)
     metrics = iteration_metrics(rollouts, GenerationStats(), update, SECONDS)
     metrics |= distribution_metrics(rollouts, update.sample_advantages)
@@ -140,3 +145,20 @@ def test_the_parts_of_an_update_are_told_and_what_slows_it() -> None:
     idle = parts | {"update/num_packs": 0.0, "update/num_tokens": 0.0, "update/first_forwards_s": 3.0}
     assert update_line([idle | {"update/collate_s": 9.0}]) == "collate 75%, first forwards 25%"
     assert update_line([{"time/update_s": 1.0}]) is None
+
+
+@pytest.mark.parametrize(("teacher_seed", "told"), [(0, True), (1, False)])
+def test_a_teacher_that_says_what_its_student_says_is_named(teacher_seed, told):
+    row = metrics_of(batch(EQUAL), teacher_seed, kind="distill")
+    assert ("the teacher says what the student says" in (signal_line(1, row) or "")) == told
+
+
+def test_what_a_teacher_teaches_stands_in_place_of_equal_rewards():
+    row = metrics_of(batch(EQUAL), 1, kind="distill") | {"time/iteration_s": 2.0}
+    assert describe_metrics(row).startswith(f"distill_loss {row['learner/distill_loss']:.3f}  ")
+    both = metrics_of(batch(MIXED), 1, kind="grpo", distill_coef=0.5)
+    assert describe_metrics(both).startswith(f"reward 0.500  distill_loss {both['learner/distill_loss']:.3f}")
+    found = summarise([row])
+    assert found is not None
+    shown = f"{row['learner/distill_loss']:.4f}"
+    assert ("distill_loss, first to last fifth", f"{shown} to {shown} nats a token") in found.rows()

@@ -13,6 +13,7 @@ import rlhfspec
 from rlhfspec.cluster.serving.engine_requests import RequestReader
 from rlhfspec.cluster.serving.request_bodies import CompletionBody
 from rlhfspec.core.errors import ConfigError, ModelError
+from rlhfspec.core.surfaces.surface import note_once
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
 
 
@@ -66,7 +67,11 @@ def test_log_probabilities_are_the_model_s(pair: Path, engine: rlhfspec.Engine) 
     ("given", "words"),
     [
         ({"n": 0}, "n: Input should be greater"),
-        ({"min_tokens": 1}, "generate does not read min_tokens"),
+        (
+            {"min_tokens": 1},
+            r"generate does not read min_tokens \(not known\); it reads n, seed, max_tokens, ",
+        ),
+        ({"max_new_tokens": 1}, r"generate does not read max_new_tokens \(here max_tokens\)"),
         ({"temperature": -1.0}, "temperature"),
         ({"max_tokens": 1000}, "do not fit 512 tokens of context"),
     ],
@@ -76,6 +81,21 @@ def test_what_a_request_would_be_refused_for_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         engine.generate("one", **given)
+
+
+def test_one_conversation_is_one_prompt_and_a_plain_text_to_a_chat_model_is_told(
+    engine: rlhfspec.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [{"role": "user", "content": "two"}]
+    note_once.cache_clear()
+    assert engine.generate(chat, max_tokens=4) == engine.generate([chat], max_tokens=4)
+    assert engine.generate([5, 6, 7], max_tokens=4) == engine.generate([[5, 6, 7]], max_tokens=4)
+    assert not caplog.messages
+    engine.generate(["<user>one<end><assistant>"], max_tokens=4)
+    assert not caplog.messages
+    engine.generate(["one", "two"], max_tokens=4)
+    (told,) = caplog.messages
+    assert told.startswith("plain prompts go without the chat template that the tokenizer has")
 
 
 def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:

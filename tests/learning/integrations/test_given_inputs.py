@@ -72,6 +72,15 @@ def test_what_is_no_list_of_rows_is_refused(rows: object, tmp_path: Path) -> Non
         write_rows(rows, tmp_path)
 
 
+def test_a_row_without_a_prompt_is_named_with_what_it_has(tmp_path: Path) -> None:
+    for rows in ([{"prompt": "a"}, {"text": "b"}], Dataset.from_list([{"text": "b"}])):
+        with pytest.raises(
+            DataError, match=r"row \d of train_dataset .* no column prompt or .* columns are text"
+        ):
+            source_keys(rows, {}, tmp_path)
+    assert source_keys([{"text": "b"}], {"prompt_field": "text"}, tmp_path)["reference_field"] is None
+
+
 FACTOR = 3.0
 
 
@@ -85,7 +94,7 @@ def test_functions_travel_by_value_with_what_they_hold(tmp_path: Path) -> None:
     parts = keys["reward.parts"]
     assert [(part["name"], part["weight"], part["optional"]) for part in parts] == [
         ("trls", 2.0, True),
-        ("reward_1", 1.0, False),
+        ("lambda_1", 1.0, False),
         ("gsm8k", 0.5, False),
     ]
     tree = apply_overrides({"data": {"task": "chain"}, "models": {"draft": "x"}}, as_set(keys))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from transformers import LlamaForCausalLM
 import rlhfspec
 from rlhfspec.benchmarks.peers.build import library_folder
 from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.jobs import supervised_run
 from rlhfspec.core.config import EnvironmentConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.integrations import trainer_classes
@@ -134,8 +138,8 @@ def test_a_file_says_what_nothing_else_does(planned: list[Any], tiny_pair: TinyP
         ({"args": {"reward": {"kind": "chain"}}}, "args has 'reward', which a parameter"),
         ({"args": {"reward_weights": [1, 2]}}, "reward_weights as many"),
         ({"reward_funcs": None}, "expected reward_funcs, got none"),
-        ({"reward_funcs": lambda prompt, respons: 1.0, "args": SMALL}, "reward_0' cannot be called"),
-        ({"train_dataset": None}, "data is missing; add it"),
+        ({"reward_funcs": lambda prompt, respons: 1.0, "args": SMALL}, "lambda_0' cannot be called"),
+        ({"train_dataset": None}, "GRPO: expected train_dataset (a datasets.Dataset"),
         ({"args": "no.yaml"}, "expected a YAML file, no.yaml does not exist"),
     ],
 )
@@ -153,6 +157,75 @@ def test_a_fault_of_a_key_has_the_same_text_as_from_the_shell(
         rlhfspec.SFT(tiny_pair.target, train_dataset="rows.jsonl", args={"trainer.epochs": 0}).train()
     assert main(["sft", "--model", "x", "--data", "rows.jsonl", "--set", "trainer.epochs=0"]) == 2
     assert capsys.readouterr().err == f"error: {caught.value}\n"
+
+
+@dataclass
+class GRPOConfig:
+    """As TRL's, which need not be there."""
+
+    learning_rate: float = 1.0
+    vllm_mode: str = "server"
+    beta: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "words"),
+    [
+        (
+            rlhfspec.GRPO,
+            {"args": {"learning_rate": 1e-6, "beta": 0.1, "odd": 1, "trainer.epochs": 2}},
+            r"got 3 others: learning_rate is trainer\.learning_rate \| beta is algorithm\.kl_coef \| odd is no key of",
+        ),
+        (rlhfspec.Distill, {"args": {"beta": 0.5}}, r"beta is algorithm\.distill_beta - no coefficient"),
+        (rlhfspec.SFT, {"args": {"dataset_text_field": "a"}}, r"dataset_text_field is data\.text_field"),
+        (
+            rlhfspec.GRPO,
+            {"args": GRPOConfig(2.0, "colocate")},
+            r"got GRPOConfig: learning_rate is trainer.learning_rate \| vllm_mode is no key here - the engine",
+        ),
+        (rlhfspec.GRPO, {"args": GRPOConfig()}, "got GRPOConfig$"),
+        (rlhfspec.DPO, {"args": 5}, "expected a dict of dotted keys .* got int$"),
+        (rlhfspec.GRPO, {"model": GRPOConfig()}, "model: expected a path or a name of a model, got a GRPO"),
+        (
+            rlhfspec.GRPO,
+            {"processing_class": 1, "peft_config": 2},
+            r"GRPO takes keys in args: processing_class is models\.tokenizer \| peft_config is trainer\.lora",
+        ),
+        (rlhfspec.DPO, {"ref_model": 1}, "DPO takes keys in args: ref_model is no key here - always the"),
+    ],
+)
+def test_what_trl_takes_is_answered_with_our_names(made: type, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(**{"model": "m", "train_dataset": ROWS} | given).train()
+
+
+def test_an_argument_of_nobody_is_python_s_error_and_the_signature_stays() -> None:
+    with pytest.raises(TypeError, match=r"GRPO.__init__\(\) got an unexpected keyword argument 'modle'"):
+        rlhfspec.GRPO(modle="x")  # type: ignore[call-arg]
+    assert next(iter(inspect.signature(rlhfspec.Distill).parameters)) == "model"
+
+
+def test_supervised_tuning_says_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"SFT looks for no run .* use rlhfspec\.resume\('runs/NAME'\)"):
+        rlhfspec.SFT("m", train_dataset=ROWS).train(resume=True)
+    save_byte_pair(tmp_path / "pair")
+
+    def steps(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(supervised_run, "run", steps)
+    rows = [{"prompt": f"say {i}", "completion": f"it is {i}"} for i in range(12)]
+    with pytest.raises(
+        KeyboardInterrupt, match="stopped by Ctrl-C; no state to go on from is kept yet"
+    ) as caught:
+        rlhfspec.SFT(tmp_path / "pair" / "target", train_dataset=rows, out="tuned").train()
+    assert len(traceback.format_exception(caught.value)) < 10
+    with pytest.raises(ConfigError, match="it keeps no state to go on from; train anew"):
+        _ = rlhfspec.Run("tuned").checkpoint
+    (tmp_path / "tuned" / "checkpoints" / "state_0003").mkdir()
+    with pytest.raises(ConfigError, match=r"go on with rlhfspec\.resume\('.*/tuned'\)"):
+        _ = rlhfspec.Run("tuned").checkpoint
 
 
 @pytest.fixture
@@ -178,7 +251,7 @@ def test_supervised_tuning_gives_a_run_and_its_weights(tuned: rlhfspec.Run, tmp_
         isinstance(tuned.model(), LlamaForCausalLM)
         and tuned.checkpoint == tuned.path / "checkpoints" / "model"
     )
-    with pytest.raises(ConfigError, match="has no samples of iteration None"):
+    with pytest.raises(ConfigError, match="has no samples; it has those of none: only runs of RL"):
         tuned.samples()
     page = tuned.report()
     assert page.path == tmp_path / "tuned-report.html" and "srcdoc=" in page._repr_html_()
@@ -216,6 +289,25 @@ def test_a_table_escapes_what_it_shows() -> None:
     )
     with pytest.raises(KeyError, match="absent"):
         table["absent"]
+    assert repr(table) == "2 rows of a, n"
+
+
+def test_metrics_as_text_are_the_usual_ones_with_their_values() -> None:
+    rows = [{"iteration": i, "reward/mean": i / 10, "odd/name": 1.0} for i in range(1, 9)]
+    rows[-1] |= {"learner/grad_norm": 0.123456}
+    first, *lines = repr(Table(rows)).splitlines()
+    assert first == "8 rows, 4 columns (.columns); of the last 6:"
+    assert [line.split() for line in lines] == [
+        ["iteration", "3", "4", "5", "6", "7", "8"],
+        ["reward/mean", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8"],
+        ["learner/grad_norm", "0.1235"],
+    ]
+
+
+def test_the_version_is_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.split()[1] == rlhfspec.__version__
 
 
 def test_names_come_when_they_are_asked_for(tmp_path: Path) -> None:

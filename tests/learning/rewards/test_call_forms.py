@@ -125,14 +125,14 @@ def test_what_nothing_is_there_for_is_refused(function, words):
 
 def test_a_function_of_trl_gets_lists_of_one_with_columns_by_name():
     def score(prompts, completions, answer, **kwargs):
-        assert (prompts, completions, answer) == (["2+2?"], ["It is 4"], ["four"])
+        assert (prompts, completions, answer) == ([SAMPLE["messages"]], [TURN], ["four"])
         return [float(kwargs["level"][0])]
 
     call = call_of(score)
     assert call.answer(call({"answer": "four", "level": 3, **SAMPLE})) == (PARTS, {"value": 3.0})
     names = ["completion_ids", "iteration", "level", "prompts", "token_ids", "trainer_state"]
     assert seen_by(lambda completions, **kwargs: sorted(kwargs), level=3) == names
-    assert seen_by(lambda completions, reference: (completions, reference)) == (["It is 4"], ["4"])
+    assert seen_by(lambda completions, reference: (completions, reference)) == ([TURN], ["4"])
     assert seen_by(lambda completions, log_metric=None: log_metric) is None
 
 
@@ -143,25 +143,20 @@ def test_token_ids_and_the_iteration_are_there_by_name_as_trl_has_them_too():
     assert seen_by(lambda completions, **kwargs: kwargs["trainer_state"].global_step) == 2
 
 
-def test_a_function_of_trl_that_reads_messages_gets_messages():
-    def by_code(prompts, completions):
-        return [(prompt, turns[0]["content"]) for prompt, turns in zip(prompts, completions, strict=True)]
-
-    def by_annotation(completions: list[list[dict[str, str]]]):
-        return completions
-
-    def told_otherwise(completions: list[str]):
-        return [completion.replace("content", "") for completion in completions]
-
-    assert seen_by(by_code) == [(SAMPLE["messages"], "It is 4")]
-    assert seen_by(by_annotation) == [TURN]
-    assert seen_by(told_otherwise) == ["It is 4"]
+def test_a_function_of_trl_gets_messages_where_the_prompt_is_a_chat_and_else_text():
+    def as_it_comes(prompts, completions: list[str], **kwargs):
+        return [(prompts[0], completions[0])]
 
     class Scorer:
         def __call__(self, completions, **kwargs):
-            return [turns[-1]["content"] for turns in completions]
+            return [completions[0], kwargs["prompts"][0]]
 
-    assert seen_by(Scorer()) == seen_by(functools.partial(Scorer())) == ["It is 4"]
+    plain = {**SAMPLE, "messages": []}
+    assert call_of(as_it_comes)(SAMPLE) == [(SAMPLE["messages"], TURN)]
+    assert call_of(as_it_comes)(plain) == [("2+2?", "It is 4")]
+    assert call_of(Scorer())(SAMPLE) == [TURN, SAMPLE["messages"]]
+    assert call_of(functools.partial(Scorer()))(plain) == ["It is 4", "2+2?"]
+    assert "(messages where the prompt is a chat" in call_of(Scorer()).describe([])
 
 
 def test_a_function_of_verl_gets_its_columns_and_its_score_is_the_reward():
@@ -208,7 +203,7 @@ def test_a_function_of_openrlhf_gets_prompts_with_responses_and_gives_tensors():
 def test_what_a_function_is_told_with_and_without_is_said():
     """Where a list form is given one response, a function that compares a group has nothing to compare."""
     alone = "; it sees one response at a time, and cannot compare those of a prompt"
-    together = "in lists of all samples of a prompt, with"
+    together = "in lists of all samples of a prompt"
     for function in (
         lambda completions: [1.0],
         lambda queries, prompts: [1.0],
@@ -266,14 +261,3 @@ def test_a_list_must_hold_one_number():
     for wrong in (0.5, [], [0.5, 0.5], "1", None, {"value": 1.0}, ["1"], [float("nan")]):
         kind, words = call.answer(wrong)
         assert kind == BAD and words.startswith("returned ")
-
-
-def _said(completion):
-    return completion[0]["content"]
-
-
-def test_trls_completions_are_messages_where_a_helper_of_the_module_reads_them_so():
-    def helped(completions, **kwargs):
-        return [_said(completion) for completion in completions]
-
-    assert call_of(helped)(SAMPLE) == ["It is 4"]

@@ -1,7 +1,9 @@
 """A user's function: whatever it does to its process, its sample is named and the next one is scored."""
 
+import logging
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -79,6 +81,27 @@ def test_to_leave_samples_out_is_advised_where_it_is_not_done_already():
         reward("raises").score_each(*batch("bad"))
     (left_out,) = reward("raises", on_error="skip").score_each(*batch("bad"))
     assert isinstance(left_out, Unscored) and left_out.reason.endswith("fix the function")
+
+
+def test_what_a_function_prints_stands_in_the_log_of_its_process(caplog, capfd):
+    found, both = [], threading.Event()
+
+    class Found(logging.Handler):
+        def emit(self, record):
+            found.append(record.getMessage())
+            if len(found) == 2:
+                both.set()
+
+    logger = logging.getLogger("rlhfspec.learning.rewards.timed_function")
+    handler = Found()
+    with caplog.at_level(logging.INFO, logger.name):
+        logger.addHandler(handler)
+        try:
+            assert reward("prints").score_each(*batch("one"))[0] == Reward(value=1.0, parts={})
+            assert both.wait(60) and found == ["prints prints: saw one", "prints prints: ä"]
+        finally:
+            logger.removeHandler(handler)
+    assert capfd.readouterr().err.startswith("saw one")
 
 
 def test_a_child_that_was_killed_between_calls_costs_no_sample():

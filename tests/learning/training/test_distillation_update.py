@@ -161,6 +161,16 @@ def test_what_does_nothing_is_refused(given, message):
         of_run(**given)
 
 
+def test_samples_of_a_teachers_student_may_be_stale():
+    config = of_run(
+        models={"teacher": "t"},
+        algorithm={"kind": "distill"},
+        rollout={"max_staleness": 1},
+        reward={"kind": "none"},
+    )
+    assert config.rollout.max_staleness == 1
+
+
 def test_without_a_reward_there_is_none():
     config = of_run(models={"teacher": "t"}, algorithm={"kind": "distill"})
     assert config.reward.kind == "none"
