@@ -6,6 +6,7 @@ The bookkeeping is that of our own runs (`learning.environments.episode`), so a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,10 +18,12 @@ from ..learning.data.chat.tool_calls import CallParser
 from ..learning.data.chat.written_text import written_text
 from ..learning.environments.environment_protocol import (
     Environment,
-    checked_reset,
+    begun,
     checked_step,
+    closed,
     environment_maker,
     is_raw,
+    scores_cut,
     stop_texts,
 )
 from ..learning.environments.episode import Episode, EpisodeLimits
@@ -69,7 +72,7 @@ class EngineEpisodes:
             for request in requests:
                 episode, environment = Episode(request, self._limits), self._make()
                 open_now[request.key] = episode, environment
-                added = checked_reset(environment.reset(request.prompt))
+                added = begun(environment, request.prompt, request.key)
                 longer = self._renderer.with_text(request.prompt, added) if added else None
                 engine.submit(episode.first(longer))
             for completion in _steps(engine):
@@ -78,6 +81,7 @@ class EngineEpisodes:
                 if isinstance(then, SampleRequest):
                     engine.submit(then)
                 else:
+                    closed(environment)
                     ended[then.key] = episode.request.prompt.token_ids, then, float(sum(episode.rewards))
         except BaseException:
             engine.cancel_all()
@@ -95,9 +99,13 @@ class EngineEpisodes:
         given = self._renderer.give(
             step.observation, prompt=episode.request.prompt, last_token=int(completion.token_ids[-1])
         )
-        return episode.goes_on(
+        then = episode.goes_on(
             completion, given.token_ids, reward=step.reward, done=step.done, messages=given.messages
         )
+        if isinstance(then, Completion) and not step.done and scores_cut(environment):
+            ending: Any = environment
+            episode.rewards[-1] += checked_step(ending.score_cut()).reward
+        return then
 
 
 def _steps(engine: Engine) -> Iterator[Completion]:

@@ -241,10 +241,10 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 564
+MAX_SOURCE_FILES = 567
 MAX_LINES_OF_A_ROOM = {
     "core": 2557,
-    "core/settings": 2709,
+    "core/settings": 2710,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -267,9 +267,9 @@ MAX_LINES_OF_A_ROOM = {
     "engine/model": 3887,
     "engine/weights": 1953,
     "learning": 6,
-    "learning/data": 4809,
+    "learning/data": 4895,
     "learning/drafts": 2995,
-    "learning/environments": 964,
+    "learning/environments": 1356,
     "learning/models": 1423,
     "learning/rewards": 1993,
     "learning/sandbox": 891,
@@ -278,11 +278,11 @@ MAX_LINES_OF_A_ROOM = {
     "actors": 382,
     "actors/generation": 1974,
     "actors/migration": 874,
-    "actors/remote": 1441,
+    "actors/remote": 1466,
     "actors/reward_server": 542,
     "actors/scheduling": 469,
     "actors/transport": 1664,
-    "actors/workers": 844,
+    "actors/workers": 869,
     "cluster": 160,
     "cluster/commands": 2682,
     "cluster/folder": 2230,
@@ -294,10 +294,10 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/resume": 1326,
     "cluster/run": 2367,
     "cluster/serving": 2007,
-    "cluster/system": 2641,
+    "cluster/system": 2676,
     "cluster/verify": 1727,
     "cluster/weights": 302,
-    "integrations": 1605,
+    "integrations": 1613,
 }
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15

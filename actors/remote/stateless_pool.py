@@ -52,6 +52,9 @@ class PoolKind(Generic[Q]):
     culprit: str
     "what may have ended the process"
     late_advice: str
+    gives_up: Callable[[Q, ActorDied], Any] | None = None
+    """answers a question whose second actor died: those of a dead actor are asked again one by one, so that it is known
+    which ends its process; None: all are asked again until no replacement is left"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class _Open(Generic[Q]):
     name: str
     handle: Handle
     wait: OpenWait
+    is_suspect: bool = False
+    "an actor that was asked this has died"
 
 
 class StatelessPool(Generic[Q]):
@@ -89,6 +94,9 @@ class StatelessPool(Generic[Q]):
         self._num_restarts = [0] * len(self._actors)
         self._names = [f"{kind.stem}-{actor}" for actor in range(len(self._actors))]
         self._open: dict[Any, _Open[Q]] = {}
+        self._suspects: list[list[Q]] = [[] for _ in self._actors]
+        "of each actor, that wait until the one before is answered"
+        self._given_up: list[tuple[Q, Any]] = []
         self._clock = clock
         self._heartbeat = Heartbeat(
             lambda actor: actor.alive.remote(), timeout_s=kind.heartbeat_timeout_s, clock=clock
@@ -102,7 +110,7 @@ class StatelessPool(Generic[Q]):
     @property
     def num_open(self) -> int:
         """Questions without an answer."""
-        return len(self._open)
+        return len(self._open) + sum(map(len, self._suspects)) + len(self._given_up)
 
     def loads(self) -> list[int]:
         """Questions that each actor has not answered."""
@@ -124,6 +132,9 @@ class StatelessPool(Generic[Q]):
 
     def ask(self, actor: int, question: Q) -> None:
         """Ask one actor; the caller goes on."""
+        self._ask(actor, question)
+
+    def _ask(self, actor: int, question: Q, *, is_suspect: bool = False) -> None:
         name, handle = self._names[actor], self._actors[actor]
         wait = OpenWait(
             waiter="the loop",
@@ -131,7 +142,7 @@ class StatelessPool(Generic[Q]):
             order=self._kind.order(question),
             timeout_s=self._kind.timeout_s,
         )
-        self._open[self._kind.call(handle, question)] = _Open(question, actor, name, handle, wait)
+        self._open[self._kind.call(handle, question)] = _Open(question, actor, name, handle, wait, is_suspect)
 
     def answers(self, *, wait_s: float, errors: tuple[type[Exception], ...] = ()) -> list[tuple[Q, Any]]:
         """What has been answered, waiting up to `wait_s` for the first; an error of `errors` is an answer too.
@@ -163,6 +174,8 @@ class StatelessPool(Generic[Q]):
             found.append((asked.question, answer))
         self._replace_silent()
         self._refuse_late()
+        self._ask_suspects()
+        found, self._given_up = found + self._given_up, []
         return found
 
     def _replace(self, asked: _Open[Q], death: ActorDied) -> None:
@@ -171,7 +184,8 @@ class StatelessPool(Generic[Q]):
         if asked.handle is self._actors[actor]:
             run_metrics.add("lost_actors", pool=self._kind.stem)
             number, budget = self._num_restarts[actor], self._budgets[actor]
-            if self._make is None or not budget.spend():
+            # whoever gives questions up ends by itself: each costs two actors at most
+            if self._make is None or not (self._kind.gives_up or budget.spend()):
                 raise ActorDied(
                     f"{death}; all {budget.most} replacements of {self._kind.stem}-{actor} within an hour are used up; "
                     f"look whether {self._kind.culprit} ends its process or needs more memory, or raise "
@@ -187,7 +201,18 @@ class StatelessPool(Generic[Q]):
             waiting = [other.question for other in self._open.values() if other.handle is asked.handle]
             redo = self._kind.again([asked.question, *waiting])
             self._note(f"{death}; {self._names[actor]} takes its place and {redo}")
-        self.ask(actor, asked.question)
+        if self._kind.gives_up is None:
+            self.ask(actor, asked.question)
+        elif asked.is_suspect:
+            self._given_up.append((asked.question, self._kind.gives_up(asked.question, death)))
+        else:
+            self._suspects[actor].append(asked.question)
+
+    def _ask_suspects(self) -> None:
+        busy = {one.actor for one in self._open.values() if one.is_suspect}
+        for actor, waiting in enumerate(self._suspects):
+            if waiting and actor not in busy:
+                self._ask(actor, waiting.pop(0), is_suspect=True)
 
     def _first_asked(self) -> dict[str, _Open[Q]]:
         """What each actor that has not answered all was asked first, by its name."""

@@ -22,13 +22,16 @@ from ...learning.data.chat.tool_calls import CallParser
 from ...learning.environments.environment_protocol import (
     Environment,
     Step,
-    checked_reset,
+    begun,
     checked_step,
+    closed,
     environment_maker,
 )
+from ...learning.environments.tools import ended_process
 from ..remote.actor_start import begin_actor
 from ..remote.remote import Handle, remote
 from ..remote.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
+from ..remote.waiting import ActorDied
 
 T = TypeVar("T")
 _TO_ANSWER_S = 5.0
@@ -72,10 +75,12 @@ class EnvironmentActor:
 
     def check(self) -> None:
         """Make one environment. Raises ConfigError."""
-        self._maker()()
+        closed(self._maker()())
 
-    def answer(self, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> Answer:
-        """Answer an episode's last turn, or begin it where there is none.
+    def answer(
+        self, key: SampleKey, prompt: Prompt, responses: tuple[str, ...], is_cut: bool = False
+    ) -> Answer:
+        """Answer an episode's last turn, or begin it where there is none; `is_cut`: score what ends behind that turn.
 
         Raises EpisodeError, naming environment, sample and turn, for what raises, returns no step, or takes too long.
         """
@@ -83,7 +88,7 @@ class EnvironmentActor:
 
         def run() -> None:
             try:
-                answers.append(self._answer(key, prompt, responses))
+                answers.append(self._answer(key, prompt, responses, is_cut))
             except BaseException as error:  # the user's code may raise anything, sys.exit included
                 answers.append(error)
 
@@ -93,12 +98,14 @@ class EnvironmentActor:
         thread.join(self._timeout_s)
         where = describe(self._config, key, len(responses))
         if not answers:
-            self._running.pop(key, None)
+            self._drop(key)
             raise EpisodeError(
                 f"{where} has not answered for {self._config.timeout_s:.0f} s (environment.timeout_s); fix it, or "
                 f"raise the limit{self._advice}"
             )
         answer = answers[0]
+        if isinstance(answer, BaseException):
+            self._drop(key)
         if isinstance(answer, EpisodeError):
             raise EpisodeError(f"{where}: {answer}; fix the environment{self._advice}")
         if isinstance(answer, InputError):
@@ -113,22 +120,28 @@ class EnvironmentActor:
     def forget(self, keys: Sequence[SampleKey]) -> None:
         """Drop episodes that end without being done."""
         for key in keys:
-            self._running.pop(key, None)
+            self._drop(key)
 
-    def _answer(self, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> Answer:
-        known = self._running.pop(key, None)
-        if not responses or known is None or known.num_steps != len(responses) - 1:
-            known = _Running(self._maker()())
-            first = checked_reset(known.environment.reset(prompt))
+    def _drop(self, key: SampleKey) -> None:
+        if (known := self._running.pop(key, None)) is not None:
+            # on a thread of its own: whoever hangs in a step may hang there too
+            threading.Thread(target=closed, args=(known.environment,), daemon=True).start()
+
+    def _answer(self, key: SampleKey, prompt: Prompt, responses: tuple[str, ...], is_cut: bool) -> Answer:
+        known, earlier = self._running.get(key), responses if is_cut else responses[:-1]
+        if not responses or known is None or known.num_steps != len(earlier):
+            self._drop(key)
+            known = self._running[key] = _Running(self._maker()())
+            first = begun(known.environment, prompt, key)
             if not responses:
-                self._running[key] = known
                 return first
-            for response in responses[:-1] if getattr(known.environment, "replays", True) else ():
+            for response in earlier if getattr(known.environment, "replays", True) else ():
                 known.environment.step(response)
-        step = checked_step(known.environment.step(responses[-1]))
+        ending: Any = known.environment
+        step = checked_step(ending.score_cut() if is_cut else ending.step(responses[-1]))
         known.num_steps = len(responses)
-        if not step.done:
-            self._running[key] = known
+        if step.done or is_cut:
+            self._drop(key)
         return step
 
     @property
@@ -156,6 +169,7 @@ class _Asked(Generic[T]):
     key: SampleKey
     prompt: Prompt
     responses: tuple[str, ...]
+    is_cut: bool = False
 
 
 class EnvironmentPool(Generic[T]):
@@ -183,16 +197,19 @@ class EnvironmentPool(Generic[T]):
             max_restarts: replacements of each actor within an hour.
             note: told of every replacement, one line.
         """
-        self._kind = config.kind
+        self._config = config
         pool_kind: PoolKind[_Asked[T]] = PoolKind(
             stem="environment",
-            call=lambda actor, asked: actor.answer.remote(asked.key, asked.prompt, asked.responses),
+            call=lambda actor, asked: actor.answer.remote(
+                asked.key, asked.prompt, asked.responses, asked.is_cut
+            ),
             order=lambda asked: f"answer for {describe(config, asked.key, len(asked.responses))}",
             timeout_s=config.timeout_s + order_timeout_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
             again=lambda _: "plays its episodes again",
             culprit="the environment",
             late_advice="look at its stack in the Ray dashboard",
+            gives_up=None if config.on_error == "fail" and config.kind != "tools" else self._gives_up,
         )
         self._actors = StatelessPool(actors, pool_kind, make=make, max_restarts=max_restarts, note=note)
 
@@ -203,12 +220,14 @@ class EnvironmentPool(Generic[T]):
 
     def check(self, *, timeout_s: float) -> None:
         """Let every actor make an environment. Raises what that raises."""
-        order = f"make an environment {self._kind}"
+        order = f"make an environment {self._config.kind}"
         self._actors.check(lambda actor: actor.check.remote(), order=order, timeout_s=timeout_s)
 
-    def ask(self, item: T, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> None:
-        """Let an episode's last turn be answered, or begin the episode; the caller goes on."""
-        self._actors.ask(self._actor_of(key), _Asked(item, key, prompt, responses))
+    def ask(
+        self, item: T, key: SampleKey, prompt: Prompt, responses: tuple[str, ...], *, is_cut: bool = False
+    ) -> None:
+        """Let an episode's last turn be answered, begin the episode, or score one that is cut; the caller goes on."""
+        self._actors.ask(self._actor_of(key), _Asked(item, key, prompt, responses, is_cut))
 
     def collect(self, *, wait_s: float) -> list[tuple[T, Answer | EpisodeError]]:
         """Return what has been answered, waiting up to `wait_s` for the first; an error of a step is an answer too.
@@ -222,6 +241,12 @@ class EnvironmentPool(Generic[T]):
     def forget(self, key: SampleKey) -> None:
         """Let an episode's environment go."""
         self._actors.send(self._actor_of(key), lambda actor: actor.forget.remote([key]))
+
+    def _gives_up(self, asked: _Asked[T], death: ActorDied) -> Step | EpisodeError:
+        if self._config.kind == "tools":
+            return ended_process()
+        where = describe(self._config, asked.key, len(asked.responses))
+        return EpisodeError(f"{where} has ended its process twice ({one_line(str(death))[:200]}); fix it")
 
     def _actor_of(self, key: SampleKey) -> int:
         return key.sample_index % len(self._actors)

@@ -28,6 +28,9 @@ LIBRARIES = {
     "openai": ("openai==3.57.0",),
     # a kernel and who runs a notebook's cells in it
     "notebook": ("ipykernel==7.4.0", "nbclient==0.11.0"),
+    # environments that others wrote; what else verifiers depends on we have, in other versions
+    "gymnasium": ("gymnasium==1.4.0", "--no-deps", "cloudpickle", "farama-notifications"),
+    "verifiers": ("verifiers==0.3.1", "--no-deps", "-r", str(SERVERS / "requirements-verifiers.txt")),
 }
 "What pip is asked for, by name."
 UNUSED = ("torchvision", "torchaudio", "torchcodec")

@@ -28,7 +28,14 @@ from ...core.records import (
 from ...learning.data.chat.messages import Messages
 from ...learning.data.chat.written_text import response_text, written_text
 from ...learning.data.prompt_tokens import read_template
-from ...learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
+from ...learning.environments.environment_protocol import (
+    Step,
+    closed,
+    environment_maker,
+    is_raw,
+    scores_cut,
+    stop_texts,
+)
 from ...learning.environments.episode import Episode, EpisodeLimits
 from ...learning.environments.observations import Given, ObservationRenderer, ending_with
 from ...learning.environments.tools import call_parser
@@ -64,6 +71,7 @@ class Episodes:
         self._tokenizer, self._pool, self._note = tokenizer, pool, note
         self._settings, self._may_give = settings, gives_rewards
         example = environment_maker(settings)()
+        self._scores_cut = scores_cut(example)
         self._renderers = {
             stream: ObservationRenderer(
                 tokenizer,
@@ -82,6 +90,9 @@ class Episodes:
             max_turn_tokens=settings.max_turn_tokens,
             stop_token_ids=ending_with(tokenizer, stop_texts(example)),
         )
+        closed(example)
+        self._cut: dict[SampleKey, Completion] = {}
+        "whole completions that wait for their last score"
         self._open: dict[SampleKey, Episode] = {}
         self._rewards: dict[SampleKey, Reward] = {}
         self._spoken: dict[SampleKey, tuple[str, Messages]] = {}
@@ -140,7 +151,7 @@ class Episodes:
                 continue
             if isinstance(then, SampleRequest):
                 following.append(then)
-            else:
+            elif then is not None:
                 ended.append(self._end(episode, then))
         if following:
             enqueue(tuple(following))
@@ -171,10 +182,26 @@ class Episodes:
 
     def _then(
         self, episode: Episode, completion: Completion | None, answer: Answer | EpisodeError
-    ) -> SampleRequest | Completion:
+    ) -> SampleRequest | Completion | None:
+        """What follows an answer: a turn, the whole episode, or None: a further answer, which scores what was cut."""
         if completion is None:
             return self._first(episode, answer)
-        return self._after(episode, completion, answer)
+        key = episode.request.key
+        whole = self._cut.pop(key, None)
+        if whole is None:
+            then = self._after(episode, completion, answer)
+            is_cut = isinstance(answer, Step) and not answer.done and self._scores_cut
+            if isinstance(then, SampleRequest) or not is_cut:
+                return then
+            self._cut[key] = then
+            self._pool.ask((episode, completion), key, episode.prompt, tuple(episode.responses), is_cut=True)
+            return None
+        if isinstance(answer, EpisodeError):
+            return self._failed(episode, whole, answer)
+        assert isinstance(answer, Step)
+        self._take(episode, answer)
+        episode.rewards[-1] += answer.reward
+        return whole
 
     def _skip(self, episode: Episode, error: EpisodeError) -> None:
         key = episode.request.key
@@ -201,11 +228,22 @@ class Episodes:
             assert isinstance(answer, Step)
             given = self._given(episode, completion, answer)
         except EpisodeError as error:
-            if self._settings.on_error != "end":
-                raise
-            self._num_failed += 1
-            self._note(f"{error}; the episode ends there")
-            return episode.whole(completion, FinishReason.LENGTH)
+            return self._failed(episode, completion, error)
+        self._take(episode, answer)
+        return episode.goes_on(
+            completion, given.token_ids, reward=answer.reward, done=answer.done, messages=given.messages
+        )
+
+    def _failed(self, episode: Episode, completion: Completion, error: EpisodeError) -> Completion:
+        """The episode as it is. Raises the error where that is not to be."""
+        if self._settings.on_error != "end":
+            raise error
+        self._num_failed += 1
+        self._note(f"{error}; the episode ends there")
+        return episode.whole(completion, FinishReason.LENGTH)
+
+    def _take(self, episode: Episode, answer: Step) -> None:
+        """Add a step's parts."""
         episode.add_parts(answer.parts)
         self._counts.update(answer.counts)
         if not self._may_give and (answer.reward or answer.parts):
@@ -214,9 +252,6 @@ class Episodes:
                 f"environment {self._settings.kind} gives rewards or parts of them, and they are dropped: rewards are "
                 "what reward.kind or reward.parts name; set reward.kind: environment, or let steps give 0"
             )
-        return episode.goes_on(
-            completion, given.token_ids, reward=answer.reward, done=answer.done, messages=given.messages
-        )
 
     def _given(self, episode: Episode, completion: Completion, answer: Step) -> Given:
         request = episode.request

@@ -28,7 +28,7 @@ class SourceFields(Section):
     "a generated task, letter chains or questions for a chat model; excludes `path`"
     path: UserPath | None = None
     "a file (JSON lines, a JSON list, CSV, Parquet), a pattern (`data/*.parquet`), a folder of such files, "
-    "or a `datasets` name; `FOLDER:SUBSET` and `NAME:SUBSET` too"
+    "or a `datasets` name; `FOLDER:SUBSET`, `NAME:SUBSET`, `verifiers:NAME?option=value` (its rows) too"
     split: str = "train"
     "of a `datasets` name, or of a folder, whose files are named after their split or are all `train`"
     prompt_field: str = "question"

@@ -13,8 +13,9 @@ class EnvironmentConfig(Section):
     """What answers between turns. `sampling.max_new_tokens` counts all turns and all answers."""
 
     kind: Name | None = None
-    """`calculator`, `tools` (Python functions that the model calls), or a Python class as `package.module:Class` or
-    `file.py:Class`; null: every response is one turn"""
+    """`calculator`, `tools` (Python functions that the model calls), a Python class as `package.module:Class` or
+    `file.py:Class` (Gymnasium's too), `gymnasium:ENV_ID`, or `verifiers:NAME` (its load_environment gets `options`);
+    null: every response is one turn"""
     tools: Name | list[Name] | None = None
     """kind tools: files or modules, `my_tools.py` for all public functions, `my_tools.py:add,search`, or a class whose
     methods are the tools, one instance an episode; signatures and docstrings are their schemas (get_json_schema)"""

@@ -12,6 +12,7 @@ from typing import Any
 from ...core.errors import DataError
 from ...core.outside import cut, is_dir, is_file, is_lfs_pointer
 from .text_records import COMPRESSIONS, form_of, looks_like_rows
+from .verifiers_package import SCHEME
 
 _FORMS = {
     ".jsonl": "JSON lines",
@@ -35,6 +36,8 @@ def find_files(path: str, split: str, *, key: str = "data.path") -> list[Path] |
     or `__` before its name) is passed over unless a pattern asks for it. `key` is the setting that named it.
     Raises DataError: no such file, none of these formats, no file in the folder or pattern, formats or splits mixed.
     """
+    if path.startswith(SCHEME):
+        return None
     file = Path(path).expanduser()
     if is_file(file):
         _require_format(file)

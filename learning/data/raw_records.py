@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from ...core.errors import DataError
 from ...core.outside import is_file
 from ...core.surfaces.surface import note_once
+from . import verifiers_package
 from .chat.messages import ROLE_KEYS
 from .data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
 from .record import Record, has_field
@@ -158,6 +159,8 @@ def _hub(name: str, split: str, choose: Choose, progress: ReadProgress, key: str
 
 def _table(name: str, split: str, key: str) -> Any:
     """The `datasets.Dataset` of a split, loaded by its name or from where `save_to_disk` wrote it."""
+    if name.startswith(verifiers_package.SCHEME):
+        return verifiers_package.table(name, split, key)
     import datasets
 
     path, subset = split_subset(name)

@@ -7,9 +7,11 @@ answers with observation, reward and done.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -18,8 +20,8 @@ import numpy as np
 from ...core.config import EnvironmentConfig
 from ...core.errors import ConfigError, EpisodeError
 from ...core.named_code import describe, named_code
-from ...core.records import Prompt
-from ...core.surfaces.surface import surface
+from ...core.records import Prompt, SampleKey
+from ...core.surfaces.surface import note_once, surface
 from ..data.chat.tool_calls import CallParser
 
 Message = Mapping[str, str]
@@ -50,8 +52,10 @@ class Environment(Protocol):
     An attribute `stop_texts`, a tuple of strings, ends a turn behind every token whose text ends with one of them,
     besides the tokenizer's end token. With an attribute `raw = True` texts go on where the policy stopped, in a chat
     inside of its own message; else they are the user's next message there. A method `require_prompt(prompt)` is called
-    for every prompt before the run, and raises for one that no episode can have. With `replays = False` it keeps
-    nothing from step to step: after an actor's death it is asked for the last turn alone.
+    for every prompt before the run, and raises for one that no episode can have. A `reset` with a parameter `seed` is
+    given one of the sample's key. A method `score_cut()` is called where an episode ends by its length: a Step
+    whose reward and parts count. One `close()` is called when an episode is over or dropped. With
+    `replays = False` it keeps nothing from step to step: after an actor's death it is asked for the last turn alone.
     """
 
     def reset(self, prompt: Prompt) -> str | None:
@@ -66,7 +70,7 @@ class Environment(Protocol):
 def environment_maker(
     config: EnvironmentConfig, parser: CallParser | None = None
 ) -> Callable[[], Environment]:
-    """Return what makes one environment an episode; `parser` reads the calls of kind tools.
+    """Return what makes one environment an episode; `parser` reads calls of tools.
 
     Raises ConfigError: no such class, or one that cannot be made with `environment.options`.
     """
@@ -74,20 +78,14 @@ def environment_maker(
         from .tools import tools_maker  # which takes Step from here
 
         return tools_maker(config, parser)
-    path = NAMED.get(config.kind or "", config.kind or "")
     where = f"environment.kind {config.kind}"
-    found = named_code(
-        path,
-        key="environment.kind",
-        kind="class",
-        example=f"my_tools:Shop for the class Shop in my_tools.py, or one of: {', '.join(NAMED)}, tools",
-    )
-    if not (inspect.isclass(found) and callable(getattr(found, "reset", None)) and hasattr(found, "step")):
-        raise ConfigError(f"{where}: expected a class with the methods reset and step, got {found!r}")
+    found = _found(config, where, parser)
 
     def make() -> Environment:
         try:
             return cast(Environment, found(**config.options))
+        except ConfigError:
+            raise
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{where}: making it with environment.options {config.options} raised {type(error).__name__}: "
@@ -95,6 +93,51 @@ def environment_maker(
             ) from error
 
     return make
+
+
+def _found(config: EnvironmentConfig, where: str, parser: CallParser | None) -> Callable[..., Any]:
+    """What makes an environment of `environment.options`."""
+    from . import gym_classes, verifiers_episode  # of this protocol themselves
+
+    kind = config.kind or ""
+    scheme, _, name = kind.partition(":")
+    if scheme == "verifiers":
+        return verifiers_episode.maker(config, parser)
+    if scheme == "gymnasium":
+        registered = gym_classes.registered(name)
+        return lambda **options: gym_classes.GymEpisode(registered(**options))
+    found = named_code(
+        NAMED.get(kind, kind),
+        key="environment.kind",
+        kind="class",
+        example=f"my_tools:Shop for the class Shop in my_tools.py, or one of: {', '.join(NAMED)}, tools",
+    )
+    if not (inspect.isclass(found) and callable(getattr(found, "reset", None)) and hasattr(found, "step")):
+        raise ConfigError(f"{where}: expected a class with the methods reset and step, got {found!r}")
+    if not gym_classes.is_gym(found):
+        return found
+    note_once(f"{where}: reset takes no prompt, so it is Gymnasium's: observations and actions are texts")
+    return lambda **options: gym_classes.GymEpisode(found(**options))
+
+
+def begun(environment: Environment, prompt: Prompt, key: SampleKey) -> str | None:
+    """Reset an environment for a sample. Raises EpisodeError for what is neither a text nor None."""
+    reset: Callable[..., Any] = environment.reset
+    if "seed" not in inspect.signature(reset).parameters:
+        return checked_reset(reset(prompt))
+    name = f"{key.run_seed} {key.stream} {key.sample_index}".encode()
+    return checked_reset(reset(prompt, seed=int.from_bytes(hashlib.sha256(name).digest()[:4], "big")))
+
+
+def scores_cut(environment: Environment) -> bool:
+    """Whether an episode that ends by its length has a further Step."""
+    return callable(getattr(environment, "score_cut", None))
+
+
+def closed(environment: Environment) -> None:
+    """Let an environment go; what its `close` raises is no episode's any more."""
+    with suppress(Exception):
+        getattr(environment, "close", lambda: None)()
 
 
 def stop_texts(environment: Environment) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from ...core.config import DataConfig, EnvironmentConfig
 from ...core.errors import ConfigError
 from ...core.named_code import describe, named_code
 from ...core.records import Prompt
+from ..data import verifiers_package
 from ..data.chat.messages import Tools
 from ..data.chat.tool_calls import CallParser, ToolCall
 from ..data.prompt_tokens import read_template
@@ -70,11 +71,7 @@ class ToolEnvironment:
         said = [(call.name, *self._called(call, until_s)) for call in turn.calls]
         wrong = "Error: the call does not parse: expected the format of the tools, a name and an object of arguments"
         said += [(UNREAD, wrong, False) for _ in turn.unparsed]
-        messages = [
-            # nine letters and digits, as Mistral's templates ask for
-            {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": text}
-            for number, (name, text, _) in enumerate(said)
-        ]
+        messages = [_result(number, name, text) for number, (name, text, _) in enumerate(said)]
         num_failed = sum(not is_right for *_, is_right in said[: len(turn.calls)])
         return Step(messages, counts=_counts(len(said), len(turn.unparsed), num_failed))
 
@@ -140,6 +137,8 @@ def tool_functions(config: EnvironmentConfig) -> dict[str, Function]:
 
 def tool_schemas(config: EnvironmentConfig) -> Tools:
     """What the chat template is told of the tools. Raises ConfigError: a function that does not say what it takes."""
+    if (config.kind or "").startswith(verifiers_package.SCHEME):
+        return verifiers_package.schemas(verifiers_package.of(config).tool_defs)
     schemas = []
     for name, function in tool_functions(config).items():
         try:
@@ -166,7 +165,7 @@ def call_parser(
 
     Raises ConfigError: the format is not known; DataError: no such chat template.
     """
-    if config.kind != "tools":
+    if not tool_schemas(config):
         return None
     return CallParser(tokenizer, chat_template=read_template(data.chat_template, tokenizer))
 
@@ -219,6 +218,17 @@ def _reset(instance: Any, prompt: Prompt) -> Any:
     return instance.reset(
         **{name: held for name, held in given.items() if takes_all or name in {one.name for one in taken}}
     )
+
+
+def ended_process() -> Step:
+    """What answers a turn whose tools ended their process, twice: which call it was is not known."""
+    text = "Error: a tool ended its process"
+    return Step([_result(0, UNREAD, text)], counts=_counts(1, 0, 1))
+
+
+def _result(number: int, name: str, text: str) -> dict[str, str]:
+    # an id of nine letters and digits, as Mistral's templates ask for
+    return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": text}
 
 
 async def _awaited(result: Any) -> Any:

@@ -1,10 +1,15 @@
 """Environments for tests, by import path as users name theirs."""
 
+import ctypes
 import os
 import time
 from pathlib import Path
 
+import numpy as np
+
 from rlhfspec.core.records import Prompt
+from rlhfspec.learning.data.chat.messages import Tools
+from rlhfspec.learning.data.chat.tool_calls import ParsedTurn, ToolCall
 from rlhfspec.learning.environments.environment_protocol import Step
 
 
@@ -56,11 +61,32 @@ class Wayward(Parrot):
                 raise KeyError("no such tool")
             case "exit":
                 raise SystemExit(3)
+            case "segfault":
+                ctypes.string_at(0)
+            case "kill -9":
+                os.kill(os.getpid(), 9)
             case "number":
                 return 5  # type: ignore[return-value]
             case "nan":
                 return Step("x", reward=float("nan"))
         return super().step(response)
+
+
+class Calls:
+    """Every turn is a call of the tool that it names."""
+
+    def parse(self, text: str, *, prompt: str, tools: Tools) -> ParsedTurn:
+        return ParsedTurn("", "", (ToolCall(text, {}),), ())
+
+
+def leaves() -> None:
+    """End the process."""
+    os._exit(3)
+
+
+def stays() -> str:
+    """Say so."""
+    return "here"
 
 
 class Talking(Parrot):
@@ -75,3 +101,50 @@ class NoSteps:
 
     def reset(self, prompt: Prompt) -> None:
         pass
+
+
+class Discrete:
+    """A space like Gymnasium's."""
+
+    def __init__(self, n: int, start: int) -> None:
+        self.n, self.start = n, start
+
+    def contains(self, action: int) -> bool:
+        return self.start <= action < self.start + self.n
+
+
+class Box:
+    """A space that no text spells."""
+
+
+class CountDown:
+    """As Gymnasium's classes are, without the package: down to nought by one or two."""
+
+    def __init__(self, old: bool = False, space: str = "Discrete") -> None:
+        self.action_space = {"Discrete": Discrete(2, 1), "Box": Box(), "": None}[space]
+        self._old = old
+        self.closed = False
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        assert options is not None
+        self.seed, self._left, self._num = seed, options["from"], 0
+        seen = np.array([self._left, 0])
+        return seen if self._old else (seen, {"seed": seed})
+
+    def step(self, action):
+        if isinstance(action, str):
+            return action
+        self._left, self._num = self._left - action, self._num + 1
+        info = {"left": np.int64(self._left), "near": self._left < 2, "note": "a text"}
+        done = (self._left <= 0,) if self._old else (self._left <= 0, False)
+        return (np.array([self._left, self._num]), 0.5, *done, info)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Scoring(Parrot):
+    """Scores what its limits cut by what was said."""
+
+    def score_cut(self) -> Step:
+        return Step(reward=float(self.num_steps), parts={"cut": 1.0})

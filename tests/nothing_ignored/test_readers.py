@@ -66,6 +66,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "learning/data/prompt_tokens.py": (SURFACE,),
     "learning/training/adapter.py": (SURFACE, "adapter_config"),
     "learning/data/chat/messages.py": (PACKAGE, "a call's arguments, which the template gets whole"),
+    "learning/data/verifiers_package.py": (PACKAGE, "options that load_environment takes or refuses"),
     "learning/data/packed_prompts.py": (PACKAGE, "columns that it made"),
     "learning/data/record.py": (PACKAGE, "a copy of plain values"),
     "learning/data/text_records.py": (SURFACE,),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import ray
+from sample_environments import Calls
 
 from rlhfspec.actors.workers.environment_actors import EnvironmentActor, EnvironmentPool
 from rlhfspec.core.config import EnvironmentConfig
@@ -25,12 +26,12 @@ def prompt(text: str = "p") -> Prompt:
 def make_pool(local_ray):
     pools = []
 
-    def make(kind: str, *, num_actors: int = 1, restarts: int = 0, **settings):
+    def make(kind: str, *, num_actors: int = 1, restarts: int = 0, parser=None, **settings):
         config = EnvironmentConfig(kind=kind, **{"timeout_s": TIMEOUT_S} | settings)
 
         def start(actor: int, number: int):
             name = f"environment-{actor}-{number}"
-            return EnvironmentActor.options(num_cpus=0, max_concurrency=4).remote(name, config)
+            return EnvironmentActor.options(num_cpus=0, max_concurrency=4).remote(name, config, None, parser)
 
         actors = [start(actor, 0) for actor in range(num_actors)]
         pools.extend(actors)
@@ -97,6 +98,36 @@ def test_a_step_that_hangs_is_named_and_holds_up_nobody(make_pool):
     error = answers(pool, 1)["hung"]
     assert isinstance(error, EpisodeError) and "turn 0 has not answered for 5 s" in str(error)
     assert str(error).endswith("fix it, or raise the limit"), "what is set already is not advised"
+
+
+def test_a_step_that_ends_its_process_again_and_again_takes_no_other_episode_with_it(make_pool):
+    pool, notes = make_pool("sample_environments:Wayward", on_error="end", restarts=1)
+    for name, text in (("bad", "segfault"), ("good", "abc"), ("worse", "kill -9"), ("fine", "abcd")):
+        pool.ask(name, key(len(name)), prompt(), (text,))
+    assert pool.num_asked == 4
+    found = answers(pool, 4)
+    assert found["good"].observation == "cba" and found["fine"].observation == "dcba"
+    for name, number in (("bad", 3), ("worse", 5)):
+        assert f"sample {number} (seed 3), turn 0 has ended its process twice" in str(found[name])
+    assert pool.num_asked == 0 and 2 <= len(notes) <= 4
+
+
+def test_a_tool_that_ends_its_process_is_an_observation_and_no_other_call_s(make_pool):
+    pool, _ = make_pool("tools", tools="sample_environments:leaves,stays", parser=Calls())
+    for number, name in enumerate(("leaves", "stays")):
+        pool.ask(name, key(number), prompt(), (name,))
+    found = answers(pool, 2)
+    said = {name: [one["content"] for one in step.observation] for name, step in found.items()}
+    assert said == {"leaves": ["Error: a tool ended its process"], "stays": ["here"]}
+    assert [found[name].counts["tool_calls_failed"] for name in said] == [
+        1.0 * (name == "leaves") for name in said
+    ]
+
+
+def test_what_is_cut_is_scored_by_an_actor_that_never_saw_it_too(make_pool):
+    pool, _ = make_pool("sample_environments:Scoring")
+    pool.ask("cut", key(1), prompt(), ("a", "b"), is_cut=True)
+    assert (answers(pool, 1)["cut"].reward, pool.num_asked) == (2.0, 0)
 
 
 def test_a_dead_actors_episodes_are_played_again_by_the_next(make_pool, tmp_path):

@@ -31,9 +31,13 @@ class Pool:
         self.asked: list[tuple[Any, Prompt]] = []
         self.answers: list[Any] = []
         self.forgotten: list[SampleKey] = []
+        self.cut = 0
 
-    def ask(self, item: Any, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> None:
+    def ask(
+        self, item: Any, key: SampleKey, prompt: Prompt, responses: tuple[str, ...], is_cut: bool = False
+    ) -> None:
         self.asked.append((item, prompt))
+        self.cut += is_cut
 
     def collect(self, *, wait_s: float) -> list:
         answers, self.answers = self.answers, []
@@ -43,12 +47,16 @@ class Pool:
         self.forgotten.append(key)
 
 
-def config(on_error: str) -> Config:
+def config(on_error: str, kind: str = "Parrot") -> Config:
     return config_from_dict(
         {
             "data": {"task": "chain"},
             "models": {"draft": "demo"},
-            "environment": {"kind": "sample_environments:Parrot", "on_error": on_error},
+            "environment": {
+                "kind": f"sample_environments:{kind}",
+                "on_error": on_error,
+                "max_turns": 2 if kind == "Scoring" else 8,
+            },
         }
     )
 
@@ -78,9 +86,10 @@ def completion(text: str, key: SampleKey) -> Completion:
     )
 
 
-def begun(on_error: str = "fail") -> tuple[Episodes, Pool, list[SampleRequest]]:
+def begun(on_error: str = "fail", kind: str = "Parrot") -> tuple[Episodes, Pool, list[SampleRequest]]:
     pool, queued = Pool(), []
-    episodes = Episodes(config(on_error).environment, TOKENIZER, pool, config(on_error).data)  # type: ignore[arg-type]
+    settings = config(on_error, kind)
+    episodes = Episodes(settings.environment, TOKENIZER, pool, settings.data)  # type: ignore[arg-type]
     episodes.begin([request()])
     return episodes, pool, queued
 
@@ -107,6 +116,25 @@ def test_a_failed_episode_may_leave_the_batch_and_is_counted(at):
     ((skipped, unscored),) = episodes.skipped()
     assert skipped.key == request().key and unscored.reason == "broke" and episodes.skipped() == []
     assert pool.forgotten == [skipped.key] and episodes.metrics()["environment/num_failed"] == 1.0
+
+
+@pytest.mark.parametrize("fault", [None, EpisodeError("broke")])
+def test_what_the_limits_cut_has_a_last_score_where_the_environment_gives_one(fault):
+    episodes, pool, queued = begun("end", "Scoring")
+    pool.answers = [None]
+    episodes.advance([], queued.extend)
+    pool.answers = [Step("b", reward=0.5, parts={"calls": 1.0})]
+    episodes.advance([completion("a", queued[0].key)], queued.extend)
+    pool.answers = [Step("b", parts={"calls": 1.0})]
+    assert episodes.advance([completion("abc", queued[1].key)], queued.extend) == [] and pool.cut == 1
+    pool.answers = [fault or Step(reward=2.0, parts={"cut": 1.0})]
+    ((_, whole, _),) = episodes.advance([], queued.extend)
+    reward = episodes.reward(whole.key)
+    assert whole.finish_reason is FinishReason.LENGTH and episodes.metrics()[
+        "environment/num_failed"
+    ] == bool(fault)
+    assert reward.value == (0.5 if fault else 2.5)
+    assert reward.parts == {"calls": 2.0, "num_turns": 2.0} | ({} if fault else {"cut": 1.0})
 
 
 def test_parts_of_the_steps_are_summed_and_kept_with_the_reward():
