@@ -320,6 +320,8 @@ class Reward:
     "named summands or diagnostics, all finite"
     tokens: tuple[float, ...] = ()
     "what of `value` is paid where, a number for each sampled token; the rest, of none the whole, on the last one"
+    unread: str = field(default="", compare=False)
+    "of a judge's answer that could not be read: why; for notes, no file keeps it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

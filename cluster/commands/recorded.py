@@ -99,8 +99,8 @@ def pairs(
     """Make preference pairs of a run's samples.
 
     Of each group of recorded samples the best and the worst by their reward, as rows that dpo and train-reward read.
-    Groups without a difference are left out and counted; nothing is generated; equal runs give equal bytes. With
-    --sample the run's training prompts are sampled anew, under keys of evaluations: equal bytes again.
+    Cut samples and groups without a difference are left out and counted; nothing is generated; equal runs give equal
+    bytes. With --sample the run's training prompts are sampled anew, under keys of evaluations: equal bytes again.
 
       rlhfspec pairs runs/RUN --out pairs.jsonl
       rlhfspec pairs runs/RUN --reward rewards.py:mended --iterations 1-5 --out pairs.jsonl

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from ...core.records import Reward
 from .outcome_checks import faults
 
 Metrics = Mapping[str, float]
@@ -35,18 +37,36 @@ def signal_line(iteration: int, row: Metrics) -> str | None:
     return f"iteration {iteration + 1}: its rewards taught nothing: {what}; {advice}"
 
 
+def unread_share(parts: Mapping[str, float]) -> float:
+    """Of a judge's answers, by the parts of a reward or the metrics of an iteration; of several judges the most."""
+    return max((value for name, value in parts.items() if f"/{name}".endswith("/unread")), default=0.0)
+
+
+def unread_line(rewards: Sequence[Reward]) -> str | None:
+    """What a person is told of judges' answers that could not be read, and count as reward.default."""
+    share = sum(unread_share(reward.parts) for reward in rewards) / max(len(rewards), 1)
+    first = next((reward.unread for reward in rewards if reward.unread), "is of an earlier process")
+    shown = re.sub(r"^(answered '.{80}).+(', in which)", r"\1...\2", first)
+    return f"{share:.1%} of the judge's answers count as reward.default; the first {shown}" if share else None
+
+
 def signal_rows(metrics: Iterable[Metrics]) -> list[tuple[str, str]]:
     """Rows of the closing table: iterations that could teach nothing, and those that were mostly cut."""
     firsts: Counter[str] = Counter()
     num_rows = num_cut = 0
+    unread: list[float] = []
     for row in metrics:
         num_rows += 1
         num_cut += row.get("rollout/length_cut_share", 0.0) > MANY_CUT
+        unread += filter(None, [unread_share(row)])
         firsts.update(what for what, _ in islice(_causes(row), 1))
     rows = []
     if firsts:
         why = ", ".join(f"{what} ({count})" for what, count in firsts.most_common())
         rows.append(("rewards taught nothing", f"{firsts.total()} of {num_rows} iterations: {why}"))
+    if unread:
+        most = f"{len(unread)} of {num_rows} iterations, at most {max(unread):.1%} of one's"
+        rows.append(("judge's answers unread", most))
     if num_cut:
         rows.append(("most responses cut", f"{num_cut} of {num_rows} iterations, at sampling.max_new_tokens"))
     return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from ...engine.weights.loading import load_hf_config, load_tokenizer
 from ...learning.data.chat.scored_text import format_notes
 from ...learning.environments.environment_protocol import Environment, prompt_check
 from ...learning.rewards.code_reward import row_tests
-from ...learning.rewards.judge import MOST_AT_ONCE
+from ...learning.rewards.judge import MOST_AT_ONCE, Judge
 from ...learning.rewards.reward_function import build_reward
 from ...learning.rewards.reward_model import require_one_output
 from ...learning.tasks.gsm8k import reference_number
@@ -40,11 +41,13 @@ class CheckedReward:
     "one of them is given all samples of a prompt together"
 
 
-def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> CheckedReward:
+def check_reward(
+    reward: RewardConfig, fields: Sequence[str] | None = (), first: Prompt | None = None
+) -> CheckedReward:
     """Look at every part of a reward; `fields` are the columns that a function may ask for by name, None: any.
 
-    Raises ModelError for a model, ConfigError for a function that cannot be used. A reward server is asked at the
-    start of the run, from where it is used.
+    A judge is asked one question of the `first` prompt, another reward server at the start of the run, from where it is
+    used. Raises ModelError for a model, ConfigError for a function that cannot be used, RewardServerLost for a judge.
     """
     num_params, functions, in_groups = None, [], False
     for scorer in reward.scorers:
@@ -66,6 +69,8 @@ def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> Che
             alone = RewardConfig(**own, cache=reward.cache, timeout_s=reward.timeout_s)
             stage = build_reward(alone, fields=fields)
             functions, in_groups = functions + stage.described, in_groups or stage.in_groups
+            if scorer.kind == "judge" and first is not None:
+                functions.append(Judge(scorer, reward.server, Path(reward.cache)).tried(first))
     return CheckedReward(num_params, tuple(functions), in_groups)
 
 

@@ -92,7 +92,8 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     total, ranks = inputs.max_total_tokens, config.cluster.generation.tensor_parallel
     drafts = config.takes_drafts
     models.require_served(config.speculation, max_total_tokens=total, ranks=ranks, takes_drafts=drafts)
-    reward = check_reward(config.reward, reward_columns(config.data, config.evaluation))
+    columns = reward_columns(config.data, config.evaluation)
+    reward = check_reward(config.reward, columns, inputs.dataset.prompts[0])
     environment = _made_environment(config.environment)
     require_tools(config.environment, config.data, inputs.tokenizer)
     evaluated = inputs.evaluation.prompts if inputs.evaluation is not None else ()

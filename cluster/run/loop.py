@@ -22,7 +22,7 @@ from ..folder.run_status import STOPPING
 from ..observe.console import Reporter
 from ..observe.iteration_metrics import iteration_metrics, with_evaluation
 from ..observe.outcome_checks import UNCHANGED
-from ..observe.summary import START_UP, signal_line, with_signal
+from ..observe.summary import START_UP, signal_line, unread_line, with_signal
 from ..plan.run_plan import RunPlan
 from ..plan.run_profile import RunProfile
 from ..ray_start.ray_session import RaySession, ray_session, sigterm_exits
@@ -214,6 +214,8 @@ def step(run: Run, iteration: int) -> dict[str, float]:
         "evaluate": 0.0,
         "iteration": ended_s - began_s,
     }
+    if unread := unread_line([rollout.reward for rollout in update.sampled]):
+        report.note(f"iteration {iteration + 1}: {unread}")
     metrics = iteration_metrics(update.sampled, phases[-1].stats, learned, seconds) | parts
     whole_s = max(seconds["update"], update.seconds)
     metrics["update/outside_s"] = max(0.0, whole_s - sum(learned.part_seconds.values()))

@@ -21,6 +21,7 @@ from ...core.outside import visible
 from ...core.records import Reward, Unscored
 from ...learning.training.objectives.advantages import group_advantages
 from ..folder.rollouts import iteration_of, locations_in, read_recorded, rollout_files
+from ..observe.summary import unread_line
 from ..plan.inputs import read_tokenizer
 from .choice import RecordedRun
 from .rewards_again import RewardsAgain
@@ -38,6 +39,7 @@ class RescoredRun:
     unscored: Sequence[str]
     seconds: float
     "of reading and scoring, without the start"
+    unread: str | None = None
 
     def lines(self) -> list[str]:
         """What to print."""
@@ -59,6 +61,8 @@ class RescoredRun:
         ]
         if self.unscored:
             rows.insert(1, ("without a new reward", f"{len(self.unscored):,}; the first: {self.unscored[0]}"))
+        if self.unread:
+            rows.insert(1, ("unread", self.unread))
         lines = [f"{label:<22}{value}" for label, value in rows]
         most = sorted(changed.tolist(), key=lambda at: -abs(new[at] - old[at]))[:_SHOWN]
         for one in (self.samples[at] for at in most):
@@ -120,10 +124,12 @@ def rescore_run(
     began_s = time.perf_counter()
     samples: list[dict[str, Any]] = []
     unscored: list[str] = []
+    scored: list[Reward] = []
     for number, file in enumerate(files):
         tick("scoring again", number / len(files))
         recorded = read_recorded(locations_in(file))
         rewards = scorer.of(recorded)
+        scored += [reward for reward in rewards if isinstance(reward, Reward)]
         unscored += [reward.reason for reward in rewards if isinstance(reward, Unscored)]
         both = [
             (one, one.rollout.reward.value, reward.value)
@@ -153,7 +159,8 @@ def rescore_run(
     if not samples:
         why = unscored[0] if unscored else "there are none"
         raise DataError(f"none of the {len(unscored)} samples of {run.folder} can be scored again: {why}")
-    return RescoredRun(samples=samples, unscored=unscored, seconds=time.perf_counter() - began_s)
+    spent_s = time.perf_counter() - began_s
+    return RescoredRun(samples=samples, unscored=unscored, seconds=spent_s, unread=unread_line(scored))
 
 
 def files_of(run: RecordedRun, iterations: tuple[int, int] | None) -> list[Path]:

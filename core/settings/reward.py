@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .section import Name, Seconds, Section
+from .section import TEMPLATE_NAME, Name, Seconds, Section
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=60)]
 
@@ -58,7 +58,8 @@ class Scorer(Section):
     "kind serve: name of a Ray Serve application of the same Ray cluster, called by handle instead of `url`"
     pattern: str | None = None
     """kind format: 1.0 for a response that this regular expression matches as a whole (`.` takes line ends), else 0.0;
-    judge: its first group, where it matches last, is the score; null: of `Score: NUMBER`"""
+    judge: its first group, where it matches last, is the score (of a pair 0 to 1, 1: answer 1, {response}, wins);
+    null: of `Score: NUMBER`"""
     template: str | None = None
     "kind judge: what it is asked, with {prompt}, {response}, {reference}, and {other} of a pair (scope group)"
     rubric: str | None = None
@@ -67,7 +68,8 @@ class Scorer(Section):
     """kind judge: scores of first words of the answer, such as {Yes: 1.0, No: 0.0}, weighed by their probabilities (the
     server must know `top_logprobs`); takes the place of `pattern`"""
     default: float | None = None
-    "kind judge: the score where the answer has none (`reward/unread` is the share); null: as a function that fails"
+    """kind judge: the score where an answer was given and has none (`reward/unread` is the share); null: as a function
+    that fails. A server that refuses, or gives no chat completion, ends the run"""
     answer_tokens: int = Field(default=512, ge=1)
     "kind judge: of an answer, at most"
     key_env: Name | None = None
@@ -125,7 +127,9 @@ class Scorer(Section):
                 if getattr(self, name) != Scorer.model_fields[name].default:
                     raise ValueError(f"reward.{name} is of kind judge, this is {self.kind}; take it out")
             return
-        if self.url is None or self.model is None or (self.template is None) == (self.rubric is None):
+        if self.template is not None and self.rubric is not None:
+            raise ValueError("a judge takes reward.template or reward.rubric, not both; take one out")
+        if self.url is None or self.model is None or not (self.template or self.rubric):
             raise ValueError(
                 "reward.kind judge needs reward.url (its server), reward.model (its name there), and one of "
                 "reward.template and reward.rubric"
@@ -135,10 +139,16 @@ class Scorer(Section):
             raise ValueError(
                 "reward.template needs {response}, and {other} with reward.scope group alone: it asks for pairs"
             )
-        if self.choice is not None and (self.rubric or self.pattern or not self.choice):
-            raise ValueError(
-                "reward.choice needs words, and reward.template beside it, which asks for them alone"
-            )
+        known = ["prompt", "response", "reference", *(["other"] if pair else [])]
+        # what a command of LaTeX is given is no name
+        named = TEMPLATE_NAME.findall(re.sub(r"\\[A-Za-z]+(\{[^{}]*\})+", "", text or self.rubric or ""))
+        if odd := [name for name in named if name.isidentifier() and name not in known]:
+            key, fit = "template" if text else "rubric", ", ".join(f"{{{name}}}" for name in known)
+            raise ValueError(f"reward.{key} names {{{odd[0]}}}, which nothing fills in; known are {fit}")
+        if self.choice is not None and self.pattern is not None:
+            raise ValueError("reward.choice and reward.pattern both read the answer; take one out")
+        if self.choice is not None and (self.rubric or not self.choice):
+            raise ValueError("reward.choice needs words, and reward.template (no rubric) to ask for them")
         scores = (*(self.choice or {}).values(), self.default or 0.0)
         if pair and not all(0.0 <= score <= 1.0 for score in scores):
             raise ValueError("reward.choice and reward.default of pairs (scope group) are from 0 to 1")

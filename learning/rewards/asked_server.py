@@ -52,7 +52,9 @@ def ask(
             ) as answer:
                 return read(answer.read())
         except HTTPError as error:
-            fault = f"HTTP {error.code}: {one_line(error.read().decode(errors='replace'))[:200]}"
+            said = one_line(error.read().decode(errors="replace"))
+            # JSON says why, at whatever length; a page does not
+            fault = f"HTTP {error.code}: {said if said.startswith('{') else said[:200]}"
             if error.code not in _TRY_AGAIN:
                 raise Refused(fault) from None
         except (OSError, HTTPException, NotNow) as error:

@@ -139,7 +139,7 @@ class Call:
             parameter if parameter == value else f"{parameter}={value}" for parameter, value in plan.items()
         ]
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters):
-            said.append("all other columns" if self._takes_all else "")
+            said.append("all other columns of data.reward_fields" if self._takes_all else "")
         whose, alone = "", ""
         if self.foreign is not None:
             whose = f"as {self.foreign.owner} calls it, "

@@ -17,15 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import ConfigError, one_line
+from ...core.errors import ConfigError, RewardServerLost, one_line
 from ...core.files import append_whole, storage_errors
-from ...core.records import Reward, Unscored
+from ...core.records import Prompt, Reward, Unscored
 from ...core.settings.reward import RewardServerConfig, Scorer
 from .asked_server import Refused, ask
 from .score_request import ScoreRequest, groups
 
 MOST_AT_ONCE = 32
 "Questions that one actor has open."
+_TRIED_S, _SHOWN = 10.0, 80
+"What the first question may take; characters of an answer in a line."
 SCORE = r"Score:\s*(-?\d+(?:\.\d+)?)"
 "What is read of an answer to one of the two templates below."
 _RUBRIC = (
@@ -64,6 +66,7 @@ class Judge:
         with storage_errors(self._cache):
             self._cache.parent.mkdir(parents=True, exist_ok=True)
         self._known = dict(_kept(self._cache))
+        self._said = ""  # last
 
     @property
     def described(self) -> str:
@@ -73,8 +76,27 @@ class Judge:
             f"judge {self._scorer.model} at {self._url}, asked for {what}; scores are kept in {self._cache}"
         )
 
+    def tried(self, prompt: Prompt) -> str:
+        """What it says of a stand-in for a response. Raises RewardServerLost: it is not there, or refuses."""
+        text = prompt.reference or "I do not know."
+        request = ScoreRequest(prompt=prompt, response=text)
+        asked, server = self._text(request, request if self.in_groups else None), self._server
+        limits = {"timeout_s": min(server.timeout_s, _TRIED_S), "retries": 0}
+        self._server = server.model_copy(update=limits)
+        try:
+            score = self._answers([asked])[asked]
+        except RewardServerLost as error:
+            if not re.search(r"timed out|HTTP (408|425|429|5\d\d)", str(error)):
+                raise  # one that is slow, or busy, may be asked again
+            return f"judge {self._scorer.model} gave no answer to a first question: {error}"
+        finally:
+            self._server = server
+        shown = f"none ({score})" if isinstance(score, str) else f"{score:g}"
+        said = f"; it said '{one_line(self._said)[-_SHOWN:]}'" if self._said else "; kept from before"
+        return f"judge {self._scorer.model} of '{one_line(text)[:_SHOWN]}', a stand-in: score {shown}{said}"
+
     def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterator[Reward | Unscored]:
-        """One answer a request, in order. Raises RewardServerLost: the judge does not answer."""
+        """One answer a request, in order. Raises RewardServerLost: the judge does not answer, or refuses."""
         asked: list[list[tuple[str, bool]]] = [[] for _ in requests]
         "of each request its questions, and whether it is the second of the pair"
         for places in groups(requests) if self.in_groups else ():
@@ -90,16 +112,15 @@ class Judge:
             found = [(answers[text], second) for text, second in questions]
             faults = [score for score, _ in found if isinstance(score, str)] or [_ALONE] * (not found)
             if not found or (faults and self._scorer.default is None):
-                yield Unscored(
-                    reason=f"judge {self._scorer.model} for {request.where} {faults[0]}; {request.shown}; fix the "
-                    "template or what is read of the answer, or declare reward.default"
-                )
+                advice = "; fix the template or what is read of the answer, or declare reward.default"
+                where = f"judge {self._scorer.model} for {request.where}"
+                yield Unscored(reason=f"{where} {faults[0]}; {request.shown}{advice if found else ''}")
                 continue
             default = self._scorer.default or 0.0
             numbers = [(default if isinstance(score, str) else score, second) for score, second in found]
             total = math.fsum(1.0 - score if second else score for score, second in numbers)
             parts = {} if self._scorer.default is None else {"unread": len(faults) / len(found)}
-            yield Reward(value=total / len(found), parts=parts)
+            yield Reward(value=total / len(found), parts=parts, unread=faults[0] if faults else "")
 
     def _text(self, request: ScoreRequest, other: ScoreRequest | None = None) -> str:
         prompt = request.prompt
@@ -115,10 +136,9 @@ class Judge:
         new = [text for text, key in keys.items() if key not in self._known]
         with ThreadPoolExecutor(MOST_AT_ONCE) as threads:
             answers = threads.map(self._ask, [bodies[text] for text in new])
-            for text, (score, is_kept) in zip(new, answers, strict=True):
+            for text, score in zip(new, answers, strict=True):
                 self._known[keys[text]] = score
-                if is_kept:
-                    append_whole(self._cache, json.dumps([keys[text], score]) + "\n")
+                append_whole(self._cache, json.dumps([keys[text], score]) + "\n")
         return {text: self._known[key] for text, key in keys.items()}
 
     def _body(self, text: str) -> dict[str, Any]:
@@ -127,37 +147,42 @@ class Judge:
         limit = reads_one if self._scorer.choice else {"max_tokens": self._scorer.answer_tokens}
         return {"model": self._scorer.model, "messages": messages, "temperature": 0.0, **limit}
 
-    def _ask(self, body: Mapping[str, Any]) -> tuple[float | str, bool]:
-        """The score or what is wrong, and whether the same would come again."""
+    def _ask(self, body: Mapping[str, Any]) -> float | str:
+        """The score, or why the answer has none."""
         try:
             return ask(self._url, body, self._read, self._server, called="the judge", headers=self._headers)
         except Refused as error:
-            return f"was refused with {error}", False
+            raise RewardServerLost(
+                f"the judge {self._scorer.model} at {self._url} refused a question with {error}; fix reward.url, "
+                "reward.model or what is asked; reward.default is for answers alone"
+            ) from None
 
-    def _read(self, answer: bytes) -> tuple[float | str, bool]:
+    def _read(self, answer: bytes) -> float | str:
         try:
             said = json.loads(answer)["choices"][0]
             if self._scorer.choice:
-                return self._chosen(said["logprobs"]["content"][0]["top_logprobs"]), True
-            text = str(said["message"]["content"])
-        except (ValueError, LookupError, TypeError):
+                return self._chosen(said["logprobs"]["content"][0]["top_logprobs"])
+            self._said = text = str(said["message"]["content"])
+        except (ValueError, LookupError, TypeError, AttributeError):
             shown = one_line(answer.decode(errors="replace"))[:200]
-            return f"answered '{shown}', and no chat completion as OpenAI's", False
+            lacks = " with top_logprobs, which reward.choice reads" if self._scorer.choice else ""
+            raise Refused(f"HTTP 200: '{shown}', which is no chat completion of OpenAI's{lacks}") from None
         found = [*self._pattern.finditer(text)]
         try:
             score = float(found[-1][1]) if found else math.nan
         except (TypeError, ValueError):
             score = math.nan
         if not math.isfinite(score) or (self.in_groups and not 0.0 <= score <= 1.0):
-            wanted = "a number from 0 to 1" if self.in_groups else "a number"
+            wanted = "number from 0 to 1 (1: answer 1 wins)" if self.in_groups else "number"
             said = one_line(text)[-200:]
-            return f"answered '{said}', in which '{self._pattern.pattern}' finds no {wanted}", True
-        return score, True
+            return f"answered '{said}', in which '{self._pattern.pattern}' finds no {wanted}"
+        return score
 
     def _chosen(self, top: Sequence[Mapping[str, Any]]) -> float | str:
         """The mean of the choices' scores by their probabilities, other tokens left out."""
         choice = self._scorer.choice or {}
         words = [(one["token"].strip(), math.exp(one["logprob"])) for one in top]
+        self._said = ", ".join(f"{word} {share:.2f}" for word, share in words[:5])
         total = math.fsum(share for word, share in words if word in choice)
         if not total:
             return f"begins with {[word for word, _ in words][:5]}, and none is of reward.choice {[*choice]}"

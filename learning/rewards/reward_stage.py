@@ -83,9 +83,12 @@ class RewardStage:
                     found[index].append(_scaled(outcome, scorer))
                 elif outcome.is_none and isinstance(scorer, RewardPart) and scorer.optional:
                     found[index].append(None)
-                elif fail:
-                    raise RewardError(outcome.reason + self._advice)
                 else:
+                    if outcome.is_none and isinstance(scorer, RewardPart):
+                        advice = f", or set optional: true in reward.parts '{scorer.name}', which then does not apply"
+                        outcome = replace(outcome, reason=outcome.reason + advice)
+                    if fail:
+                        raise RewardError(outcome.reason + self._advice)
                     faults[index] = outcome
             if num_answers != len(asked):
                 raise RewardError(
@@ -136,7 +139,8 @@ class RewardStage:
         columns = zip(*(tokens for _, tokens in paying), strict=True)
         weights = [weight for weight, _ in paying]
         tokens = tuple(math.fsum(map(operator.mul, weights, column)) for column in columns)
-        return Reward(value=math.fsum(value), parts=parts, tokens=tokens)
+        unread = next((reward.unread for reward in rewards if reward and reward.unread), "")
+        return Reward(value=math.fsum(value), parts=parts, tokens=tokens, unread=unread)
 
 
 def _fitting(outcome: Reward | Unscored, request: ScoreRequest) -> Reward | Unscored:
@@ -156,7 +160,7 @@ def _scaled(reward: Reward, scorer: Scorer) -> Reward:
     if value == reward.value and (scorer.std == 1.0 or not reward.tokens):
         return reward
     tokens = tuple(token / scorer.std for token in reward.tokens)
-    return Reward(value=value, parts=reward.parts | {"unscaled": reward.value}, tokens=tokens)
+    return replace(reward, value=value, parts=reward.parts | {"unscaled": reward.value}, tokens=tokens)
 
 
 def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:

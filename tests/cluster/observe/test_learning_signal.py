@@ -107,6 +107,9 @@ def test_the_summary_counts_reasons_from_the_metrics_alone() -> None:
         "3 of 4 iterations: all rewards are equal (2), the rewards of no prompt's responses differ (1)"
     )
     assert told["most responses cut"].startswith("1 of 4 iterations")
+    of_judge = summarise([row | {"reward/style/unread": 0.25 * at} for at, row in enumerate(rows)])
+    assert of_judge is not None
+    assert ("judge's answers unread", "3 of 4 iterations, at most 75.0% of one's") in of_judge.signal
     well = summarise(rows[3:])
     assert well is not None and not well.signal
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhfspec.cluster.observe.summary import unread_line
 from rlhfspec.cluster.plan.reward_plan import check_reward, scoring_timeout_s
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.errors import ConfigError, RewardError, RewardServerLost
@@ -30,7 +31,7 @@ class Asked(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str | None] = []
-        self.refusals: list[int] = []
+        self.refusals: list[tuple[int, str]] = []
 
     @property
     def url(self) -> str:
@@ -44,7 +45,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.headers.append(self.headers.get("Authorization"))
         if self.server.refusals:
-            self.send_error(self.server.refusals.pop())
+            status, text = self.server.refusals.pop()
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
             return
         self.server.bodies.append(body)
         answer = json.dumps({"choices": [said(body)]}).encode()
@@ -87,7 +91,7 @@ def judge() -> Iterator[Asked]:
 
 def config(judge: Asked, folder: Path, **settings: Any) -> RewardConfig:
     own = {
-        "template": "{prompt}>{response}<{reference}{braces}",
+        "template": '{prompt}>{response}<{reference}{"n": 1}',
         "cache": str(folder / "new" / "judge.jsonl"),
     }
     server = {"retries": 1, "backoff_s": 0.001}
@@ -109,9 +113,9 @@ def test_each_text_is_asked_once_for_all_runs_of_one_server(judge: Asked, tmp_pa
     first = scores(reward, "abc", "a", "abc", "{prompt}")
     assert first == [Reward(value=0.3), Reward(value=0.1), Reward(value=0.3), Reward(value=0.8)]
     assert sorted(body["messages"][0]["content"] for body in judge.bodies) == [
-        "q>a<r{braces}",
-        "q>abc<r{braces}",
-        "q>{prompt}<r{braces}",
+        'q>a<r{"n": 1}',
+        'q>abc<r{"n": 1}',
+        'q>{prompt}<r{"n": 1}',
     ]
     assert {(body["model"], body["temperature"], body["max_tokens"]) for body in judge.bodies} == {
         ("m", 0.0, 512)
@@ -160,19 +164,55 @@ def test_what_cannot_be_read_is_refused_or_has_the_declared_score_and_is_counted
         Reward(value=0.3, parts={"unread": 0.0}),
         Reward(value=-1.0, parts={"unread": 1.0}),
     ]
+    line = unread_line([one for one in declared if isinstance(one, Reward)])
+    told = "answered 'I would rather not.', in which 'Score:\\s*(-?\\d+(?:\\.\\d+)?)' finds no number"
+    assert line == f"50.0% of the judge's answers count as reward.default; the first {told}"
     assert len(judge.bodies) == 2, "an answer that cannot be read is kept, too"
 
 
-def test_a_busy_server_is_asked_again_and_a_refusal_is_told_and_not_kept(
-    judge: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_ends_the_run_whatever_is_declared_and_is_not_kept(judge: Asked, tmp_path: Path) -> None:
+    declared = config(judge, tmp_path, default=-1.0, on_error="skip")
+    judge.refusals = [(400, json.dumps({"error": {"message": "x" * 20 + " " + "y" * 190 + " too long"}}))]
+    with pytest.raises(
+        RewardServerLost, match=r"judge m at http\S+/completions refused .* HTTP 400: .*too long"
+    ):
+        scores(declared, "abc")
+    judge.refusals = [(404, "<html>" + "z " * 150)]
+    with pytest.raises(RewardServerLost, match=r"HTTP 404: <html>[z ]{194};"):
+        scores(declared, "abc")
+    for odd in ("<html>hello</html>", "{}", '{"choices": []}'):
+        judge.refusals = [(200, odd)]
+        with pytest.raises(RewardServerLost, match=f"HTTP 200: '{re.escape(odd)}', which is no chat"):
+            scores(declared, "abc")
+    judge.refusals = [(200, '{"choices": [{"logprobs": null}]}')]
+    with pytest.raises(RewardServerLost, match="with top_logprobs, which"):
+        scores(config(judge, tmp_path, choice={"Yes": 1.0}, default=0.0), "abc")
+    assert scores(declared, "abc") == [Reward(value=0.3, parts={"unread": 0.0})]
+
+
+def test_a_check_asks_one_question_and_ends_where_nobody_is_there(judge: Asked, tmp_path: Path) -> None:
+    prompt, reward = (
+        Prompt(prompt_id=0, token_ids=np.array([1]), text="q", reference="abcd"),
+        config(judge, tmp_path),
+    )
+    line = check_reward(reward, first=prompt).functions[1]
+    assert line == "judge m of 'abcd', a stand-in: score 0.4; it said 'Score: 0.4'"
+    assert check_reward(reward, first=prompt).functions[1].endswith("score 0.4; kept from before")
+    assert len(judge.bodies) == 1
+    [chosen] = check_reward(config(judge, tmp_path, choice={"Yes": 1.0}), first=prompt).functions[1:]
+    assert chosen.endswith("score 1; it said 'Yes 0.60, No 0.20, Maybe 0.20'")
+    judge.refusals = [(503, "")]
+    busy = check_reward(config(judge, tmp_path, model="n"), first=prompt).functions[1]
+    assert "gave no answer to a first question: the judge at" in busy and "in 1 tries" in busy
+    with pytest.raises(RewardServerLost, match="in 1 tries; the last one: URLError"):
+        check_reward(reward.model_copy(update={"url": "http://127.0.0.1:9"}), first=prompt)
+
+
+def test_a_busy_server_is_asked_again(judge: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     reward = config(judge, tmp_path, key_env="JUDGE_KEY", on_error="skip")
-    judge.refusals = [400]
-    refused = scores(reward, "abc")[0]
-    assert isinstance(refused, Unscored) and "was refused with HTTP 400" in refused.reason
-    judge.refusals = [503]
-    assert scores(reward, "abc") == [Reward(value=0.3)] and judge.headers == ["Bearer secret"] * 3
+    judge.refusals = [(503, "")]
+    assert scores(reward, "abc") == [Reward(value=0.3)] and judge.headers == ["Bearer secret"] * 2
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match="JUDGE_KEY is no environment variable"):
         build_reward(reward)
@@ -189,6 +229,11 @@ def test_a_file_that_holds_no_scores_is_refused(judge: Asked, tmp_path: Path) ->
         build_reward(reward)
 
 
+def test_braces_of_latex_and_of_json_are_no_names(judge: Asked, tmp_path: Path) -> None:
+    rubric = r'{"score": 1} {1} { } as \boxed{x} and \frac{a}{b}, like {reference}'
+    assert config(judge, tmp_path, template=None, rubric=rubric).rubric == rubric
+
+
 def test_a_batch_may_take_as_long_as_its_questions() -> None:
     server = {"timeout_s": 10.0, "retries": 1, "backoff_s": 1.0}
     own = {"kind": "judge", "url": "http://h", "model": "m", "server": server, "batch_size": 8}
@@ -202,11 +247,18 @@ def test_a_batch_may_take_as_long_as_its_questions() -> None:
     ("settings", "words"),
     [
         ({"url": None}, "needs reward.url"),
-        ({"rubric": "short"}, "one of reward.template and reward.rubric"),
+        ({"rubric": "short"}, "reward.template or reward.rubric, not both"),
+        ({"template": None}, "one of reward.template and reward.rubric"),
         ({"template": "{prompt}"}, "reward.template needs {response}"),
         ({"scope": "group"}, "{other} with reward.scope group alone"),
         ({"pattern": "Score"}, "reward.pattern of a judge needs a group"),
-        ({"choice": {"Yes": 1.0}, "pattern": "(x)"}, "reward.choice needs words"),
+        ({"choice": {"Yes": 1.0}, "pattern": "(x)"}, "choice and reward.pattern both read the answer"),
+        ({"choice": {}}, "reward.choice needs words"),
+        (
+            {"template": "{response}{refrence}"},
+            "{refrence}, which nothing fills in; known are {prompt}, {response}",
+        ),
+        ({"template": None, "rubric": "{other}"}, "reward.rubric names {other}"),
         ({"template": PAIR, "scope": "group", "default": -1.0}, "are from 0 to 1"),
         ({"kind": "gsm8k"}, "reward.template is of kind judge, this is gsm8k"),
     ],
