@@ -286,7 +286,8 @@ def tool_conversations(folder: Path, count: int) -> dict[str, float]:
     """How many conversations with tools differ from those alone: drafted and moved; an instance and an actor killed."""
     workload, config = tools_workload(folder, count, tool_s=0.0, shape=SMALL, max_turn_tokens=20)
     requests = workload.requests()
-    alone = workload.engine(**ENGINE.model_dump() | {"turn_cache_mb": 0.0})
+    settings: dict[str, Any] = ENGINE.model_dump() | {"turn_cache_mb": 0.0}
+    alone = workload.engine(**settings)
     ended = EngineEpisodes(config.environment, workload.tokenizer).run(alone, requests)
     expected = {completion.key: completion for _, completion, _ in ended}
     policy, sign = ForcedMoves(rate=0.3, seed=0, recompute_share=0.1), sign_of(folder)

@@ -240,7 +240,7 @@ def _called(bench: Bench, model: Path, folder: Path) -> None:
         "environment.max_turns": 3,
         "reward.kind": f"{folder / 'rewards.py'}:right",
         "sampling.max_new_tokens": 96,
-        **_answered(bench, prompts),
+        **_rewarded(bench, prompts),
     }
     made = _gsm8k(bench, folder, "called", settings)
     _curve(bench, "tools_accuracy", [row["reward/mean"] for row in made.metrics])
@@ -251,13 +251,13 @@ def _coded(bench: Bench, model: Path, folder: Path) -> None:
     """Functions of one line, run against asserts in the sandbox."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text(tool_tasks.as_lines(tool_tasks.functions(400, BENCH_SEED)))
-    settings = {"reward.kind": "code", "sampling.max_new_tokens": 48, **_answered(bench, prompts)}
+    settings = {"reward.kind": "code", "sampling.max_new_tokens": 48, **_rewarded(bench, prompts)}
     made = _gsm8k(bench, folder, "coded", settings)
     _curve(bench, "code_passed", [row["reward/mean"] for row in made.metrics])
     _gain(bench, "code_passed")
 
 
-def _answered(bench: Bench, prompts: Path) -> dict[str, Any]:
+def _rewarded(bench: Bench, prompts: Path) -> dict[str, Any]:
     return {
         "data.path": prompts,
         "data.prompt_field": "prompt",

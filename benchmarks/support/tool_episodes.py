@@ -73,17 +73,17 @@ def tools_workload(
     tokenizer.chat_template = TEMPLATE
     paths = PairPaths(target=folder / "target", draft=folder / "draft")
     torch.manual_seed(BENCH_SEED)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **shape,
-        )
-    ).eval()
+    end: Any = tokenizer.eos_token_id
+    described: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "eos_token_id": end,
+        "pad_token_id": tokenizer.pad_token_id,
+        **shape,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**described)).eval()
     model.save_pretrained(paths.target)
     with torch.no_grad():
         for weight in model.parameters():
@@ -98,7 +98,7 @@ def tools_workload(
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": one, "answer": ""}) + "\n" for one in asked))
     config = config_from_dict(_settings(paths, rows, file, max_turn_tokens))
-    tools = tool_schemas(config.environment)
+    tools = tuple(tool_schemas(config.environment))
     prompts = []
     for number, text in enumerate(asked):
         said = ({"role": "user", "content": text},)
@@ -107,7 +107,7 @@ def tools_workload(
         prompts.append(
             Prompt(prompt_id=number, token_ids=np.array(ids), text=text, messages=messages, tools=tools)
         )
-    sampling = SamplingParams(max_new_tokens=400, stop_token_ids=(int(tokenizer.eos_token_id),))
+    sampling = SamplingParams(max_new_tokens=400, stop_token_ids=(end,))
     return Workload(
         name="tools", paths=paths, known_tokenizer=tokenizer, prompts=prompts, sampling=sampling
     ), config
@@ -162,7 +162,7 @@ def turn_overhead_ms(tokenizer: PreTrainedTokenizerBase, config: Config, num: in
         token_ids=np.zeros(1, dtype=np.int64),
         text="-",
         messages=(("user", "-"),),
-        tools=tool_schemas(config.environment),
+        tools=tuple(tool_schemas(config.environment)),
     )
     environment.reset(prompt)
     renderer = ObservationRenderer(tokenizer, max_tokens=256)
