@@ -24,7 +24,7 @@ from ...core.named_code import describe, named_code
 from ...core.records import Prompt
 from ..data import verifiers_package
 from ..data.chat.messages import Tools
-from ..data.chat.tool_calls import CallParser, ToolCall
+from ..data.chat.tool_calls import CallParser, ToolCall, TurnEvent
 from ..data.prompt_tokens import read_template
 from .environment_protocol import COUNTED, Step
 from .observations import ObservationRenderer
@@ -62,18 +62,28 @@ class ToolEnvironment:
         return "".join(text for text in texts if text) or None
 
     def step(self, response: str) -> Step:
-        """Answer the calls of a turn, in their order: results, then what did not parse."""
+        """Answer the calls of a turn, in their order, those that do not parse too."""
         assert self._parser is not None and self._prompt is not None
-        turn = self._parser.parse(response, prompt=self._prompt.prefill, tools=self._prompt.tools)
-        if not turn.calls and not turn.unparsed:
+        events: list[TurnEvent] = []
+        # templates open the reasoning in the first turn, or in every one: where it is never closed it was not open
+        for prefill in dict.fromkeys((self._prompt.prefill, "")):
+            stream = self._parser.stream(prompt=prefill, tools=self._prompt.tools)
+            events = [*stream.feed(response), *stream.close()]
+            if any(one.kind != "reasoning" for one in events):
+                break
+        calls = [one.call for one in events if one.kind in ("call", "unparsed")]
+        if not calls:
             return Step(done=True, counts=_counts(0, 0, 0))
         until_s = time.monotonic() + self._timeout_s
-        said = [(call.name, *self._called(call, until_s)) for call in turn.calls]
         wrong = "Error: the call does not parse: expected the format of the tools, a name and an object of arguments"
-        said += [(UNREAD, wrong, False) for _ in turn.unparsed]
+        said = [
+            (UNREAD, wrong, False) if one is None else (one.name, *self._called(one, until_s))
+            for one in calls
+        ]
         messages = [_result(number, name, text) for number, (name, text, _) in enumerate(said)]
-        num_failed = sum(not is_right for *_, is_right in said[: len(turn.calls)])
-        return Step(messages, counts=_counts(len(said), len(turn.unparsed), num_failed))
+        num_unparsed = calls.count(None)
+        num_failed = sum(not is_right for *_, is_right in said) - num_unparsed
+        return Step(messages, counts=_counts(len(said), num_unparsed, num_failed))
 
     def _called(self, call: ToolCall, until_s: float) -> tuple[str, bool]:
         """What a call comes to, and whether that is a result."""
@@ -82,6 +92,11 @@ class ToolEnvironment:
             return f"Error: there is no tool {call.name}; expected one of {', '.join(self._functions)}", False
         if fault := _fault(function, self._schemas[call.name], call.arguments):
             return f"Error: {call.name}: {fault}", False
+        if time.monotonic() >= until_s:
+            return (
+                f"Error: {call.name} was not called: the calls before took all of {self._timeout_s:g} s",
+                False,
+            )
         answers: list[tuple[str, bool]] = []
 
         def run() -> None:

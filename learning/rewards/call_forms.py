@@ -25,8 +25,9 @@ PLACES = ("prompt", "response", "reference")
 "the arguments of a function of ours, in their order"
 _COLUMNS_FIRST = ("token_ids", "iteration")
 "a column of the data that has such a name goes before ours"
-EXTRAS = ("messages", "prefill", "finish_reason", "num_tokens", "sample_index", "prompt_id", *_COLUMNS_FIRST)
-"what a function may ask for by name"
+_OF_SAMPLE = ("prefill", "finish_reason", "num_tokens", "sample_index", "prompt_id", *_COLUMNS_FIRST)
+EXTRAS = ("messages", "response_turns", *_OF_SAMPLE)
+"what a function may ask for by name; response_turns: messages since the prompt, an environment's too"
 
 _WORDS = {
     "prompt": "prompt question query instruction input problem",
@@ -203,7 +204,9 @@ class Call:
         elif name in self.foreign.empty:
             value = value or {}
         elif self.foreign.owner == "TRL" and columns["messages"] and name in ("prompt", "response"):
-            value = columns["messages"] if name == "prompt" else [{"role": "assistant", "content": value}]
+            said = columns["response_turns"]
+            before = columns["messages"][: len(columns["messages"]) - len(said) + 1]
+            value = before if name == "prompt" else said
         return value
 
     def _rest(self, rows: Sequence[Mapping[str, Any]], plan: Mapping[str, str]) -> dict[str, Any]:

@@ -222,6 +222,7 @@ def _end(process: subprocess.Popen[bytes], parent_end: Connection) -> None:
 def _columns(request: ScoreRequest) -> dict[str, Any]:
     """What a function may be given; plain values, so that the child needs nothing of ours."""
     prompt, facts = request.prompt, request.facts
+    turns = facts.turns if facts and facts.turns else (("assistant", request.response),)
     return {
         # a column of the user's that has this name goes before ours
         "prefill": prompt.prefill,
@@ -232,6 +233,7 @@ def _columns(request: ScoreRequest) -> dict[str, Any]:
         "response": request.response,
         "reference": prompt.reference,
         "messages": [dict(turn) for turn in request.turns],
+        "response_turns": [{"role": role, "content": text} for role, text in turns],
         "prompt_id": prompt.prompt_id,
         "sample_index": facts.sample_index if facts else None,
         "num_tokens": facts.num_tokens if facts else None,

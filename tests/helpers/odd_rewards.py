@@ -130,8 +130,8 @@ def sees_a_column(prompt, response, reference, **columns):
 
 def takes_all(prompt, response, reference, **columns):
     """Whatever there is."""
-    known = ["finish_reason", "iteration", "messages", "num_tokens", "prefill", "prompt_id", "sample_index"]
-    return float(sorted(columns) == [*known, "token_ids"])
+    known = ["finish_reason", "iteration", "messages", "num_tokens", "prefill", "prompt_id"]
+    return float(sorted(columns) == [*known, "response_turns", "sample_index", "token_ids"])
 
 
 def slow(prompt, response, reference):

@@ -83,10 +83,14 @@ class _Format:
     reasoning: tuple[str, str] = ("<think>", "</think>")
     content: str | None = None
     "what opens a content; None: all that is nothing else"
+    once: str = ""
+    "of which a call has one"
+    argument: str = ""
+    "of which a call has one for each argument"
 
 
 def _xml(name: str, key: str, value: str) -> dict[str, Any]:
-    pattern = rf"{key}\s*{value}"
+    pattern = f"{key}{value}"
     return {
         "open_pattern": name,
         "content": "xml-inline",
@@ -132,8 +136,9 @@ _FORMATS = (
         _xml(
             r"<tool_call>\s*(?P<name>[^\s<]+)\s*(?=<arg_key>|$)",
             r"<arg_key>(?P<key>[^<]+)</arg_key>",
-            "<arg_value>(?P<value>.*?)</arg_value>",
+            r"\s*<arg_value>(?P<value>.*?)</arg_value>",
         ),
+        argument="<arg_key>",
     ),
     _Format(  # Qwen3-Coder, Qwen3.5, Nemotron 3
         ("<function=",),
@@ -142,8 +147,10 @@ _FORMATS = (
         _xml(
             r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
             r"<parameter=(?P<key>[^>\n]+)>",
-            r"(?P<value>.*?)\s*</parameter>",
+            r"\n?(?P<value>.*?)\n?</parameter>",
         ),
+        once="<function=",
+        argument="<parameter=",
     ),
     _Format(  # Gemma 4
         ("<|tool_call>call:",),
@@ -157,7 +164,7 @@ _FORMATS = (
     _Format(("<|tool_call|>",), r"<\|tool_call\|>", "|", _json(r"<\|tool_call\|>", _WHOLE)),  # Granite
     _Format(  # Llama 3
         ("<|start_header_id|>", '"parameters"'),
-        r'<\|python_tag\|>|(?=\{\s*"name"\s*:[^{}]{0,200}?"(?:parameters|arguments)"\s*:)',
+        r'<\|python_tag\|>|(?=\{\s*"(?:type|name)"\s*:[^{}]{0,200}?"(?:parameters|arguments)"\s*:)',
         "|",
         _json(r"(?:<\|python_tag\|>)?", _WHOLE),
     ),
@@ -176,6 +183,7 @@ class CallParser:
         template = chat_template or own or ""
         said: Any = getattr(tokenizer, "response_template", None)
         ends = regex.compile(_any_of({*_ENDS, str(tokenizer.eos_token or _ENDS[0])}))
+        self._once, self._argument = "", ""
         self._ends, self._is_own = ends, template == own and _CALLS in (said or {}).get("fields", ())
         if self._is_own:
             try:
@@ -190,6 +198,7 @@ class CallParser:
                     "a chat template in the format of Hermes, Llama, Qwen, Mistral, DeepSeek, GLM, Gemma 4, Phi or "
                     "gpt-oss, got neither; set data.chat_template or the tokenizer's response_template"
                 )
+            self._once, self._argument = row.once, row.argument
             self._spec = load_response_template(_spec_of({_CALLS: row.call}))
             self._read = _reading(_fields_of(row, ends.pattern))
         closing = self._read.fields[_CALLS].close_re
@@ -254,12 +263,14 @@ class CallParser:
     def _calls(self, text: str, tools: list[Any]) -> list[ToolCall]:
         found = _flat(parse_response(text, self._spec, prefix="", tools=tools).get(_CALLS))
         calls = [call for one in found for call in _flat(one.get("function", one))]
-        if not calls:
-            raise ValueError("no call")
+        if not calls or (self._once and text.count(self._once) > 1):
+            raise ValueError("not one call")
         for call in calls:
             arguments = call["arguments"] = call.get("arguments", call.get("parameters"))
             if not (isinstance(call["name"], str) and call["name"] and isinstance(arguments, dict)):
                 raise ValueError("a call has a name and an object of arguments")
+            if self._argument and text.count(self._argument) != len(arguments):
+                raise ValueError("an argument that is not closed")
             # nothing that JSON or UTF-8 cannot hold
             json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
         return [ToolCall(call["name"], call["arguments"]) for call in calls]

@@ -72,7 +72,11 @@ def turn_beginning(render: Render, template: str) -> tuple[str, str]:
     if not opened.startswith(unopened):
         return "", ""
     opening = opened[len(unopened) :]
-    behind = opening[num_shared(opening, head) :]
+    shared = num_shared(opening, head)
+    tag_at = opening.rfind("<", 0, shared)
+    if ">" not in opening[tag_at:shared] and tag_at >= 0:
+        shared = tag_at  # `<think>` and `</think>` begin alike
+    behind = opening[shared:]
     if is_shown and behind.strip():
         return behind, ""
     tag = _OPENED.search(opening)

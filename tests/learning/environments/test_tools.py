@@ -102,15 +102,19 @@ def test_what_goes_wrong_is_an_observation(said: str, answer: str) -> None:
     assert step.counts["tool_calls_failed"] == answer.startswith("Error")
 
 
-def test_a_call_that_does_not_parse_is_answered_behind_the_others() -> None:
+def test_a_call_that_does_not_parse_is_answered_in_its_place() -> None:
     (step,) = play("<tool_call>{broken</tool_call>" + call("add", a=2) + "<tool_call>{")
-    assert [one[:30] for one in contents(step)] == ["3", *["Error: the call does not parse"] * 2]
+    wrong = "Error: the call does not parse"
+    assert [one[:30] for one in contents(step)] == [wrong, "3", wrong]
     assert step.counts == {"tool_calls": 3.0, "tool_calls_unparsed": 2.0, "tool_calls_failed": 0.0}
 
 
-def test_one_that_hangs_leaves_the_others_of_a_turn_no_more_time() -> None:
+def test_behind_one_that_hangs_the_others_of_a_turn_are_not_called() -> None:
     (step,) = play(call("hang", text="x") + call("hang", text="y"))
-    assert contents(step) == ["Error: hang gave no answer in 0.5 s"] * 2
+    assert contents(step) == [
+        "Error: hang gave no answer in 0.5 s",
+        "Error: hang was not called: the calls before took all of 0.5 s",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ SAMPLE = {
     "response": "It is 4",
     "reference": "4",
     "messages": [{"role": "user", "content": "2+2?"}],
+    "response_turns": [{"role": "assistant", "content": "It is 4"}],
     "prefill": "",
     "finish_reason": "stop",
     "num_tokens": 3,
@@ -157,6 +158,16 @@ def test_a_function_of_trl_gets_messages_where_the_prompt_is_a_chat_and_else_tex
     assert call_of(Scorer())(SAMPLE) == [TURN, SAMPLE["messages"]]
     assert call_of(functools.partial(Scorer()))(plain) == ["It is 4", "2+2?"]
     assert "(messages where the prompt is a chat" in call_of(Scorer()).describe([])
+
+
+def test_a_function_of_trl_gets_every_turn_of_an_episode_as_trl_does():
+    called, answered, said = (
+        {"role": role, "content": role[0]} for role in ("assistant", "tool", "assistant")
+    )
+    asked = SAMPLE["messages"]
+    episode = {**SAMPLE, "messages": [*asked, called, answered], "response_turns": [called, answered, said]}
+    given = call_of(lambda prompts, completions: (prompts, completions))(episode)
+    assert given == ([asked], [[called, answered, said]])
 
 
 def test_a_function_of_verl_gets_its_columns_and_its_score_is_the_reward():

@@ -67,6 +67,7 @@ def test_a_program_is_the_last_block_of_python_or_all() -> None:
         ({"inputs": ["1 2", "3 4"], "outputs": ["3", "7\n"]}, READS),
         ({"inputs": [["1 2", "9"]], "outputs": [["3", "9"]]}, f"{READS}\nprint(input())"),
         ({"inputs": [[1, 2], "3\n4"], "outputs": [3, [7]], "fn_name": "add"}, ADD),
+        ({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, ADD),
         (
             {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"},
             "class Solution:\n    def add(self, a, b):\n        return a + b",

@@ -216,6 +216,30 @@ def test_what_is_no_call_is_unparsed(call: str) -> None:
     assert (turn.content, turn.calls, len(turn.unparsed)) == ("so  yes", (), 1)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<function=find>\n<parameter=q>\na\n</function>",
+        "<function=find>\n<parameter=q>\na\n</parameter>\n</function>\n<function=add>\n</function>",
+    ],
+)
+def test_broken_xml_is_no_other_call(body: str) -> None:
+    turn = parser("<function=").parse(f"<tool_call>\n{body}\n</tool_call>", tools=TOOLS)
+    assert (turn.calls, len(turn.unparsed)) == ((), 1)
+
+
+def test_a_text_of_xml_keeps_its_indentation() -> None:
+    body = "<function=find>\n<parameter=q>\n    return x\n\n</parameter>\n</function>"
+    (call,) = parser("<function=").parse(f"<tool_call>\n{body}\n</tool_call>", tools=TOOLS).calls
+    assert call.arguments == {"q": "    return x\n"}
+
+
+def test_llama_may_say_the_type_first() -> None:
+    text = '{"type": "function", "name": "add", "parameters": {"n": 1}}<|eot_id|>'
+    (call,) = parser('<|start_header_id|> "parameters"').parse(text, tools=TOOLS).calls
+    assert (call.name, call.arguments) == ("add", {"n": 1})
+
+
 def test_reasoning_is_apart_and_may_be_opened_by_the_prompt() -> None:
     reads = parser("<tool_call>")
     text = f"7? <tool_call>no\n</think>\n\n{hermes('add', ADD_JSON)}<|im_end|>"
