@@ -166,8 +166,16 @@ class ChatBody(GenerationBody):
 
     def require_known(self) -> None:
         """Raise ApiError for what a message, a tool or a call has that nothing here reads."""
+        names: set[str] = set()
         for place, tool in enumerate(self.tools):
             _require_nested(tool, "request.tools", f"tools.{place}")
+            function = tool.get("function", tool)
+            name = function.get("name") if isinstance(function, dict) else None
+            if not isinstance(name, str) or not name or name in names:
+                raise refuse(
+                    f"tools.{place}: expected a function with a name of its own, got {quote(tool)}", "tools"
+                )
+            names.add(name)
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs needs logprobs: true beside it, got none; set it", "top_logprobs")
         for place, message in enumerate(self.messages):

@@ -224,11 +224,19 @@ def _checked_parts(parts: Any) -> dict[str, float]:
     return checked
 
 
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EpisodeError(f"expected an observation that UTF-8 can hold, got {error}") from None
+    return text
+
+
 def _checked_observation(observation: Any) -> Observation:
     if observation is None:
         return ""
     if isinstance(observation, str):
-        return observation
+        return _checked_text(observation)
     if isinstance(observation, (list, tuple)) and observation and isinstance(observation[0], Mapping):
         if all(
             isinstance(one, Mapping) and {"role", "content"} <= set(one) and isinstance(one["content"], str)
@@ -236,6 +244,7 @@ def _checked_observation(observation: Any) -> Observation:
         ):
             for one in observation:
                 surface("environment.message").require(one, "a message", error=EpisodeError)
+                _checked_text(one["content"])
             return [dict(one) for one in observation]
         raise EpisodeError("expected messages as mappings with role and content, the content a string")
     try:

@@ -163,6 +163,12 @@ def tool_schemas(config: EnvironmentConfig) -> Tools:
                 f"environment.tools {name}: {describe(error)}; give every argument a type hint and a line `name: what "
                 "it is` under `Args:` of the docstring"
             ) from error
+        kinds = {one.kind for one in inspect.signature(function).parameters.values()}
+        if kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}:
+            raise ConfigError(
+                f"environment.tools {name}: expected arguments that have names, as calls give them, got "
+                f"{name}{inspect.signature(function)}; write each one out"
+            )
         schemas.append({**schema, "function": {**schema["function"], "name": name}})
     return tuple(schemas)
 
@@ -202,7 +208,7 @@ def _methods(kind: type, path: str) -> dict[str, Function]:
     """The public methods of a new instance, `reset` aside."""
     try:
         made = kind()
-    except Exception as error:  # of the user's
+    except (Exception, SystemExit) as error:  # of the user's
         raise ConfigError(
             f"environment.tools {path}: making {kind.__name__} raised {type(error).__name__}: {describe(error)}; "
             "expected a class that is made without arguments; fix it"
@@ -242,7 +248,8 @@ def ended_process() -> Step:
 
 
 def _result(number: int, name: str, text: str) -> dict[str, str]:
-    # an id of nine letters and digits, as Mistral's templates ask for
+    # an id of nine letters and digits, as Mistral's templates ask for; half characters are no text
+    name, text = (one.encode(errors="replace").decode() for one in (name, text))
     return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": text}
 
 
@@ -262,7 +269,10 @@ def _as_json(result: Any) -> str:
     try:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):
-        return str(result)
+        text = str(result)
+    if " at 0x" in text:  # another text in every process
+        raise TypeError(f"the tool returned a {type(result).__name__}; expected a text, or what JSON holds")
+    return text
 
 
 def _fault(function: Function, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:

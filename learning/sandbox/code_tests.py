@@ -10,6 +10,7 @@ import ast
 import json
 import re
 import secrets
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 from ...core.errors import RewardError
 
 _FENCED = re.compile(
-    r"```[ \t]*(?:python|py)3?[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE
+    r"(?:```|~~~)[ \t]*((?:python|py)3?\b[^\n]*|[ \t\r]*)\n(.*?)(?:^[ \t]*(?:```|~~~)|\Z)",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
 )
+"A label, of Python or none, and what is fenced."
 _EXPECTED = (
     'expected a list of {"input", "output"}, {"inputs", "outputs"} with "fn_name" where a function is called, asserts, '
     'or {"test", "entry_point"}'
@@ -49,7 +52,7 @@ class CodeTest:
 
     def program(self, source: str, mark: str) -> str:
         """What is run; `mark` is written where it has come to its end."""
-        if self.expected is not None:
+        if self.expected is not None or not _is_whole(source):
             return source
         if self.function:
             return f"{source}\n{_CALL.format(name=self.function, arguments=self.arguments, mark=mark)}\n"
@@ -68,18 +71,29 @@ class CodeTest:
             return False
         # LiveCodeBench writes results as JSON, APPS in lists of one
         right = [self.result, _decoded(self.result)]
-        return got in right or any(isinstance(one, list) and one[:1] == [got] for one in right)
+        return got in right or [got] in right
+
+
+def _is_whole(source: str) -> bool:
+    """Whether nothing that stands behind it could be taken for a part of it."""
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return not source.rstrip(" \t\f").endswith("\\")
 
 
 def new_mark() -> str:
-    """A text that no program knows before it is run."""
+    """A text that no program knows before it is run; one that looks for it while it runs may find it."""
     return f"<{secrets.token_hex(16)}>"
 
 
 def program_of(response: str) -> str:
-    """The last block that is fenced as Python; the whole response where there is none."""
+    """The last block that is fenced as Python, else the last without a label, else the whole response."""
     found = _FENCED.findall(response)
-    return found[-1] if found else response
+    labelled = [block for label, block in found if label.strip()]
+    blocks = labelled or [block for _, block in found]
+    return textwrap.dedent(blocks[-1]) if blocks else response
 
 
 def read_tests(given: Any, entry_point: Any = None) -> list[CodeTest]:
@@ -167,6 +181,8 @@ def _asserts(text: str, entry_point: Any) -> list[CodeTest]:
                 "check(candidate) is called with the row's entry_point; name it in data.reward_fields"
             )
         return [CodeTest(asserts=f"{text}\ncheck({entry_point})")]
+    if not is_called and not any(isinstance(one, ast.Assert) for one in ast.walk(ast.parse(text))):
+        raise ValueError(f"{text!r:.60} holds no assert")
     if all(isinstance(one, ast.Assert) for one in body):
         return [CodeTest(asserts=ast.unparse(one)) for one in body]
     return [CodeTest(asserts=text)]

@@ -1,7 +1,7 @@
 """The process that runs programs: forks one of itself for each, in namespaces of their own, with limits.
 
 A script, started by `sandbox.py` with nothing of the run: no environment, no open files, no module of ours. It imports
-once what programs import, and whatever it holds a program can read: expected outputs never come here.
+once what programs import, and whatever it holds a program can read: asserts, but no output that is compared.
 
 Source: namespaces(7), pid_namespaces(7), user_namespaces(7), seccomp(2), setrlimit(2), pivot_root(2).
 """
@@ -9,6 +9,7 @@ Source: namespaces(7), pid_namespaces(7), user_namespaces(7), seccomp(2), setrli
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import gc
@@ -413,8 +414,10 @@ def _execute(asked: dict[str, Any]) -> None:
     if asked["argv"]:
         os.execvp(asked["argv"][0], asked["argv"])
     random.seed(0)  # the same program, the same outcome
+    builtins.exit = builtins.quit = sys.exit  # pyright: ignore[reportAttributeAccessIssue]  # those of site
     module = types.ModuleType("__main__")
     sys.modules["__main__"], sys.argv, code = module, ["program.py"], 1
+    module.__file__ = "program.py"
     try:
         exec(compile(asked["source"], "program.py", "exec", dont_inherit=True), module.__dict__)
         code = 0

@@ -272,7 +272,7 @@ class CallParser:
             if self._argument and text.count(self._argument) != len(arguments):
                 raise ValueError("an argument that is not closed")
             # nothing that JSON or UTF-8 cannot hold
-            json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+            json.dumps([call["name"], arguments], allow_nan=False, ensure_ascii=False).encode()
         return [ToolCall(call["name"], call["arguments"]) for call in calls]
 
 

@@ -300,3 +300,9 @@ def test_a_class_without_tools_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bare.py").write_text("class Bare:\n    def reset(self):\n        pass\n")
     with pytest.raises(ConfigError, match="expected public methods in Bare, got none"):
         tool_functions(EnvironmentConfig(kind="tools", tools=f"{tmp_path}/bare.py:Bare"))
+
+
+def test_a_name_of_half_a_character_is_told_as_text() -> None:
+    (step,) = play('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>')
+    assert all(one.encode() for one in contents(step))
+    assert step.counts["tool_calls_unparsed"] == 1.0

@@ -58,6 +58,8 @@ def test_a_program_is_the_last_block_of_python_or_all() -> None:
     assert program_of(f"```Python3\n{ADD}") == ADD  # cut at the end
     assert program_of(ADD) == ADD
     assert program_of("```python\nx = '```'\n```") == "x = '```'\n"
+    assert program_of("so:\n```\nx = 1\n```\nthen") == "x = 1\n"
+    assert program_of('1.\n    ```python title="x.py"\n    x = 1\n    ```') == "x = 1\n"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_tests_come_from_a_column(stages: dict[bool, RewardStage]) -> None:
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        ("", "no test"),
+        ("", "holds no assert"),
         ("[]", "no test"),
         ("[1", "no JSON"),
         ("assert add(", "SyntaxError"),
@@ -126,6 +128,8 @@ def test_tests_come_from_a_column(stages: dict[bool, RewardStage]) -> None:
         ([{"input": 1, "output": "1"}], "texts"),
         ({"inputs": ["1"], "outputs": []}, "shorter"),
         ({"inputs": [3], "outputs": [3], "fn_name": "add"}, "a list, got 3"),
+        ("146733", "holds no assert"),
+        ("x = 1", "holds no assert"),
         ([1, 2], "no object"),
         (ENTRY["test"], "entry_point"),
     ],
@@ -244,3 +248,14 @@ def test_the_tool_answers_what_was_printed_and_has_a_schema() -> None:
     assert python("x = 1") == "(nothing was printed)"
     long = python("print('x' * 100_000)")
     assert "characters left out" in long and len(long) < MAX_CHARS + 50
+
+
+@pytest.mark.parametrize("source", ["if 0: \\", "x = (1,", 'x = """'])
+def test_what_is_open_at_a_programs_end_takes_no_test_with_it(source):
+    [test] = read_tests("assert f(1) == 2")
+    assert test.program(source, "MARK") == source
+
+
+def test_a_first_element_is_no_whole_result():
+    [test] = read_tests({"inputs": [[1]], "outputs": [[1, 2, 3]], "fn_name": "f"})
+    assert test.is_passed("MARK[1, 2, 3]", "MARK") and not test.is_passed("MARK1", "MARK")
