@@ -67,8 +67,7 @@ class ToolEnvironment:
         events: list[TurnEvent] = []
         # templates open the reasoning in the first turn, or in every one: where it is never closed it was not open
         for prefill in dict.fromkeys((self._prompt.prefill, "")):
-            stream = self._parser.stream(prompt=prefill, tools=self._prompt.tools)
-            events = [*stream.feed(response), *stream.close()]
+            events = self._parser.events(response, prompt=prefill, tools=self._prompt.tools)
             if any(one.kind != "reasoning" for one in events):
                 break
         calls = [one.call for one in events if one.kind in ("call", "unparsed")]

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhfspec.core.records import Prompt
 from rlhfspec.learning.data.chat.messages import Tools
-from rlhfspec.learning.data.chat.tool_calls import ParsedTurn, ToolCall
+from rlhfspec.learning.data.chat.tool_calls import ToolCall, TurnEvent
 from rlhfspec.learning.environments.environment_protocol import Step
 
 
@@ -75,8 +75,8 @@ class Wayward(Parrot):
 class Calls:
     """Every turn is a call of the tool that it names."""
 
-    def parse(self, text: str, *, prompt: str, tools: Tools) -> ParsedTurn:
-        return ParsedTurn("", "", (ToolCall(text, {}),), ())
+    def events(self, text: str, *, prompt: str, tools: Tools) -> list[TurnEvent]:
+        return [TurnEvent("call", call=ToolCall(text, {}))]
 
 
 def leaves() -> None:

@@ -213,14 +213,18 @@ class CallParser:
             prompt: what stands before it, or the end of that: the template may have opened the reasoning there.
             tools: whose schemas say what a value is that is written as bare text.
         """
-        stream = self.stream(prompt=prompt, tools=tools)
-        events = [*stream.feed(text), *stream.close()]
+        events = self.events(text, prompt=prompt, tools=tools)
         return ParsedTurn(
             content="".join(one.text for one in events if one.kind == "content"),
             reasoning="".join(one.text for one in events if one.kind == "reasoning"),
             calls=tuple(one.call for one in events if one.call is not None),
             unparsed=tuple(one.text for one in events if one.kind == "unparsed"),
         )
+
+    def events(self, text: str, *, prompt: str = "", tools: Tools = ()) -> list[TurnEvent]:
+        """The same in its order."""
+        stream = self.stream(prompt=prompt, tools=tools)
+        return [*stream.feed(text), *stream.close()]
 
     def stream(self, *, prompt: str = "", tools: Tools = ()) -> CallStream:
         """The same, piece by piece."""

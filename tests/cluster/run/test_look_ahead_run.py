@@ -77,7 +77,9 @@ class KillsBesideAnUpdate(Reporter):
 def trained(config: Config, folder: Path, *, kills: bool = False) -> tuple[list[dict], str, list[dict]]:
     """Rows of all samples, the checksum of what was learned, and the metrics."""
     run_dir = RunDir.create(config, folder)
-    session = RaySession(namespace=f"test-{folder.name}", is_local=False, dashboard_url=None)
+    session = RaySession(
+        namespace=f"test-{folder.parent.name}-{folder.name}", is_local=False, dashboard_url=None
+    )
     with running_system(check_run(config, output_dir=Path.cwd()), session) as system:
         report = KillsBesideAnUpdate(system) if kills else Reporter()
         train(system, run_dir, report)
