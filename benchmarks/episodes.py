@@ -52,7 +52,14 @@ from .support.processes import run_command, start_command
 from .support.reference import count_mismatches
 from .support.result import ROOT
 from .support.runs import train, train_words
-from .support.tool_episodes import busy_share, num_turns, sign_of, tools_workload, turn_overhead_ms
+from .support.tool_episodes import (
+    busy_share,
+    num_turns,
+    save_often_right_pair,
+    sign_of,
+    tools_workload,
+    turn_overhead_ms,
+)
 from .support.workload import BENCH_SEED, Workload
 
 ALPHABET = "0123456789+-*/=<>#. abcdefghijklmnopqrstuvwxyz"
@@ -64,14 +71,7 @@ def calculator_workload(folder: Path, num_episodes: int, *, max_new_tokens: int)
     tokenizer = character_tokenizer(ALPHABET)
     paths = PairPaths(target=folder / "target", draft=folder / "draft")
     model = _random_model(len(tokenizer))
-    model.save_pretrained(paths.target)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight += torch.randn_like(weight) * weight.std() * 0.2
-    model.save_pretrained(paths.draft)
-    for path in (paths.target, paths.draft):
-        tokenizer.save_pretrained(path)
+    save_often_right_pair(model, tokenizer, paths)
     random = np.random.default_rng(BENCH_SEED)
     texts = [f"{a}+{b} is <<{a}+{b}=" for a, b in random.integers(1, 1000, (num_episodes, 2))]
     return Workload(

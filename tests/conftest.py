@@ -82,29 +82,14 @@ class TinyPair:
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     """A pair that loads in milliseconds; its weights are random and the same in every session."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from random_pair import save_random_pair
 
     from rlhfspec.learning.models.tokenization import character_tokenizer
     from rlhfspec.learning.tasks.chain_task import ALPHABET
 
     folder = tmp_path_factory.mktemp("tiny_pair")
     tokenizer = character_tokenizer(ALPHABET)
-    for seed, (name, num_layers) in enumerate((("target", 2), ("draft", 1))):
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=128,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    save_random_pair(folder, tokenizer, positions=128)
     return TinyPair(target=folder / "target", draft=folder / "draft")
 
 

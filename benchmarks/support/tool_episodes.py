@@ -64,6 +64,20 @@ def add(a: int, b: int = 1) -> int:
 '''
 
 
+def save_often_right_pair(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, paths: PairPaths
+) -> None:
+    """Write a target, and its own weights with noise as a draft that is often right; the model is changed."""
+    model.save_pretrained(paths.target)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight += torch.randn_like(weight) * weight.std() * 0.2
+    model.save_pretrained(paths.draft)
+    for path in (paths.target, paths.draft):
+        tokenizer.save_pretrained(path)
+
+
 def tools_workload(
     folder: Path, num: int, *, tool_s: float, shape: Mapping[str, int], max_turn_tokens: int | None
 ) -> tuple[Workload, Config]:
@@ -84,14 +98,7 @@ def tools_workload(
         **shape,
     }
     model = LlamaForCausalLM(LlamaConfig(**described)).eval()
-    model.save_pretrained(paths.target)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight += torch.randn_like(weight) * weight.std() * 0.2
-    model.save_pretrained(paths.draft)
-    for path in (paths.target, paths.draft):
-        tokenizer.save_pretrained(path)
+    save_often_right_pair(model, tokenizer, paths)
     file = folder / f"tool_of_{tool_s * 1e3:.0f}_ms.py"
     file.write_text(_TOOL.format(sign=str(sign_of(folder)), seconds=tool_s))
     asked = [f"{a}+{b}=" for a, b in np.random.default_rng(BENCH_SEED).integers(1, 1000, (num, 2))]

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from random_pair import save_random_pair
 
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
@@ -51,21 +50,7 @@ def config(tmp_path_factory) -> Config:
     tokenizer = character_tokenizer("addtuo:;=+34567 Er")
     tokenizer.add_tokens(CALLS)
     tokenizer.chat_template = TEMPLATE
-    for seed, (name, num_layers) in enumerate((("target", 2), ("draft", 1))):
-        torch.manual_seed(seed)
-        shape = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=512,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        LlamaForCausalLM(shape).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    save_random_pair(folder, tokenizer, positions=512)
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{n}+3=", "answer": ""}) + "\n" for n in range(3, 8)))
     return config_from_dict(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
+from random_pair import save_random_pair
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
@@ -28,18 +28,4 @@ def save_byte_pair(folder: Path) -> None:
         additional_special_tokens=list(NAMES[2:]),
     )
     fast.chat_template = TEMPLATE
-    for seed, (name, num_layers) in enumerate((("target", 3), ("draft", 1))):
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=len(words),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=512,
-            eos_token_id=fast.eos_token_id,
-            pad_token_id=fast.pad_token_id,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder / name)
-        fast.save_pretrained(folder / name)
+    save_random_pair(folder, fast, positions=512, target_layers=3)
