@@ -19,6 +19,7 @@ UNPICKLERS = {
 }
 RESTRICTED = "learning/training/learner_state.py"
 ORDERS = "engine/group/ranks.py"
+PROGRAMS = "learning/sandbox/sandbox_server.py"
 
 
 def unsafe_reads(source: str) -> list[str]:
@@ -53,6 +54,8 @@ def test_nothing_is_unpickled_from_a_file(folder: str) -> None:
     assert found.pop(RESTRICTED, None) == (["pickle.Unpickler"] if folder == "learning" else None)
     # no file: what the leader of a group has sent to its other ranks, as Ray's own messages are
     assert found.pop(ORDERS, None) == (["pickle.loads"] if folder == "engine" else None)
+    # the sandbox's own process, which is there to run a program that was sent
+    assert found.pop(PROGRAMS, None) == (["exec"] if folder == "learning" else None)
     assert not found
 
 
