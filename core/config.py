@@ -176,7 +176,7 @@ class Config(Section):
         )
         require_draft(self.speculation, self.models.draft)
         require_teacher(self.models, self.algorithm, self.data, environment=environment)
-        require_echo(self.algorithm, environment=environment)
+        require_echo(self.algorithm, environment=environment, max_turns=self.environment.max_turns)
         require_spot(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
         require_cotrain(self.drafter_training, self.speculation)
         require_groups(self.algorithm, rollout)

@@ -26,6 +26,12 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+class ResponseFormat(BaseModel):
+    """The form of an answer: which there are, `request.toml` says."""
+
+    type: str
+
+
 class GenerationBody(BaseModel):
     """What both kinds of bodies have, of the right types; which keys there may be, the tables of `request.toml` say.
 
@@ -48,6 +54,7 @@ class GenerationBody(BaseModel):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False

@@ -363,12 +363,13 @@ def require_teacher(
         )
 
 
-def require_echo(algorithm: AlgorithmConfig, *, environment: str | None) -> None:
+def require_echo(algorithm: AlgorithmConfig, *, environment: str | None, max_turns: int) -> None:
     """Raise ValueError where nothing is given between turns that could be learned."""
-    if algorithm.echo_coef and environment is None:
+    if algorithm.echo_coef and (environment is None or max_turns == 1):
         raise ValueError(
-            f"algorithm.echo_coef {algorithm.echo_coef:g} learns what an environment says, and environment.kind is "
-            "null; name one, such as tools, or set echo_coef to 0"
+            f"algorithm.echo_coef {algorithm.echo_coef:g} learns what an environment says between turns, got "
+            f"environment.kind {environment or 'null'} with max_turns {max_turns}; name one, such as tools, with "
+            "max_turns 2 or more, or set echo_coef to 0"
         )
 
 

@@ -20,6 +20,7 @@ from .environment_protocol import Message, Observation
 
 _SAID = "what-the-policy-said"
 "Stands for a turn's text where the template renders what follows it."
+_KEPT_NAMES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,8 @@ class ObservationRenderer:
         asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         kind = results[0]["name"], bool(tools)
         if kind not in self._behind_a_call:  # what stands there is the template's, and no tool's
+            if len(self._behind_a_call) >= _KEPT_NAMES:  # a policy may make up names
+                self._behind_a_call.clear()
             read = as_template_reads(partial(self._render, tools=tools, as_given=True), [*asked, *results])
             behind = _behind_said(self._render(asked, tools, ask=False))
             self._behind_a_call[kind] = read[: len(asked)], behind

@@ -257,7 +257,8 @@ async def _awaited(result: Any) -> Any:
 
 
 def _is_own(one: Any, module: str) -> bool:
-    return inspect.isfunction(one) and one.__module__ == module
+    # functools.cache makes an object of it
+    return inspect.isfunction(inspect.unwrap(one) if callable(one) else one) and one.__module__ == module
 
 
 def _counts(num_calls: int, num_unparsed: int, num_failed: int) -> dict[str, float]:

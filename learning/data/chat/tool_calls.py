@@ -270,7 +270,7 @@ class CallParser:
         if not calls or (self._once and text.count(self._once) > 1):
             raise ValueError("not one call")
         for call in calls:
-            arguments = call["arguments"] = call.get("arguments", call.get("parameters"))
+            arguments = call["arguments"] = call.get("arguments", call.get("parameters", {}))
             if not (isinstance(call["name"], str) and call["name"] and isinstance(arguments, dict)):
                 raise ValueError("a call has a name and an object of arguments")
             if self._argument and text.count(self._argument) != len(arguments):

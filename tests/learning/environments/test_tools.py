@@ -139,7 +139,9 @@ def test_tools_that_are_none_are_refused(tools: Any, message: str) -> None:
 
 def test_a_file_and_names_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("own_tools.py").write_text("import os\ndef one(): pass\ndef two(): pass\ndef _three(): pass\n")
+    Path("own_tools.py").write_text(
+        "import os, functools\n@functools.cache\ndef one(): pass\ndef two(): pass\ndef _three(): pass\n"
+    )
     for given, expected in (("own_tools.py", ["one", "two"]), ("own_tools.py: two,one", ["two", "one"])):
         found = tool_functions(EnvironmentConfig(kind="tools", tools=given))
         assert list(found) == expected

@@ -218,10 +218,10 @@ def test_observers_and_teachers_see_sampled_tokens_beside_echo(make_model, make_
         assert np.allclose(targets.logprobs, echoed[index].logprobs, atol=1e-5)
 
 
-def test_echo_without_an_environment_is_refused():
+@pytest.mark.parametrize("environment", [{}, {"kind": "calculator", "max_turns": 1}])
+def test_echo_with_nothing_between_turns_is_refused(environment):
+    given = {"data": {"task": "chain"}, "models": {"draft": "d"}, "environment": environment}
     with pytest.raises(
-        ValueError, match=r"echo_coef 0\.1 learns what an environment says, and environment\.kind is"
+        ValueError, match=r"echo_coef 0\.1 learns what an environment says between turns, got"
     ):
-        Config.model_validate(
-            {"data": {"task": "chain"}, "models": {"draft": "d"}, "algorithm": {"echo_coef": 0.1}}
-        )
+        Config.model_validate(given | {"algorithm": {"echo_coef": 0.1}})

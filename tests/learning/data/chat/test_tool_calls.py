@@ -200,7 +200,6 @@ def test_a_call_that_is_cut_is_told_and_no_error(name: str) -> None:
         '{"name": "", "arguments": {}}',
         '{"name": "add", "arguments": [1]}',
         '{"name": "add", "arguments": "{}"}',
-        '{"name": "add"}',
         '{"arguments": {}}',
         '{"name": "add", "arguments": {"n": NaN}}',
         '{"name": "add", "arguments": {"n": "\\ud800"}}',
@@ -214,6 +213,11 @@ def test_a_call_that_is_cut_is_told_and_no_error(name: str) -> None:
 def test_what_is_no_call_is_unparsed(call: str) -> None:
     turn = parser("<tool_call>").parse(f"so <tool_call>{call}</tool_call> yes", tools=TOOLS)
     assert (turn.content, turn.calls, len(turn.unparsed)) == ("so  yes", (), 1)
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    turn = parser("<tool_call>").parse('<tool_call>{"name": "add"}</tool_call>', tools=TOOLS)
+    assert (turn.calls, turn.unparsed) == ((ToolCall("add", {}),), ())
 
 
 @pytest.mark.parametrize(
