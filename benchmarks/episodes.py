@@ -216,6 +216,8 @@ def play_over(
     )
     scheduler = pool.new_scheduler(reallocation, interval_s=0.02)
     played, struck = Played(), False
+    for actor in actors:  # their start is no part of an episode
+        ask(actor.__ray_ready__.remote(), "start")
     began_s = time.perf_counter()
     num_begun = most_open or len(requests)
     episodes.begin(requests[:num_begun])

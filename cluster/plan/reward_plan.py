@@ -18,7 +18,7 @@ from ...core.settings.reward import RewardConfig, Scorer
 from ...engine.weights.loading import load_hf_config, load_tokenizer
 from ...learning.data.chat.scored_text import format_notes
 from ...learning.environments.environment_protocol import Environment, prompt_check
-from ...learning.rewards.code_reward import row_tests
+from ...learning.rewards.code_reward import CodeReward, row_tests
 from ...learning.rewards.judge import MOST_AT_ONCE, Judge
 from ...learning.rewards.reward_function import build_reward
 from ...learning.rewards.reward_model import require_one_output
@@ -46,8 +46,9 @@ def check_reward(
 ) -> CheckedReward:
     """Look at every part of a reward; `fields` are the columns that a function may ask for by name, None: any.
 
-    A judge is asked one question of the `first` prompt, another reward server at the start of the run, from where it is
-    used. Raises ModelError for a model, ConfigError for a function that cannot be used, RewardServerLost for a judge.
+    A judge is asked one question of the `first` prompt, a sandbox's server runs one program, another reward server is
+    asked at the start of the run, from where it is used. Raises ModelError for a model, ConfigError for a function that
+    cannot be used, RewardServerLost for a judge or a sandbox.
     """
     num_params, functions, in_groups = None, [], False
     for scorer in reward.scorers:
@@ -71,6 +72,8 @@ def check_reward(
             functions, in_groups = functions + stage.described, in_groups or stage.in_groups
             if scorer.kind == "judge" and first is not None:
                 functions.append(Judge(scorer, reward.server, Path(reward.cache)).tried(first))
+            if scorer.url and scorer.kind == "code" and first is not None:
+                functions.append(CodeReward(scorer, alone).tried())
     return CheckedReward(num_params, tuple(functions), in_groups)
 
 

@@ -68,6 +68,16 @@ class CodeReward:
         )
         return f"code: tests from {tests}, {self._max_concurrent} programs at once; {where}"
 
+    def tried(self) -> str:
+        """What a server does with a first program. Raises RewardServerLost: it is not there, or runs nothing."""
+        found = self._run("print(6 * 7)", "", self._config.timeout_s)
+        if found.fault or found.stdout.strip() != "42":
+            raise RewardServerLost(
+                f"the sandbox at {self._url} ran `print(6 * 7)`: expected 42, got '{one_line(found.stdout)[:80]}' "
+                f"({found.fault or 'no fault'}, '{one_line(found.stderr)[-80:]}'); fix the server or reward.url"
+            )
+        return f"the sandbox at {self._url} ran a first program in {found.seconds:.2g} s"
+
     def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterator[Reward | Unscored]:
         """One answer a request, in order. Raises RewardServerLost: the server at `url` does not answer."""
         with ThreadPoolExecutor(self._max_concurrent) as threads:

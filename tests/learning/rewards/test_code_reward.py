@@ -240,6 +240,16 @@ def test_faults_of_a_server_name_it(fusion: Fusion) -> None:
         score(dead, PAIRS[:1], READS)
 
 
+def test_a_check_has_the_server_run_a_first_program(fusion: Fusion) -> None:
+    prompt = Prompt(prompt_id=0, token_ids=np.array([1]), text="p", reference="assert f()")
+    reward = code(url=fusion.url, server={"retries": 0, "backoff_s": 0.001})
+    fusion.answers = [ran("42\n")]
+    assert check_reward(reward, first=prompt).functions[1].endswith("ran a first program in 0.1 s")
+    fusion.answers = [ran("", 1)]
+    with pytest.raises(RewardServerLost, match=r"expected 42, got '' \(error"):
+        check_reward(reward, first=prompt)
+
+
 def test_the_tool_answers_what_was_printed_and_has_a_schema() -> None:
     schema = get_json_schema(python)["function"]
     assert schema["name"] == "python" and schema["parameters"]["required"] == ["code"]
