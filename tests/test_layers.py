@@ -269,7 +269,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning": 6,
     "learning/data": 4914,
     "learning/drafts": 2995,
-    "learning/environments": 1393,
+    "learning/environments": 1397,
     "learning/models": 1423,
     "learning/rewards": 2039,
     "learning/sandbox": 914,

@@ -21,6 +21,8 @@ from .environment_protocol import Message, Observation
 _SAID = "what-the-policy-said"
 "Stands for a turn's text where the template renders what follows it."
 _KEPT_NAMES = 256
+_MOST_CHARACTERS = 256
+"Of a token: the longest of known vocabularies have 128."
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class ObservationRenderer:
             if not observation:
                 return Given(np.zeros(0, dtype=np.int64))
             if self._raw or not prompt.messages:
-                return self._further(self._cut(self._encode(observation)))
+                return self._further(self._first(observation))
             observation = [{"role": "user", "content": observation}]
         if len(observation) and isinstance(observation[0], dict):
             return self._turns(observation, last_token, prompt.tools)  # type: ignore[arg-type]
@@ -89,7 +91,7 @@ class ObservationRenderer:
 
         Raises EpisodeError where the chat template refuses the longer message.
         """
-        ids = self._cut(self._encode(text))
+        ids = self._first(text)
         if not prompt.messages:
             token_ids = np.concatenate([prompt.token_ids, np.array(ids, dtype=np.int64)])
             return replace(prompt, token_ids=token_ids, text=prompt.text + text)
@@ -105,13 +107,15 @@ class ObservationRenderer:
             turns=turns if prompt.turns else (),
         )
 
+    def _first(self, text: str) -> list[int]:
+        # what is far behind the cut is not read: a tool may return a file
+        return self._cut(self._encode(text[: self._max_tokens * _MOST_CHARACTERS]))
+
     def _further(self, ids: list[int]) -> Given:
         return Given(np.array(ids, dtype=np.int64), (("assistant", self._decode(ids)),) if ids else ())
 
     def _turns(self, observation: Sequence[Message], last_token: int, tools: Tools) -> Given:
-        shown = [
-            {**one, "content": self._decode(self._cut(self._encode(one["content"])))} for one in observation
-        ]
+        shown = [{**one, "content": self._decode(self._first(one["content"]))} for one in observation]
         rest = (
             self._behind_calls(shown, last_token, tools)
             if all("tool_call_id" in one for one in shown)

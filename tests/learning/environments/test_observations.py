@@ -106,6 +106,14 @@ def test_long_answers_are_cut_and_counted_inside_their_message(tokenizer):
     assert text(tokenizer, found) == "u:abc;a:" and renderer.num_cut == 1
 
 
+def test_of_an_endless_answer_only_the_beginning_is_encoded(tokenizer, monkeypatch):
+    renderer, lengths = ObservationRenderer(tokenizer, max_tokens=3), []
+    encode = renderer._encode
+    monkeypatch.setattr(renderer, "_encode", lambda text: lengths.append(len(text)) or encode(text))
+    found = given(renderer, CHAT, "abc" * 10_000_000, last_token=tokenizer.eos_token_id)
+    assert text(tokenizer, found) == "u:abc;a:" and renderer.num_cut == 1 and max(lengths) <= 3 * 256
+
+
 def test_first_words_end_the_prompt_or_its_last_message(tokenizer):
     renderer = ObservationRenderer(tokenizer, max_tokens=9)
     plain = Prompt(prompt_id=0, token_ids=np.array(tokenizer.encode("ask:")), text="ask")
