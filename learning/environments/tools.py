@@ -24,7 +24,7 @@ from ...core.named_code import describe, named_code
 from ...core.records import Prompt
 from ..data import verifiers_package
 from ..data.chat.messages import Tools
-from ..data.chat.tool_calls import CallParser, ToolCall, TurnEvent
+from ..data.chat.tool_calls import CallParser, ToolCall
 from ..data.prompt_tokens import read_template
 from .environment_protocol import COUNTED, Step
 from .observations import ObservationRenderer
@@ -64,12 +64,8 @@ class ToolEnvironment:
     def step(self, response: str) -> Step:
         """Answer the calls of a turn, in their order, those that do not parse too."""
         assert self._parser is not None and self._prompt is not None
-        events: list[TurnEvent] = []
-        # templates open the reasoning in the first turn, or in every one: where it is never closed it was not open
-        for prefill in dict.fromkeys((self._prompt.prefill, "")):
-            events = self._parser.events(response, prompt=prefill, tools=self._prompt.tools)
-            if any(one.kind != "reasoning" for one in events):
-                break
+        prompt = self._prompt
+        events = self._parser.of_episode(response, prefill=prompt.prefill, tools=prompt.tools)
         calls = [one.call for one in events if one.kind in ("call", "unparsed")]
         if not calls:
             return Step(done=True, counts=_counts(0, 0, 0))

@@ -19,7 +19,7 @@ from typing import Any
 from ...core.config import EnvironmentConfig
 from ...core.errors import ConfigError, DataError, EpisodeError
 from ...core.records import Prompt
-from ..data.chat.tool_calls import CallParser
+from ..data.chat.tool_calls import CallParser, as_turn
 from ..data.verifiers_package import of, schemas
 from .environment_protocol import Step
 
@@ -98,7 +98,8 @@ class VerifiersEpisode:
         """Answer the rollout's question; the next one's further messages are the observation."""
         message: dict[str, Any] = {"content": response, "finish_reason": "stop", "is_truncated": False}
         if self._parser is not None:
-            turn = self._parser.parse(response, prompt=self._prompt.prefill, tools=self._prompt.tools)
+            prompt = self._prompt
+            turn = as_turn(self._parser.of_episode(response, prefill=prompt.prefill, tools=prompt.tools))
             calls = [
                 # nine letters and digits, as Mistral's templates ask for
                 {"id": f"call{number:05d}", "name": one.name, "arguments": json.dumps(one.arguments)}

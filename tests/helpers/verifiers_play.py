@@ -12,7 +12,7 @@ from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError, DataError
 from rlhfspec.core.records import Prompt, SampleKey
 from rlhfspec.learning.data.chat.messages import Tools
-from rlhfspec.learning.data.chat.tool_calls import ParsedTurn, ToolCall
+from rlhfspec.learning.data.chat.tool_calls import ToolCall, TurnEvent
 from rlhfspec.learning.data.prompt_rows import read_rows
 from rlhfspec.learning.environments.environment_protocol import begun, closed, environment_maker
 from rlhfspec.learning.environments.tools import tool_schemas
@@ -23,9 +23,10 @@ NAME = "verifiers:sample_verifiers"
 class Calls:
     """Reads `CALL name` as a call."""
 
-    def parse(self, text: str, *, prompt: str, tools: Tools) -> ParsedTurn:
+    def of_episode(self, text: str, *, prefill: str, tools: Tools) -> list[TurnEvent]:
         content, _, name = text.partition("CALL ")
-        return ParsedTurn(content, "", (ToolCall(name, {"a": 1, "b": 1}),) if name else (), ())
+        call = TurnEvent("call", call=ToolCall(name, {"a": 1, "b": 1}))
+        return [TurnEvent("content", content), *([call] if name else [])]
 
 
 def play(kind: str, says: list[str], *, cut: bool = False) -> list:

@@ -213,18 +213,22 @@ class CallParser:
             prompt: what stands before it, or the end of that: the template may have opened the reasoning there.
             tools: whose schemas say what a value is that is written as bare text.
         """
-        events = self.events(text, prompt=prompt, tools=tools)
-        return ParsedTurn(
-            content="".join(one.text for one in events if one.kind == "content"),
-            reasoning="".join(one.text for one in events if one.kind == "reasoning"),
-            calls=tuple(one.call for one in events if one.call is not None),
-            unparsed=tuple(one.text for one in events if one.kind == "unparsed"),
-        )
+        return as_turn(self.events(text, prompt=prompt, tools=tools))
 
     def events(self, text: str, *, prompt: str = "", tools: Tools = ()) -> list[TurnEvent]:
         """The same in its order."""
         stream = self.stream(prompt=prompt, tools=tools)
         return [*stream.feed(text), *stream.close()]
+
+    def of_episode(self, text: str, *, prefill: str, tools: Tools) -> list[TurnEvent]:
+        """The events of any turn behind a prompt that ended in `prefill`.
+
+        Templates open the reasoning in the first turn, or in every one: where it is never closed it was not open, so
+        that a call in it is one.
+        """
+        events = self.events(text, prompt=prefill, tools=tools)
+        is_open = all(one.kind == "reasoning" for one in events)
+        return self.events(text, tools=tools) if prefill and is_open else events
 
     def stream(self, *, prompt: str = "", tools: Tools = ()) -> CallStream:
         """The same, piece by piece."""
@@ -278,6 +282,16 @@ class CallParser:
             # nothing that JSON or UTF-8 cannot hold
             json.dumps([call["name"], arguments], allow_nan=False, ensure_ascii=False).encode()
         return [ToolCall(call["name"], call["arguments"]) for call in calls]
+
+
+def as_turn(events: Sequence[TurnEvent]) -> ParsedTurn:
+    """The turn that a stream has come to."""
+    return ParsedTurn(
+        content="".join(one.text for one in events if one.kind == "content"),
+        reasoning="".join(one.text for one in events if one.kind == "reasoning"),
+        calls=tuple(one.call for one in events if one.call is not None),
+        unparsed=tuple(one.text for one in events if one.kind == "unparsed"),
+    )
 
 
 class CallStream:
