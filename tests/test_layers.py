@@ -244,7 +244,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 MAX_SOURCE_FILES = 567
 MAX_LINES_OF_A_ROOM = {
     "core": 2559,
-    "core/settings": 2721,
+    "core/settings": 2722,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
@@ -281,8 +281,8 @@ MAX_LINES_OF_A_ROOM = {
     "actors/remote": 1466,
     "actors/reward_server": 542,
     "actors/scheduling": 469,
-    "actors/transport": 1664,
-    "actors/workers": 869,
+    "actors/transport": 1670,
+    "actors/workers": 870,
     "cluster": 160,
     "cluster/commands": 2682,
     "cluster/folder": 2230,
@@ -294,7 +294,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/resume": 1326,
     "cluster/run": 2369,
     "cluster/serving": 2022,
-    "cluster/system": 2676,
+    "cluster/system": 2708,
     "cluster/verify": 1734,
     "cluster/weights": 302,
     "integrations": 1613,

@@ -1,4 +1,4 @@
-"""A process group in which rank 0, the trainer, hands buckets of weights to all instances at once.
+"""A process group in which rank 0, a trainer, hands buckets of weights to all its instances at once.
 
 Each bucket goes out as a header (its size and its XXH3 digest) and its bytes, while the next is packed. The group is
 private: outside torch.distributed's global state, and given up at the first failure. Gloo carries buckets of the host;
@@ -47,6 +47,8 @@ class BroadcastTicket:
     form: BroadcastForm = "gloo"
     window: device_window.Offered = ()
     "the way to the trainer's buckets, for members on its GPU"
+    trainer: str = "trainer"
+    "its name"
 
     @property
     def on_devices(self) -> bool:
@@ -195,8 +197,9 @@ class BroadcastHost:
         form: BroadcastForm = "gloo",
         device: torch.device | None = None,
         room_bytes: int = 0,
+        me: str = "trainer",
     ) -> None:
-        """Listen at an address of this node for instances of these names. Raises OSError.
+        """Listen at an address of this node, as the trainer `me`, for instances of these names. Raises OSError.
 
         `device` is where the trainer's buckets lie, in a group on devices; `room_bytes` the largest one's size, in one
         whose members read them there.
@@ -213,6 +216,7 @@ class BroadcastHost:
             size=1 + len(members),
             form=form,
             window=() if self._window is None else device_window.offer(self._window),
+            trainer=me,
         )
 
     def join(self, timeout_s: float) -> BroadcastGroup:
@@ -227,7 +231,7 @@ class BroadcastHost:
             for link in links:
                 link.close()
             raise WaitTimeout(
-                waiter="trainer",
+                waiter=self.ticket.trainer,
                 waited_for=others,
                 order=f"join the broadcast group, {len(links)} of {len(self._members)} came ({reason_of(error)})",
                 waited_s=timeout_s,
@@ -237,7 +241,7 @@ class BroadcastHost:
             close_listener(self._listener)
         return BroadcastGroup(
             group,
-            me="trainer",
+            me=self.ticket.trainer,
             others=others,
             timeout_s=timeout_s,
             device=_placed(self.ticket, self._device),
@@ -266,13 +270,15 @@ def join_broadcast(
     except (OSError, RuntimeError, PlacementError) as error:
         raise WaitTimeout(
             waiter=me,
-            waited_for="trainer",
+            waited_for=ticket.trainer,
             order=f"let it into the broadcast group ({reason_of(error)})",
             waited_s=timeout_s,
             advice=_ADVICE,
         ) from error
     place = _placed(ticket, device)
-    return BroadcastGroup(group, me=me, others="trainer", timeout_s=timeout_s, device=place, window=window)
+    return BroadcastGroup(
+        group, me=me, others=ticket.trainer, timeout_s=timeout_s, device=place, window=window
+    )
 
 
 def _placed(ticket: BroadcastTicket, device: torch.device | None) -> torch.device | None:

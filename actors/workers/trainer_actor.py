@@ -211,6 +211,7 @@ class TrainerActor(GroupMember):
             form=form,
             device=self._device,
             room_bytes=room_bytes,
+            me=self._spec.name,
         )
         return self._broadcast_host.ticket
 

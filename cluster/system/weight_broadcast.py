@@ -1,9 +1,10 @@
-"""The target's later versions by a broadcast group of trainer and instances; the object store where that fails.
+"""The target's later versions by broadcast groups of trainers and instances; the object store where that fails.
 
-The group is made when it is first needed, and made anew when instances were replaced. Where trainer and instances share
-one GPU, they read the trainer's buckets there; it is one of NCCL where that is asked for and each has a GPU of its own;
-else one of Gloo, where that is asked for or instances are on several nodes. A failed broadcast leaves instances that
-decode nothing until the object store has brought them a whole version.
+Groups are made when they are first needed, and made anew when instances were replaced. Where every instance sits on the
+GPU of a trainer, each such trainer has a group of those on its own, which read its buckets there: no byte leaves a GPU.
+Else the first trainer serves all, by NCCL where each has a GPU of its own, by Gloo where a group is asked for or
+instances are on several nodes. A failed broadcast leaves instances that decode nothing until the object store has
+brought them a whole version.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...actors.actor_messages import LoadedWeights, SentWeights
 from ...actors.remote.remote import Handle
 from ...actors.remote.waiting import awake_s, get
 from ...core.config import ClusterConfig
-from ...core.errors import InstanceLost, NumericsError, RlhfSpecError
+from ...core.errors import InstanceLost, NumericsError, RlhfSpecError, WeightsError
 from ...core.weight_records import DEVICE_BUCKET_BYTES, WORDS, WeightManifest
 from ..weights.publish import PublishedWeights, confirm, part_seconds
 from .trainer_pool import TrainerPool
@@ -32,121 +33,139 @@ _GRACE_S = 5.0
 
 
 class Broadcast:
-    """The loop's side of the group; `publish` answers None where the object store has to serve."""
+    """The loop's side of the groups; `publish` answers None where the object store has to serve."""
 
     def __init__(self, cluster: ClusterConfig, trainers: TrainerPool, note: Callable[[str], None]) -> None:
-        """`note` is told once, in one line, when broadcasting is given up."""
+        """`note` is told once, in one line, what keeps weights from going between GPUs, or ends broadcasting."""
         transport = cluster.publication.transport
         # on one node the object store is shared memory, and faster than a group over loopback (measured)
         self._is_on = transport in ("broadcast", "nccl") or (transport == "auto" and num_nodes() > 1)
         self._may_share = cluster.is_on_gpus and transport != "object_store"
+        self._tries_nccl = transport == "nccl" or (transport == "auto" and cluster.is_on_gpus)
         self._timeout_s = cluster.order_timeout_s
         self._trainers, self._note = trainers, note
         self._members: tuple[str, ...] = ()
-        # by name only: it has never run, and torch bounds the making of its communicator by a limit of its own
-        self._tries_nccl = transport == "nccl"
+        self._served: dict[str, tuple[str, ...]] = {}
+        "instances by the trainer that serves them; empty: the object store serves these members"
         self._checksums = WORDS if cluster.is_on_gpus else ""
         self._form_now: BroadcastForm = "gloo"
 
     def publish(
         self, layout: PublishedWeights, weight_version: int, instances: Mapping[str, Handle]
     ) -> PublishedWeights | None:
-        """Bring every instance the trainer's version; each has confirmed it. None: do it by the object store.
+        """Bring every instance the trainers' version; each has confirmed it. None: do it by the object store.
 
         Args:
             layout: an earlier version, for names and sizes.
-            weight_version: that the trainer has now.
+            weight_version: that the trainers have now.
             instances: that are to get it, all living ones.
 
         Raises:
             NumericsError: the weights are not finite.
         """
-        if not (self._is_on or self._may_share) or not instances:
+        if not (self._is_on or self._may_share or self._tries_nccl) or not instances:
             return None
         announced = replace(layout.manifest, weight_version=weight_version, checksum=self._checksums)
         buckets = announced.in_chunks_of(DEVICE_BUCKET_BYTES)
         try:
-            if self._members != tuple(instances) and not self._gather(buckets, instances):
+            if self._members != tuple(instances):
+                self._gather(buckets, instances)
+            if not self._served:
                 return None
             return self._send(announced if self._form_now == "gloo" else buckets, instances)
         except NumericsError:
             raise
         except RlhfSpecError as error:
             # a dead or a frozen instance is found by the publication that follows
-            is_death, form = isinstance(error, InstanceLost), self._form_now
+            is_death = isinstance(error, InstanceLost)
             self._members = ()
             if not is_death:
-                # what failed is not tried again, and whoever asked for a group has Gloo's
-                self._tries_nccl = self._tries_nccl and form != "nccl"
-                self._may_share = self._may_share and form != "shared"
-                self._is_on = self._is_on and form != "gloo"
-            goes_on = self._is_on or self._may_share
-            self._trainers.first.close_broadcast.remote()
+                # no way between devices is tried again, and whoever asked for a group has Gloo's
+                self._tries_nccl = self._may_share = False
+                self._is_on = self._is_on and self._form_now != "gloo"
+            goes_on = self._is_on or self._may_share or self._tries_nccl
+            for one in self._trainers.handles.values():
+                one.close_broadcast.remote()
             again = "this once" if goes_on else "from here on"
-            then = ", a Gloo group from then on" if goes_on and not is_death else ""
+            then = ", a Gloo group from then on" if self._is_on and not is_death else ""
             self._note(
                 f"publication by broadcast failed ({error}); the object store carries weights {again}{then}"
             )
             return None
 
-    def _gather(self, buckets: WeightManifest, instances: Mapping[str, Handle]) -> bool:
-        """Make a group of trainer and instances; False: none serves better than the object store."""
-        names = tuple(instances)
-        sender, trainer = self._trainers.first_name, self._trainers.first
-        form = self._choose(instances) if self._tries_nccl or self._may_share else "gloo"
-        if form == "gloo" and not self._is_on:
-            return False
-        self._form_now = form
-        room_bytes = max(buckets.chunk_num_bytes, default=0)
-        opened = trainer.open_broadcast.remote(names, form, room_bytes)
-        ticket = self._ask(opened, sender, "open a broadcast group")
-        joins = {sender: trainer.join_broadcast.remote(JOIN_TIMEOUT_S)} | {
-            name: handle.join_broadcast.remote(ticket, rank, JOIN_TIMEOUT_S)
-            for rank, (name, handle) in enumerate(instances.items(), start=1)
+    def _gather(self, buckets: WeightManifest, instances: Mapping[str, Handle]) -> None:
+        """Make the groups that these instances are served by, if any."""
+        self._form_now, self._served = self._choose(instances)
+        trainers, room_bytes = self._trainers.handles, max(buckets.chunk_num_bytes, default=0)
+        for name in trainers.keys() - self._served:
+            trainers[name].close_broadcast.remote()
+        opened = {
+            name: trainers[name].open_broadcast.remote(members, self._form_now, room_bytes)
+            for name, members in self._served.items()
+        }
+        tickets = self._all(opened, "open a broadcast group")
+        joins = {name: trainers[name].join_broadcast.remote(JOIN_TIMEOUT_S) for name in tickets} | {
+            member: instances[member].join_broadcast.remote(tickets[name], rank, JOIN_TIMEOUT_S)
+            for name, members in self._served.items()
+            for rank, member in enumerate(members, start=1)
         }
         self._all(joins, "join the broadcast group")
-        self._members = names
-        return True
+        self._members = tuple(instances)
 
-    def _choose(self, instances: Mapping[str, Handle]) -> BroadcastForm:
-        asked = {self._trainers.first_name: self._trainers.first.gpu_seat.remote()} | {
-            name: handle.gpu_seat.remote() for name, handle in instances.items()
-        }
-        seats = self._all(asked, "name its GPU")
-        if self._may_share and len(set(seats.values())) == 1 and None not in seats.values():
-            return "shared"
-        self._may_share = False
-        if not self._tries_nccl:
-            return "gloo"
-        if (hindrance := why_not_nccl(seats)) is None:
-            return "nccl"
-        # of a broadcast that goes through the host this is said once
-        self._tries_nccl = False
-        self._note(f"weights are broadcast through the host (Gloo), not over NCCL: {hindrance}")
-        return "gloo"
+    def _choose(self, instances: Mapping[str, Handle]) -> tuple[BroadcastForm, dict[str, tuple[str, ...]]]:
+        """How they are served, and by whom; by nobody where the object store does it better."""
+        first = self._trainers.first_name
+        by_first = {first: tuple(instances)}
+        if self._may_share or self._tries_nccl:
+            asked = {
+                name: one.gpu_seat.remote() for name, one in {**self._trainers.handles, **instances}.items()
+            }
+            seats = self._all(asked, "name its GPU")
+            trainers = {name: seats[name] for name in self._trainers.handles}
+            others = {name: seats[name] for name in instances}
+            if self._may_share and (beside := beside_trainers(trainers, others)) is not None:
+                return "shared", beside
+            hindrance = why_not_nccl({first: trainers[first]} | others)
+            if self._tries_nccl and hindrance is None:
+                return "nccl", by_first
+            if self._tries_nccl:
+                self._tries_nccl = False
+                way = (
+                    "are broadcast through the host (Gloo)" if self._is_on else "go through the object store"
+                )
+                self._note(f"weights {way}, not over NCCL: {hindrance}")
+        return "gloo", by_first if self._is_on else {}
 
-    def _send(self, announced: Any, instances: Mapping[str, Handle]) -> PublishedWeights:
+    def _send(self, announced: WeightManifest, instances: Mapping[str, Handle]) -> PublishedWeights:
         began_s = awake_s()
-        order = f"pass on {announced.model} version {announced.weight_version}"
-        sender, following = self._trainers.first_name, self._trainers.follow()
         answers = self._all(
-            {sender: self._trainers.first.broadcast.remote(announced)}
-            | following
+            {
+                # who serves nobody takes part where each holds a part of every weight
+                name: one.broadcast.remote(announced) if name in self._served else one.follow.remote()
+                for name, one in self._trainers.handles.items()
+            }
             | {
                 name: handle.receive_weights.remote(self._timeout_s, announced)
                 for name, handle in instances.items()
             },
-            order,
+            f"pass on {announced.model} version {announced.weight_version}",
         )
-        sent: SentWeights = answers[sender]
+        sent: dict[str, SentWeights] = {name: answers[name] for name in self._served}
+        (first, manifest), *others = ((name, one.manifest) for name, one in sent.items())
+        if odd := [name for name, other in others if not other.describes_what(manifest)]:
+            raise WeightsError(
+                f"{odd[0]} and {first} hold different weights of version {manifest.weight_version}, expected equal ones"
+            )
         loaded: list[LoadedWeights] = [answers[name] for name in instances]
         for answer in loaded:
-            confirm(answer, sent.manifest)
+            confirm(answer, manifest)
         return PublishedWeights(
-            manifest=sent.manifest,
+            manifest=manifest,
             chunk_refs=(),
             fetch=self._trainers.begin_take,
-            part_seconds=part_seconds(awake_s() - began_s, loaded, pack_s=sent.pack_s),
+            part_seconds=part_seconds(
+                awake_s() - began_s, loaded, pack_s=max(one.pack_s for one in sent.values())
+            ),
         )
 
     def _all(self, refs: Mapping[str, Any], order: str) -> dict[str, Any]:
@@ -167,6 +186,19 @@ class Broadcast:
     def _ask(self, ref: Any, waited_for: str, order: str) -> Any:
         timeout_s = self._timeout_s + _GRACE_S
         return get(ref, waiter="the loop", waited_for=waited_for, order=order, timeout_s=timeout_s)
+
+
+def beside_trainers(
+    trainers: Mapping[str, str | None], instances: Mapping[str, str | None]
+) -> dict[str, tuple[str, ...]] | None:
+    """Instances by the trainer on whose GPU they sit, by the names of GPUs; None: not all sit beside one."""
+    on = {seat: name for name, seat in trainers.items() if seat is not None}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, seat in instances.items():
+        if seat is None or seat not in on:
+            return None
+        found[on[seat]] = (*found.get(on[seat], ()), name)
+    return found
 
 
 def why_not_nccl(seats: Mapping[str, str | None]) -> str | None:

@@ -76,8 +76,9 @@ class PublicationConfig(Section):
     """How new weights of the target travel from the trainer to the instances."""
 
     transport: Literal["auto", "broadcast", "nccl", "object_store"] = "auto"
-    "broadcast: a process group (Gloo); nccl: that over NCCL where all have GPUs of their own; auto: broadcast on "
-    "several nodes, else object_store. Members that share one GPU read the weights there, unless object_store is named"
+    "broadcast: a process group (Gloo); nccl: that over NCCL where all have GPUs of their own; auto: nccl there, else "
+    "broadcast on several nodes, else object_store. Instances that all sit on trainers' GPUs read the weights there, "
+    "unless object_store is named"
 
 
 class ClusterConfig(Section):

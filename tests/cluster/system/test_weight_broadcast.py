@@ -68,6 +68,7 @@ class Played:
         *seats: str | None,
         num_gpus: float = 1.0,
         transport: str = "nccl",
+        more_trainers: tuple[str, ...] = (),
     ) -> None:
         def get(answer: Any, **names: Any) -> Any:
             if isinstance(answer, Exception):
@@ -89,13 +90,21 @@ class Played:
                 "trainer": {"num_gpus": num_gpus},
             }
         )
-        self._broadcast = Broadcast(
-            cluster, TrainerPool({"trainer": self.trainer}, cluster), self.notes.append
-        )
+        self.trainers = {"trainer": self.trainer} | {
+            f"trainer-{i}": Actor(gpu_seat=seat, broadcast=sent) for i, seat in enumerate(more_trainers, 1)
+        }
+        self._broadcast = Broadcast(cluster, TrainerPool(self.trainers, cluster), self.notes.append)
 
     def publish(self, version: int) -> PublishedWeights | None:
         layout = PublishedWeights(manifest=LAYOUT, chunk_refs=())
         return self._broadcast.publish(layout, version, self.instances)
+
+    def served(self) -> dict[str, list[tuple[str, ...]]]:
+        """Whom each trainer has opened groups for."""
+        return {
+            name: [arguments[0] for order, arguments in trainer.orders if order == "open_broadcast"]
+            for name, trainer in self.trainers.items()
+        }
 
     def forms(self) -> list[str]:
         return [arguments[1] for order, arguments in self.trainer.orders if order == "open_broadcast"]
@@ -184,15 +193,67 @@ def test_members_on_one_gpu_read_the_trainers_buckets_there(monkeypatch: pytest.
     assert played.publish(4) is None and played.forms() == ["shared"], "not tried again"
 
 
-def test_gpus_of_their_own_take_the_object_store_unless_a_group_is_named(
+def test_gpus_of_their_own_take_nccl_unasked_and_where_some_share_one_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    own = Played(monkeypatch, "GPU 0 of node a", "GPU 1 of node a", "GPU 2 of node a", transport="auto")
+    assert own.publish(1) is not None and own.forms() == ["nccl"] and not own.notes
+    own.trainer.answers["broadcast"] = silent("trainer")
+    assert own.publish(2) is None and own.notes[-1].endswith("the object store carries weights from here on")
+    assert own.publish(3) is None and own.forms() == ["nccl"], "not tried again"
     seats = ("GPU 0 of node a", "GPU 1 of node a", "GPU 1 of node a")
-    assert Played(monkeypatch, *seats, transport="auto").publish(1) is None
+    crowded = Played(monkeypatch, *seats, transport="auto")
+    assert crowded.publish(1) is None and crowded.publish(2) is None and not crowded.forms()
+    why = "gen-0 and gen-1 share GPU 1 of node a"
+    assert crowded.notes == [f"weights go through the object store, not over NCCL: {why}"]
+    assert [order for order, _ in crowded.trainer.orders].count("gpu_seat") == 1, "nobody came or went"
     named = Played(monkeypatch, *seats, transport="broadcast")
     assert named.publish(1) is not None and named.forms() == ["gloo"] and not named.notes
     stored = Played(monkeypatch, seats[0], seats[0], transport="object_store")
     assert stored.publish(1) is None and not stored.forms()
+
+
+CARDS = tuple(f"GPU {i} of node a" for i in range(4))
+
+
+def test_each_of_several_trainers_serves_the_instances_on_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seats = (CARDS[0], CARDS[0], CARDS[2], CARDS[2])
+    played = Played(monkeypatch, *seats, num_gpus=0.4, transport="auto", more_trainers=CARDS[1:3])
+    assert played.publish(1) is not None and played.publish(2) is not None and not played.notes
+    assert played.served() == {"trainer": [("gen-0",)], "trainer-1": [], "trainer-2": [("gen-1", "gen-2")]}
+    orders = {name: [order for order, _ in one.orders] for name, one in played.trainers.items()}
+    assert [orders[name].count("broadcast") for name in orders] == [2, 0, 2]
+    assert orders["trainer-1"].count("follow") == 2, "it holds a part of every weight"
+    ranks = [
+        next(arguments[1] for order, arguments in one.orders if order == "join_broadcast")
+        for one in played.instances.values()
+    ]
+    assert ranks == [1, 1, 2]
+
+
+def test_an_instance_on_a_gpu_without_a_trainer_is_served_as_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = Played(
+        monkeypatch, *CARDS[:2], CARDS[3], num_gpus=0.4, transport="auto", more_trainers=(CARDS[1],)
+    )
+    assert beside.publish(1) is not None and beside.forms() == ["nccl"], "the second trainer is in no group"
+    assert beside.served() == {"trainer": [("gen-0", "gen-1")], "trainer-1": []}
+
+
+def test_trainers_that_hold_different_weights_are_named_and_the_first_ones_are_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = Played(
+        monkeypatch, CARDS[0], *CARDS[:2], num_gpus=0.4, transport="auto", more_trainers=(CARDS[1],)
+    )
+    assert played.publish(1) is not None
+    played.trainers["trainer-1"].answers["broadcast"] = lambda told: SentWeights(
+        manifest=replace(told, checksum="odd"), pack_s=1.0
+    )
+    assert played.publish(2) is None
+    assert "trainer-1 and trainer hold different weights of version 2" in played.notes[-1]
+    assert all("close_broadcast" in dict(one.orders) for one in played.trainers.values())
 
 
 def silent(name: str) -> Callable[..., Exception]:
