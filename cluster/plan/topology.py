@@ -1,7 +1,8 @@
 """From config to bundles and actor options, and their placement.
 
 Every actor has a bundle of one placement group, so a run gets all of its places or none. An actor
-holds at least a sliver of a CPU: that is what keeps its node alive under an autoscaler.
+holds at least a sliver of a CPU: that is what keeps its node alive under an autoscaler. Several trainers that leave a
+part of their GPUs to instances have a whole GPU in a bundle each, and the instances beside them stand in it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...core.config import Config, EngineConfig, SpeculationConfig
 from ...core.errors import ConfigError, PlacementError
-from ...core.settings.cluster import GenerationPoolConfig, PoolConfig
+from ...core.settings.cluster import ClusterConfig, GenerationPoolConfig, PoolConfig
 from ..ray_start.quiet import quiet_environment
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Topology:
         if not self.pins_pools:
             return None
         pool_of = {place.bundle: name for name, places in self.pools.items() for place in places}
-        return [{POOL_LABEL: pool_of[place.bundle]} for place in self.places]
+        return [{POOL_LABEL: pool_of[bundle]} for bundle in sorted(pool_of)]
 
     @property
     def places(self) -> tuple[PlacementSlot, ...]:
@@ -93,13 +94,26 @@ class Topology:
     @property
     def fixed_bundles(self) -> set[int]:
         """Those of all but instances, which find new places by themselves."""
-        return {place.bundle for place in self.places} - {place.bundle for place in self.generation}
+        pools = self.pools.items()
+        return {place.bundle for name, places in pools if name != "generation" for place in places}
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """The resources of each bundle."""
+        found: dict[int, Counter[str]] = {}
+        for place in self.places:
+            found.setdefault(place.bundle, Counter()).update(place.resources())
+        if len(self.trainer) > 1 and 0 < self.trainer[0].num_gpus < 1:
+            # whole: Ray adds up what a node has free of its GPUs, and puts on one what fits there
+            for place in self.trainer:
+                found[place.bundle]["GPU"] = 1
+        return [dict(resources) for resources in found.values()]
 
     def wanted(self) -> dict[str, float]:
         """Resources of all bundles together."""
         total: Counter[str] = Counter()
-        for place in self.places:
-            total.update(place.resources())
+        for resources in self.bundles:
+            total.update(resources)
         return dict(total)
 
     def added(self, number: int) -> PlacementSlot:
@@ -133,6 +147,9 @@ class Topology:
             for name, places in pools.items()
             if places
         ]
+        trained = {place.bundle for place in self.trainer}
+        if beside := sum(place.bundle in trained for place in self.generation):
+            lines.append(f"{'beside':<11}{beside} of the instances on the GPUs of trainers")
         lines.append(f"{'total':<11}{amounts(self.wanted())}, {self.strategy}")
         if self.num_added:
             most = len(self.generation) + self.num_added
@@ -151,14 +168,23 @@ def plan_topology(config: Config) -> Topology:
             f"cluster.placement {cluster.placement} is a promise about places reserved together, and instances "
             "between cluster.generation.min_actors and max_actors come one by one; take PACK or SPREAD"
         )
+    num_trainers = cluster.trainer.num_actors
+    beside = min(num_trainers * _num_beside(cluster), pool.least)
+    num_shared = min(beside, num_trainers)  # bundles of a trainer and of instances, the first ones
     generation = tuple(
         replace(
-            _place(f"gen-{i}", i, pool.num_cpus, pool.num_gpus, config.engine.num_threads),
+            _place(
+                f"gen-{i}",
+                i % num_trainers if i < beside else num_shared + i - beside,
+                pool.num_cpus,
+                pool.num_gpus,
+                config.engine.num_threads,
+            ),
             num_ranks=pool.tensor_parallel,
         )
         for i in range(pool.least)
     )
-    first = len(generation)
+    first = num_shared + pool.least - beside
     reward = tuple(
         _place(f"reward-{i}", first + i, cluster.reward.num_cpus, cluster.reward.num_gpus, 1)
         for i in range(config.num_reward_actors)
@@ -175,12 +201,11 @@ def plan_topology(config: Config) -> Topology:
         )
         for i in range(num_environments)
     )
-    # last: an evaluation leaves them out
-    num_trainers = cluster.trainer.num_actors
+    # last, but for those beside instances: an evaluation leaves them out
     trainer = tuple(
         _place(
             "trainer" if num_trainers == 1 else f"trainer-{i}",
-            first + 1 + num_environments + i,
+            i if i < num_shared else first + 1 + num_environments + i - num_shared,
             cluster.trainer.num_cpus,
             cluster.trainer.num_gpus,
             config.trainer.num_threads,
@@ -216,9 +241,9 @@ def require_machine(topology: Topology, *, num_cpus: float, num_gpus: float) -> 
             f"the run cannot be placed on this machine: cluster.pin_pools wants nodes with the Ray label {POOL_LABEL}, "
             "which a private Ray has not; take it out, or join a cluster with cluster.address"
         )
-    if topology.strategy == "STRICT_SPREAD" and len(topology.places) > 1:
+    if topology.strategy == "STRICT_SPREAD" and len(topology.bundles) > 1:
         raise PlacementError(
-            f"the run cannot be placed on this machine: cluster.placement STRICT_SPREAD wants {len(topology.places)} "
+            f"the run cannot be placed on this machine: cluster.placement STRICT_SPREAD wants {len(topology.bundles)} "
             "machines; use PACK, or join a cluster with cluster.address"
         )
 
@@ -240,7 +265,7 @@ def place(
         raise PlacementError(_explain(topology, waited_s=0.0))
     began_s = time.monotonic()
     group = placement_group(
-        [p.resources() for p in topology.places],
+        topology.bundles,
         strategy=topology.strategy,
         bundle_label_selector=topology.label_selectors(),  # type: ignore[arg-type]  # None is its default
     )
@@ -319,13 +344,21 @@ def _check_ranks(
             )
 
 
+def _num_beside(cluster: ClusterConfig) -> int:
+    """Instances that the rest of each trainer's GPU has room for, where several trainers have a part of one each."""
+    trainer, pool = cluster.trainer, cluster.generation
+    if trainer.num_actors == 1 or not 0 < trainer.num_gpus < 1 or not pool.num_gpus or cluster.pin_pools:
+        return 0
+    return int((1 - trainer.num_gpus) / pool.num_gpus + _SLACK) if pool.tensor_parallel == 1 else 0
+
+
 def _check_trainers(pool: PoolConfig, minibatch_size: int) -> None:
     """Raise ConfigError where several trainers could not learn as one."""
     num_trainers, num_gpus = pool.num_actors, pool.num_gpus
-    if num_trainers > 1 and num_gpus != int(num_gpus):
+    if num_trainers > 1 and num_gpus > 1 and num_gpus != int(num_gpus):
         raise ConfigError(
-            f"cluster.trainer.num_gpus is {num_gpus} with {num_trainers} trainers: NCCL takes whole GPUs, one trainer "
-            "each; set num_gpus: 1, or 0 for the CPU"
+            f"cluster.trainer.num_gpus is {num_gpus} with {num_trainers} trainers: each trains on one GPU, which it "
+            "may share with instances; set num_gpus: 1, less for a part of one, or 0 for the CPU"
         )
     if num_trainers > minibatch_size:
         raise ConfigError(
@@ -358,7 +391,7 @@ def _explain(topology: Topology, *, waited_s: float) -> str:
     idle = {name: free.get(name, 0.0) for name in wanted}
     return (
         f"the run cannot be placed (waited {waited_s:.0f} s): it wants {amounts(wanted)} in "
-        f"{len(topology.places)} bundles (largest: {largest.name} with {amounts(largest.resources())}, "
+        f"{len(topology.bundles)} bundles (largest: {largest.name} with {amounts(largest.resources())}, "
         f"strategy {topology.strategy}), the cluster has {amounts(have)}, of which {amounts(idle)} free; "
         f"{gap}; lower cluster.generation.num_actors, or num_actors, num_cpus, num_gpus of another pool of cluster, or "
         "add nodes"

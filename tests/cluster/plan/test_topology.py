@@ -88,8 +88,48 @@ def test_pinned_pools_want_nodes_of_their_own_with_the_scheduler_beside_the_trai
 def test_several_trainers_that_could_not_learn_as_one_are_refused():
     with pytest.raises(ConfigError, match=r"num_actors is 33, but .*minibatch_size 32 responses"):
         plan_topology(config(trainer={"num_actors": 33}))
-    with pytest.raises(ConfigError, match=r"num_gpus is 0.5 with 2 trainers: NCCL takes whole GPUs"):
-        plan_topology(config(trainer={"num_actors": 2, "num_gpus": 0.5}))
+    with pytest.raises(ConfigError, match=r"num_gpus is 1.5 with 2 trainers: each trains on one GPU"):
+        plan_topology(config(trainer={"num_actors": 2, "num_gpus": 1.5}))
+
+
+def beside(num_trainers: int, share: float, **generation: float) -> tuple[list[int], list[int], list[float]]:
+    """Bundles of instances, bundles of trainers, and each bundle's GPUs."""
+    trainer = {"num_actors": num_trainers, "num_gpus": share, "num_cpus": 2}
+    topology = plan_topology(config(trainer=trainer, generation={"num_cpus": 1} | generation))
+    assert {place.bundle for place in topology.places} == set(range(len(topology.bundles)))
+    assert sum(each["CPU"] for each in topology.bundles) == pytest.approx(
+        sum(place.num_cpus for place in topology.places)
+    )
+    return (
+        [place.bundle for place in topology.generation],
+        [place.bundle for place in topology.trainer],
+        [each.get("GPU", 0) for each in topology.bundles],
+    )
+
+
+def test_each_of_several_trainers_has_a_whole_gpu_in_a_bundle_with_the_instances_beside_it():
+    # behind them a reward actor and the scheduler
+    assert beside(3, 0.6, num_actors=3, num_gpus=0.4) == ([0, 1, 2], [0, 1, 2], [1, 1, 1, 0, 0])
+    assert beside(2, 0.4, num_actors=4, num_gpus=0.3) == ([0, 1, 0, 1], [0, 1], [1, 1, 0, 0])
+    fewer, more = beside(3, 0.6, num_actors=2, num_gpus=0.4), beside(2, 0.6, num_actors=3, num_gpus=0.4)
+    assert fewer == ([0, 1], [0, 1, 4], [1, 1, 0, 0, 1]), "a trainer alone on its GPU"
+    assert more == ([0, 1, 2], [0, 1], [1, 1, 0.4, 0, 0]), "an instance that no trainer has room for"
+    assert beside(2, 0.7, num_actors=2, num_gpus=0.4)[:2] == ([0, 1], [4, 5]), "too large for the rest"
+    assert beside(2, 0.7, num_actors=2, num_gpus=0)[2] == [0, 0, 0, 0, 1, 1]
+    assert beside(2, 1, num_actors=2, num_gpus=1) == ([0, 1], [4, 5], [1, 1, 0, 0, 1, 1])
+    assert beside(1, 0.6, num_actors=2, num_gpus=0.2) == ([0, 1], [4], [0.2, 0.2, 0, 0, 0.6]), "as ever"
+
+
+def test_who_stands_beside_instances_keeps_its_place_where_they_find_new_ones():
+    both = {"num_actors": 2, "num_gpus": 0.5}
+    topology = plan_topology(config(trainer=both, generation=both))
+    assert topology.fixed_bundles == {0, 1, 2, 3} and topology.wanted()["GPU"] == 2
+    assert "beside     2 of the instances on the GPUs of trainers" in topology.describe()
+    evaluated = replace(topology, trainer=())
+    assert [each.get("GPU", 0) for each in evaluated.bundles] == [0.5, 0.5, 0, 0]
+    pinned = plan_topology(config(trainer=both, generation=both, pin_pools=True))
+    assert [place.bundle for place in pinned.trainer] == [4, 5], "nodes of their own"
+    assert len(pinned.label_selectors()) == len(pinned.bundles) == 6
 
 
 @pytest.mark.ray
