@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 567
+MAX_SOURCE_FILES = 568
 MAX_LINES_OF_A_ROOM = {
     "core": 2559,
     "core/settings": 2722,
@@ -284,15 +284,15 @@ MAX_LINES_OF_A_ROOM = {
     "actors/transport": 1670,
     "actors/workers": 870,
     "cluster": 160,
-    "cluster/commands": 2682,
+    "cluster/commands": 2709,
     "cluster/folder": 2230,
     "cluster/jobs": 1543,
     "cluster/observe": 2515,
-    "cluster/ray_start": 820,
-    "cluster/plan": 2792,
+    "cluster/ray_start": 839,
+    "cluster/plan": 2857,
     "cluster/report": 652,
     "cluster/resume": 1326,
-    "cluster/run": 2369,
+    "cluster/run": 2371,
     "cluster/serving": 2022,
     "cluster/system": 2708,
     "cluster/verify": 1734,

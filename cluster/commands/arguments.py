@@ -10,6 +10,7 @@ from typing import Annotated
 
 from ...core.errors import ConfigError
 from ...core.outside import cut, try_folder, user_path
+from ..ray_start.machine import Gpus
 from .declare import Arg
 
 
@@ -31,6 +32,16 @@ def number(
 SECONDS = number("seconds above 0", float, lambda value: 0 < value < math.inf)
 SEED = number("a number from 0 to 2**63 - 1", int, lambda value: 0 <= value < 2**63)
 COUNT = number("a whole number above 0", int, lambda value: value >= 1)
+
+
+def gpus(flag: str, text: str) -> Gpus:
+    """How many GPUs, and the GiB of each. Raises ConfigError."""
+    count, _, gib = text.partition("x")
+    with suppress(ValueError, OverflowError):
+        found = Gpus(int(count), int(float(gib) * 2**30))
+        if min(found.number, found.each_bytes) > 0:
+            return found
+    raise ConfigError(f"{flag} expects how many GPUs and the GiB of each, such as 8x79, got {cut(text)}")
 
 
 def folder(flag: str, text: str) -> Path:

@@ -6,8 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from ..ray_start.machine import Gpus
 from ..ray_start.origin import ROOT
 from .arguments import ConfigFile, Overrides, RunFolder
+from .arguments import gpus as gpus_of
 from .declare import Arg
 
 if TYPE_CHECKING:
@@ -127,6 +129,16 @@ def check(
         str, Arg("RUN", "check whether the run in this folder can be gone on with, as `train --resume`")
     ]
     | None = None,
+    gpus: Annotated[
+        Gpus,
+        Arg(
+            "NxGIB",
+            "check for a machine with so many GPUs of so much memory each, such as 8x79 (what torch sees of 80 GB), in "
+            "place of this one; its cores, memory and disk are not known, and no weights are read",
+            parse=gpus_of,
+        ),
+    ]
+    | None = None,
 ) -> int:
     """Check a config and print its memory, disk and placement plan.
 
@@ -141,15 +153,19 @@ def check(
     with Reporter() as report:
         from ..run.prepared_run import prepare_run
 
-        plan = prepare_run(config, overrides, report, resume=resume, dry_run=True).plan
+        plan = prepare_run(config, overrides, report, resume=resume, elsewhere=gpus, dry_run=True).plan
         from ..plan.model_files import require_finite_weights
         from ..plan.run_check import require_room_in_cluster
 
-        report.stage("reading the weights")
-        require_finite_weights(plan.models.configs, plan.config.models.dtype)
-        require_room_in_cluster(plan)
+        where = "here"
+        if gpus is None:
+            report.stage("reading the weights")
+            require_finite_weights(plan.models.configs, plan.config.models.dtype)
+            require_room_in_cluster(plan)
+        else:
+            where = f"on {gpus.number} GPUs of {gpus.each_bytes / 2**30:g} GiB"
         report.stop()
-        for line in (*plan.report, "check passed: the config can run here"):
+        for line in (*plan.report, f"check passed: the config can run {where}"):
             report.note(line)
     return 0
 

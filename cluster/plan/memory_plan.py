@@ -22,9 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...actors.remote.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
 from ...core.config import Config
-from ...core.errors import PlacementError
 from ...core.weight_records import DEVICE_BUCKET_BYTES
 from ...engine.admission import MB
 from ...engine.cache.cuda_memory import mapped_pages
@@ -122,6 +120,10 @@ class MemoryPlan:
     "all environment actors"
     trainer_parts: Mapping[str, int] = field(default_factory=dict)
     "what one trainer holds, by what it is"
+    gpu_parts: Mapping[str, int] = field(default_factory=dict)
+    "the same of an instance on its GPU"
+    least_cache_bytes: int = 0
+    "of caches that are limited: one sample of full length on its pages"
     checkpoints: bool = False
     "whether layers' activations are computed anew for the backward pass"
 
@@ -157,32 +159,13 @@ def gib(num_bytes: int) -> str:
 
 
 def _of_which(parts: Mapping[str, int]) -> str:
-    held = ", ".join(f"{name} {num_bytes / GIB:.2f}" for name, num_bytes in parts.items() if num_bytes >= MIB)
+    held = listed(parts)
     return f" ({held})" if held else ""
 
 
-def require_gpu_room(
-    plan: MemoryPlan, *, num_gpus: float, device_bytes: int, trainer_gpus: float = 1.0
-) -> None:
-    """Raise PlacementError unless an instance, and a trainer, fit into their shares of a GPU, whoever else is on it.
-
-    Args:
-        plan: of the run.
-        num_gpus: GPUs of one instance; a fraction when several share one.
-        device_bytes: memory of the smallest GPU.
-        trainer_gpus: of one trainer.
-    """
-    instance = f"an instance (KV pool {gib(plan.kv_pool_bytes)})"
-    for who, planned, pool, gpus, advice in (
-        (instance, plan.gpu_bytes, "generation", num_gpus, INSTANCE_ADVICE),
-        ("a trainer", plan.trainer_gpu_bytes, "trainer", trainer_gpus, TRAINER_ADVICE),
-    ):
-        share, needed = int(min(gpus, 1.0) * device_bytes), planned and planned + CUDA_CONTEXT_BYTES
-        if needed > share:
-            raise PlacementError(
-                f"{who} needs {gib(needed)} of a GPU's memory (CUDA {gib(CUDA_CONTEXT_BYTES)} of it), its share "
-                f"(cluster.{pool}.num_gpus {gpus:g}) is {gib(share)} of {gib(device_bytes)}; {advice}"
-            )
+def listed(parts: Mapping[str, int]) -> str:
+    """Parts of some memory that are no trifle, in GiB."""
+    return ", ".join(f"{name} {num_bytes / GIB:.2f}" for name, num_bytes in parts.items() if num_bytes >= MIB)
 
 
 class MemoryNeeds:
@@ -236,7 +219,8 @@ class MemoryNeeds:
     def plan(self, *, object_store_bytes: int) -> MemoryPlan:
         """The plan, of an object store of that size."""
         config, cluster = self._config, self._config.cluster
-        longest_sample, engine = self._sample(), self._engine()
+        on_pages, engine = self._sample(on_pages=True), self._engine()
+        longest_sample = self._sample(on_pages=False) if config.engine.kv_cache_mb is None else on_pages
         parts = self._learner() | {"draft": self._refit()}
         learning, process = sum(parts.values()), {"process": TORCH_PROCESS_BYTES, "scorer": self._scorer()}
         kv_pool = config.engine.max_running_samples * longest_sample
@@ -247,7 +231,12 @@ class MemoryNeeds:
         kept_mb += config.speculation.suffix_memory_mb if config.speculation.remembers else 0.0
         # of recorded steps, and of recorded forwards of each model; a head's are not recorded
         num_recorded = 3 if self._draft is not None and config.speculation.drafter == "model" else 2
-        graphs = config.engine.graph_memory_mb * MB * num_recorded
+        on_gpu = {
+            "weights and logits": engine,
+            "KV pool": kv_pool,
+            "recordings": int(config.engine.graph_memory_mb * MB * num_recorded),
+            "prefill and bucket": self._on_device_alone(),
+        }
         return MemoryPlan(
             generation_bytes=TORCH_PROCESS_BYTES
             + kv_pool
@@ -265,7 +254,9 @@ class MemoryNeeds:
             else TORCH_PROCESS_BYTES + 2 * self._reward_params * DTYPE_BYTES["float32"],
             environment_bytes=PLAIN_PROCESS_BYTES * (cluster.environment.num_actors if has_turns else 0),
             object_store_bytes=object_store_bytes,
-            gpu_bytes=kv_pool + engine + graphs + self._on_device_alone() if self._on_gpu else 0,
+            gpu_bytes=sum(on_gpu.values()) if self._on_gpu else 0,
+            gpu_parts=on_gpu,
+            least_cache_bytes=on_pages,
             trainer_gpu_bytes=learning if config.learns_on_gpu else 0,
             ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
             num_generation=cluster.generation.most,
@@ -274,13 +265,13 @@ class MemoryNeeds:
             disk_bytes=self._checkpoints() + self._states(),
         )
 
-    def _sample(self) -> int:
+    def _sample(self, *, on_pages: bool) -> int:
         """Keys and values of one sample that grows to its limit, in both models' caches."""
         # pools on CPU are float32 whatever the model's dtype
         element_bytes = DTYPE_BYTES[self._dtype] if self._on_gpu else 4
         shapes = [shape.kv for shape in (self._target, self._draft) if shape is not None]
         tokens = self._max_total_tokens + self._num_nodes + 1
-        if self._config.engine.kv_cache_mb is None:
+        if not on_pages:
             return sum(shape.pool_bytes(1, tokens, element_bytes) for shape in shapes)
         if self._config.speculation.policy == "goodput" and self._draft is not None:
             # the profile's engine has the same limit and drafts more nodes

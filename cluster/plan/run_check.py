@@ -48,13 +48,9 @@ from ..ray_start.ray_session import (
     ray_session,
     require_reachable,
 )
+from .gpu_room import require_gpu_room
 from .inputs import Inputs, read_inputs
-from .memory_plan import (
-    MemoryNeeds,
-    MemoryPlan,
-    gib,
-    require_gpu_room,
-)
+from .memory_plan import CUDA_CONTEXT_BYTES, MemoryNeeds, MemoryPlan, gib
 from .model_check import CheckedModels, check_models
 from .model_sizes import ModelShape
 from .reward_plan import check_reward, pattern_notes, require_references, reward_columns
@@ -63,10 +59,13 @@ from .run_profile import RunProfile
 from .topology import Topology, place, plan_topology, require_machine
 
 
-def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> RunPlan:
+def check_run(
+    config: Config, *, output_dir: Path, keeps_ends: bool = False, elsewhere: machine.Gpus | None = None
+) -> RunPlan:
     """Check a config whose model names are resolved (no `demo` left); the plan of its run.
 
-    `keeps_ends`: end tokens stay as the config has them, as in a run that is gone on with.
+    `keeps_ends`: end tokens stay as the config has them, as in a run that is gone on with. `elsewhere`: for a machine
+    with these GPUs, of which no more is known, in place of this one.
     Raises ModelError, DataError, ConfigError, RewardError or PlacementError: the first fault found.
     """
     numerics = _check_engine(config.engine, config.cluster.generation.num_gpus)
@@ -84,7 +83,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     if config.run.copy_to is not None:
         require_place(config.run.copy_to, output_dir)
     topology = plan_topology(config)
-    _require_room_here(topology, config.cluster)
+    _require_machine(topology, config.cluster, elsewhere)
     models = check_models(config)
     inputs = read_inputs(config, models.tokenizer)
     dataset, config = _describe_data(inputs, config.run.epochs), config.lasting(inputs.dataset.pass_prompts)
@@ -101,7 +100,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
         config.reward, config.environment, environment, chain(inputs.dataset.prompts, evaluated)
     )
     needs = MemoryNeeds(config, models.shapes(reward.num_params), max_total_tokens=inputs.max_total_tokens)
-    room = _Room(machine.memory_bytes(), machine.free_disk_bytes(output_dir))
+    room = _Room.of(output_dir, config.cluster, elsewhere)
     memory = _plan_memory(needs, config.cluster, room, output_dir)
     if memory.checkpoints:
         trainer = config.trainer.model_copy(update={"gradient_checkpointing": True})
@@ -117,9 +116,6 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
     remarks += misspelt_attributes(environment) if environment is not None else []
     on_gpus = [f"{key} is {value}, the default on GPUs" for key, value in config.device_defaults.items()]
     evaluation = () if inputs.evaluation is None else inputs.evaluation.lines
-    have = "an unknown amount" if room.memory_bytes is None else gib(room.memory_bytes)
-    rows = [f"{label:<15}{amount}" for label, amount in memory.rows()]
-    rows += [f"of each GPU    {gib(memory.gpu_bytes)} an instance"] if memory.gpu_bytes else []
     return RunPlan(
         config=config if keeps_ends else config.ending_at(inputs.end_token_ids),
         topology=topology,
@@ -135,8 +131,7 @@ def check_run(config: Config, *, output_dir: Path, keeps_ends: bool = False) -> 
                 "reward": notes[2:],
                 "numerics": (numerics, *on_gpus, correction),
                 "settings": remarks,
-                f"memory, of {have} available here": rows,
-                "disk": (f"{gib(memory.disk_bytes)} of {gib(room.disk_bytes)} free",),
+                **_describe_memory(memory, room),
                 "placement": topology.describe().splitlines(),
             }
         ),
@@ -185,10 +180,12 @@ def _made_environment(settings: EnvironmentConfig) -> Environment | None:
     return environment
 
 
-def _require_room_here(topology: Topology, cluster: ClusterConfig) -> None:
+def _require_machine(topology: Topology, cluster: ClusterConfig, elsewhere: machine.Gpus | None) -> None:
     """Require a machine that holds all actors, or a cluster that can be reached. Raises PlacementError."""
     address = joined_address(cluster)
-    if is_local(cluster):
+    if elsewhere is not None:
+        require_machine(topology, num_cpus=None, num_gpus=elsewhere.number)
+    elif is_local(cluster):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
         check_local_ray(cluster)
     elif address is not None:
@@ -253,12 +250,37 @@ def _require_context(
         inputs.evaluation.require_context(context_tokens)
 
 
+def _describe_memory(memory: MemoryPlan, room: _Room) -> dict[str, list[str]]:
+    """Lines of the plan for memory and disk, by their headings."""
+    rows = [f"{label:<15}{amount}" for label, amount in memory.rows()]
+    on_gpu = {"an instance": memory.gpu_bytes, "a trainer": memory.trainer_gpu_bytes}
+    if of_each := [f"{gib(size + CUDA_CONTEXT_BYTES)} {who}" for who, size in on_gpu.items() if size]:
+        rows.append(f"{'of each GPU':<15}{', '.join(of_each)} ({gib(CUDA_CONTEXT_BYTES)} of each is CUDA's)")
+    have, free = (
+        "an unknown amount" if size is None else gib(size) for size in (room.memory_bytes, room.disk_bytes)
+    )
+    return {
+        f"memory, of {have} available {room.where}": rows,
+        "disk": [f"{gib(memory.disk_bytes)} of {free} free"],
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What there is here."""
+    """What there is; None: not known."""
 
     memory_bytes: int | None
-    disk_bytes: int
+    disk_bytes: int | None
+    gpus: machine.Gpus | None
+    where: str
+
+    @classmethod
+    def of(cls, output_dir: Path, cluster: ClusterConfig, elsewhere: machine.Gpus | None) -> _Room:
+        """Here, or on a machine of which only the GPUs are known; those of other nodes are not asked from here."""
+        if elsewhere is not None:
+            return cls(None, None, elsewhere, "there")
+        gpus = machine.gpus() if is_local(cluster) else None
+        return cls(machine.memory_bytes(), machine.free_disk_bytes(output_dir), gpus, "here")
 
 
 def _plan_memory(needs: MemoryNeeds, cluster: ClusterConfig, room: _Room, output_dir: Path) -> MemoryPlan:
@@ -276,12 +298,10 @@ def _plan_memory(needs: MemoryNeeds, cluster: ClusterConfig, room: _Room, output
 
 
 def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, output_dir: Path) -> None:
-    if is_local(cluster) and torch.cuda.is_available():
-        # GPUs of other nodes are not asked from here
-        devices = range(torch.cuda.device_count())
-        least = min(torch.cuda.get_device_properties(index).total_memory for index in devices)
+    if room.gpus is not None and room.gpus.number:
         decoding, learning = cluster.generation.num_gpus, cluster.trainer.num_gpus
-        require_gpu_room(memory, num_gpus=decoding, device_bytes=least, trainer_gpus=learning)
+        each = room.gpus.each_bytes
+        require_gpu_room(memory, num_gpus=decoding, device_bytes=each, trainer_gpus=learning)
     needed = memory.total_bytes
     here = joined_address(cluster) is None  # a Ray that this process has started runs here too
     if here and room.memory_bytes is not None and needed > room.memory_bytes:
@@ -291,7 +311,7 @@ def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, outpu
             f"({parts}); lower engine.max_running_samples, sampling.max_new_tokens, "
             "trainer.max_tokens_per_forward or the number of actors"
         )
-    if memory.disk_bytes > room.disk_bytes:
+    if room.disk_bytes is not None and memory.disk_bytes > room.disk_bytes:
         raise PlacementError(
             f"checkpoints and rollouts need {gib(memory.disk_bytes)} but {output_dir} has "
             f"{gib(room.disk_bytes)} free; set run.output_dir to a larger disk"

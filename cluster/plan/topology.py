@@ -225,11 +225,13 @@ def plan_topology(config: Config) -> Topology:
     )  # fmt: skip
 
 
-def require_machine(topology: Topology, *, num_cpus: float, num_gpus: float) -> None:
-    """Require that one machine can hold all places. Raises PlacementError naming what is missing."""
-    have = {"CPU": num_cpus, "GPU": num_gpus}
-    wanted = topology.wanted()
-    missing = gaps(wanted, have)
+def require_machine(topology: Topology, *, num_cpus: float | None, num_gpus: float) -> None:
+    """Require that one machine can hold all places; of `num_cpus` None nothing is known.
+
+    Raises PlacementError naming what is missing.
+    """
+    wanted, have = topology.wanted(), ({} if num_cpus is None else {"CPU": num_cpus}) | {"GPU": num_gpus}
+    missing = gaps({name: amount for name, amount in wanted.items() if name in have}, have)
     if missing:
         raise PlacementError(
             f"the run cannot be placed on this machine: it wants {amounts(wanted)}, the machine has "

@@ -1,9 +1,10 @@
-"""What this machine has: memory, shared memory, disk. Linux only; None where it cannot be known."""
+"""What this machine has: memory, shared memory, disk, GPUs. Linux only; None where it cannot be known."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP_LIMITS = (
@@ -11,6 +12,24 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """Those of one machine."""
+
+    number: int
+    each_bytes: int
+    "of memory, of the smallest"
+
+
+def gpus() -> Gpus:
+    """Those that torch sees here."""
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in devices]
+    return Gpus(len(sizes), min(sizes, default=0))
 
 
 def memory_bytes() -> int | None:

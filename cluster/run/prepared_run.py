@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ...core.config import Config, RunConfig
     from ..observe.console import Reporter
     from ..plan.run_plan import RunPlan
+    from ..ray_start.machine import Gpus
     from ..resume.resumed_run import ResumedRun
 
 AUTO = "auto"
@@ -39,12 +40,13 @@ def prepare_run(
     resume: str | None = None,
     record: Path | None = None,
     fork: tuple[Path, int] | None = None,
+    elsewhere: Gpus | None = None,
     dry_run: bool,
 ) -> PreparedRun:
     """Open a config, or the run to `resume`, and check it; nothing is written or started.
 
     `record`: a run folder whose rollouts are taken over, as `rollout.record`. `fork`: a run and how many of its
-    iterations a new one goes on behind.
+    iterations a new one goes on behind. `elsewhere`: as of `check_run`.
 
     Raises InputError for all that a run is refused for before Ray starts.
     """
@@ -74,7 +76,7 @@ def prepare_run(
 
     require_record(config)
     # one that goes on has the end tokens that it began with
-    plan = check_run(config, output_dir=path, keeps_ends=resumed is not None)
+    plan = check_run(config, output_dir=path, keeps_ends=resumed is not None, elsewhere=elsewhere)
     if resumed is not None:
         resumed.require_same_data(plan.inputs.dataset)
     report.stop()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlhfspec.cluster.plan.gpu_room import require_gpu_room
 from rlhfspec.cluster.plan.memory_plan import (
     CUDA_CONTEXT_BYTES,
     MIB,
@@ -15,7 +16,6 @@ from rlhfspec.cluster.plan.memory_plan import (
     MemoryNeeds,
     MemoryPlan,
     gib,
-    require_gpu_room,
 )
 from rlhfspec.cluster.plan.model_files import model_shape
 from rlhfspec.cluster.plan.model_sizes import ModelShape, ModelShapes
