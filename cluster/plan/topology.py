@@ -238,6 +238,11 @@ def require_machine(topology: Topology, *, num_cpus: float | None, num_gpus: flo
             f"{amounts(have)}; missing: {amounts(missing)}; lower cluster.generation.num_actors, or num_actors, "
             "num_cpus, num_gpus of another pool of cluster, or join a larger cluster with cluster.address"
         )
+    if (needed := _num_gpus(topology)) > num_gpus:
+        raise PlacementError(
+            f"the run cannot be placed on this machine: shares of GPUs leave gaps and take {needed} whole ones, the "
+            f"machine has {num_gpus:g}; let cluster.trainer.num_gpus and cluster.generation.num_gpus add up to 1"
+        )
     if topology.pins_pools:
         raise PlacementError(
             f"the run cannot be placed on this machine: cluster.pin_pools wants nodes with the Ray label {POOL_LABEL}, "
@@ -248,6 +253,25 @@ def require_machine(topology: Topology, *, num_cpus: float | None, num_gpus: flo
             f"the run cannot be placed on this machine: cluster.placement STRICT_SPREAD wants {len(topology.bundles)} "
             "machines; use PACK, or join a cluster with cluster.address"
         )
+
+
+def _num_gpus(topology: Topology) -> int:
+    """GPUs that all bundles take together, the largest shares placed first, each where it leaves least."""
+    free: list[float] = []
+    for share in sorted((each.get("GPU", 0.0) for each in topology.bundles), reverse=True):
+        if share >= 1:
+            free += [0.0] * int(share)
+        elif share:
+            at = min(
+                (i for i, left in enumerate(free) if left > share - _SLACK),
+                key=free.__getitem__,
+                default=None,
+            )
+            if at is None:
+                at = len(free)
+                free.append(1.0)
+            free[at] -= share
+    return len(free)
 
 
 def place(

@@ -91,6 +91,15 @@ def test_what_does_not_fit_is_refused_in_one_line_that_says_what_to_set(
     assert len(lines) == 1 and re.search(said, lines[0]), lines
 
 
+def test_14b_has_gpus_of_its_own_for_trainers_and_instances(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pools = {"trainer": 6, "generation": 2}
+    alone = {f"cluster.{pool}.num_actors": number for pool, number in pools.items()}
+    alone |= {f"cluster.{pool}.num_gpus": 1 for pool in pools}
+    assert check("qwen2.5_7b_8gpus.yaml", data, "8x79", **ONE_14B, **alone) == 0, capsys.readouterr().err
+
+
 def test_what_would_do_does(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """14B, by what each refusal says, and each GPU shared by what then is asked for."""
     settings: dict[str, object] = {

@@ -65,6 +65,12 @@ def test_a_plan_too_large_for_one_machine_is_refused_before_the_start():
         require_machine(plan_topology(config(trainer={"num_cpus": 7.5})), num_cpus=2, num_gpus=0)
     with pytest.raises(PlacementError, match="missing: 2 GPU"):
         require_machine(plan_topology(config(generation={"num_gpus": 1})), num_cpus=2, num_gpus=0)
+    fits = config(trainer={"num_gpus": 0.6}, generation={"num_actors": 4, "num_gpus": 0.2})
+    require_machine(plan_topology(fits), num_cpus=None, num_gpus=2)
+    gaps = config(trainer={"num_gpus": 0.6}, generation={"num_actors": 2, "num_gpus": 0.7})
+    require_machine(plan_topology(gaps), num_cpus=None, num_gpus=3)
+    with pytest.raises(PlacementError, match="leave gaps and take 3 whole ones, the machine has 2"):
+        require_machine(plan_topology(gaps), num_cpus=None, num_gpus=2)
     with pytest.raises(PlacementError, match="STRICT_SPREAD wants 5 machines"):
         require_machine(plan_topology(config(placement="STRICT_SPREAD")), num_cpus=2, num_gpus=0)
 

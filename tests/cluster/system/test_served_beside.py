@@ -13,31 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec.actors.actor_messages import GenerationSpec, TrainerSpec
-from rlhfspec.actors.generation.engine_host import ManifestHost
-from rlhfspec.actors.remote import actor_start
-from rlhfspec.actors.transport.broadcast import BroadcastGroup, join_broadcast
-from rlhfspec.actors.workers.trainer_actor import TrainerActor
 from rlhfspec.cluster.system import weight_broadcast
 from rlhfspec.cluster.system.trainer_pool import TrainerPool
 from rlhfspec.cluster.system.weight_broadcast import Broadcast
 from rlhfspec.cluster.weights.publish import PublishedWeights
-from rlhfspec.core.config import (
-    AlgorithmConfig,
-    ClusterConfig,
-    EngineConfig,
-    SpeculationConfig,
-    TrainerConfig,
-)
+from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.weight_records import WORDS
 from rlhfspec.engine.weights.chunks import model_checksum, pack_weights
-from rlhfspec.engine.weights.digests import HostMirror
 from tests.helpers import tiny_pool
-from tests.helpers.windows import without_a_gpu
-
-CPU = torch.device("cpu")
-LOCAL = "127.0.0.1"
-TrainerHere = TrainerActor.__ray_metadata__.modified_class
+from tests.helpers.served_beside import (
+    Instance,
+    OnTheHost,
+    TrainerHere,
+    in_one_process,
+    learn,
+    serve_from_a_shard,
+    trainer_of,
+)
+from tests.helpers.trainer_group import run_group
 
 
 class Sitting:
@@ -53,53 +46,6 @@ class Sitting:
         return SimpleNamespace(
             remote=lambda *arguments: self._pool.submit(getattr(self.thing, order), *arguments)
         )
-
-
-class Instance:
-    """What a generation actor does of a broadcast."""
-
-    def __init__(self, name: str, weights: Any) -> None:
-        self._name = name
-        self.host = ManifestHost(
-            GenerationSpec(
-                instance=name,
-                engine=EngineConfig(max_running_samples=1, probe=False),
-                speculation=SpeculationConfig(drafter="none", policy="off"),
-                dtype="float32",
-                max_total_tokens=40,
-                vocab_size=tiny_pool.VOCAB_SIZE,
-                report_interval_s=1.0,
-            )
-        )
-        self.host.load_weights(*weights)
-
-    def join_broadcast(self, ticket: Any, rank: int, timeout_s: float) -> None:
-        self._group = join_broadcast(
-            ticket, rank=rank, me=self._name, host=LOCAL, timeout_s=timeout_s, device=CPU
-        )
-
-    def receive_weights(self, timeout_s: float, layout: Any) -> Any:
-        return self.host.receive_weights(layout, self._group)
-
-
-def trainer_of(rank: int, weights: Any) -> Any:
-    made = TrainerHere(
-        TrainerSpec(
-            name=f"trainer-{rank}",
-            rank=rank,
-            algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0),
-            trainer=TrainerConfig(num_threads=1),
-            drafter_training=None,
-            dtype="float32",
-            temperature=1.0,
-            seed=0,
-            pad_token_id=0,
-            vocab_size=tiny_pool.VOCAB_SIZE,
-            checksums="words",
-        )
-    )
-    made.load_weights(weights[0], *weights[1])
-    return made
 
 
 class Run:
@@ -120,31 +66,12 @@ class Run:
         share = {"num_gpus": 0.5}
         cluster = ClusterConfig.model_validate({"trainer": share, "generation": share})
         self._loop = Broadcast(cluster, TrainerPool(self.trainers, cluster), self.notes.append)
-        self.carried: list[int] = []
-        "bytes of each tensor that a group of Gloo was given"
-        self.copied: list[int] = []
-        "bytes of each bucket that was copied to the host"
-        begin, of = BroadcastGroup._begin, HostMirror.of
-
-        def counted(group: Any, how: Any, tensor: torch.Tensor, *rest: Any) -> Any:
-            self.carried.append(tensor.nbytes)
-            return begin(group, how, tensor, *rest)
-
-        def mirrored(mirror: Any, bucket: torch.Tensor) -> Any:
-            self.copied.append(bucket.nbytes)
-            return of(mirror, bucket)
-
-        monkeypatch.setattr(BroadcastGroup, "_begin", counted)
-        monkeypatch.setattr(HostMirror, "of", mirrored)
+        self.on_host = OnTheHost(monkeypatch)
 
     def learn(self) -> None:
-        """As an update does: equally in each."""
+        """Equally in each."""
         for trainer in self.trainers.values():
-            learner = trainer.thing._learner
-            learner.weight_version += 1
-            with torch.no_grad():
-                for parameter in learner.model.parameters():
-                    parameter.mul_(1.0 + 1 / 64)
+            learn(trainer.thing)
 
     def publish(self, version: int) -> PublishedWeights | None:
         return self._loop.publish(self.layout, version, self.instances)
@@ -157,12 +84,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(weight_broadcast, "get", get)
     monkeypatch.setattr(weight_broadcast, "num_nodes", lambda: 1)
-    monkeypatch.setattr("rlhfspec.actors.workers.trainer_actor.ray.util.get_node_ip_address", lambda: LOCAL)
-    # Ray would start to tell it, and the heap is that of all tests
-    monkeypatch.setattr(actor_start, "_own_name", lambda: None)
-    nothing = SimpleNamespace(unfreeze=lambda: None, collect=lambda: None, freeze=lambda: None)
-    monkeypatch.setattr(actor_start, "gc", nothing)
-    without_a_gpu(monkeypatch)
+    in_one_process(monkeypatch)
 
 
 def test_two_trainers_serve_two_instances_each_and_no_weight_passes_through_the_host(
@@ -175,7 +97,9 @@ def test_two_trainers_serve_two_instances_each_and_no_weight_passes_through_the_
         assert published is not None and published.manifest.weight_version == version, run.notes
         learned = model_checksum(run.trainers["trainer-1"].thing._learner.model, like=WORDS)
         assert published.manifest.checksum == learned, "each instance has confirmed it"
-    assert run.copied == [] and max(run.carried) <= 64, "headers, and a number for who has read"
+    assert run.on_host.copied == [] and max(run.on_host.carried) <= 64, (
+        "headers, and a number for who has read"
+    )
     groups = {id(one.thing._broadcast) for one in run.trainers.values()}
     assert len(groups) == 2 and not run.notes
 
@@ -193,7 +117,7 @@ def test_gpus_of_their_own_are_served_from_device_to_device(monkeypatch: pytest.
     run.learn()
     published = run.publish(1)
     assert published is not None and not run.notes and opened == [("nccl", ("gen-0", "gen-1"))]
-    assert run.copied == [], "to the host"
+    assert run.on_host.copied == [], "to the host"
 
 
 def test_a_trainer_that_learned_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,3 +132,14 @@ def test_a_trainer_that_learned_otherwise_is_named(monkeypatch: pytest.MonkeyPat
     for one in run.trainers.values():
         one.forwards_so_far.remote().result(timeout=60)
         assert one.thing._broadcast is None
+
+
+@pytest.mark.slow
+def test_trainers_with_a_part_of_every_weight_serve_the_same_whole_ones_at_once() -> None:
+    """Each in a process, as on a GPU of its own: what passes between them is the gathering that one would do, too."""
+    served = run_group(2, serve_from_a_shard)
+    assert all(isinstance(one, dict) for one in served), served
+    assert len({one["sent"] for one in served} | {each for one in served for each in one["loaded"]}) == 1
+    whole = sum(parameter.numel() for parameter in tiny_pool.target().parameters())
+    assert sum(one["held"] for one in served) == whole
+    assert all(max(carried) <= 64 and not copied for carried, copied in (one["bytes"] for one in served))
