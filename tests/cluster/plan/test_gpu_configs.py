@@ -20,7 +20,8 @@ FULL = {"trainer.lora": "null"}
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     described(monkeypatch, tmp_path / "hub")
-    # how it is asked for in a run's own folder
+    # a cluster that this shell would join is not asked
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "train.jsonl"
     file.write_text(
