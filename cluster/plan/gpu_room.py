@@ -42,11 +42,16 @@ def require_gpu_room(
 
 def _would_do(plan: MemoryPlan, pool: str, needed: int, share: int, device_bytes: int) -> str:
     """Which share of a GPU would do, or which limit of an instance's caches; empty: none."""
-    found: list[str] = []
-    for size, with_share in ((share, ""), (device_bytes, "cluster.generation.num_gpus 1 with ")):
-        caches = size - needed + plan.kv_pool_bytes
-        if pool == "generation" and not found and caches - MB > plan.least_cache_bytes > 0:
-            found.append(f"{with_share}engine.kv_cache_mb {int(caches / MB)}")
-    if (least := math.ceil(100 * needed / device_bytes) / 100) <= 1.0:
-        found.append(f"cluster.{pool}.num_gpus {least:g}")
+    least = math.ceil(100 * needed / device_bytes) / 100
+    found = [f"cluster.{pool}.num_gpus {least:g}"] if least <= 1.0 else []
+    if pool == "generation":
+        # where no share would do, a whole GPU with less
+        for gpus, size in (
+            ("", share),
+            ("cluster.generation.num_gpus 1 with ", 0 if found else device_bytes),
+        ):
+            caches = size - needed + plan.kv_pool_bytes
+            if caches - MB > plan.least_cache_bytes:
+                found.append(f"{gpus}engine.kv_cache_mb {int(caches / MB)}")
+                break
     return f"{' or '.join(found)} would do; " if found else ""

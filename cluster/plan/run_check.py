@@ -285,7 +285,10 @@ class _Room:
 
 def _plan_memory(needs: MemoryNeeds, cluster: ClusterConfig, room: _Room, output_dir: Path) -> MemoryPlan:
     """The plan that there is room for: with activations computed anew where that is left open and must be."""
-    store = cluster.object_store_bytes or object_store_bytes(needs.object_store())
+    wanted = needs.object_store()
+    # elsewhere nothing is known of what bounds it
+    bounded = wanted if room.where == "there" else object_store_bytes(wanted)
+    store = cluster.object_store_bytes or bounded
     memory = needs.plan(object_store_bytes=store)
     try:
         _require_room(cluster, memory, room, output_dir)

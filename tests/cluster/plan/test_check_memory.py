@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -298,6 +299,32 @@ def test_instances_must_fit_on_the_gpu_that_they_share() -> None:
         require_gpu_room(made, num_gpus=0.5, device_bytes=2 * each - 2)
     with pytest.raises(PlacementError, match=r"^an instance"):
         require_gpu_room(made, num_gpus=1, device_bytes=each - 1)
+
+
+def test_a_refusal_says_which_share_or_which_limit_of_the_caches_would_do() -> None:
+    made = plan(config(cluster={"generation": {"num_gpus": 0.5}}))
+    others = made.gpu_bytes - made.kv_pool_bytes + CUDA_CONTEXT_BYTES
+    pooled = replace(
+        made,
+        gpu_bytes=made.gpu_bytes - made.kv_pool_bytes + 1000 * MIB,
+        kv_pool_bytes=1000 * MIB,
+        least_cache_bytes=100 * MIB,
+    )
+
+    def said(num_gpus: float, device_bytes: int) -> str:
+        with pytest.raises(PlacementError) as refused:
+            require_gpu_room(pooled, num_gpus=num_gpus, device_bytes=device_bytes)
+        found = re.search(r"; (.*) would do; ", str(refused.value))
+        return found[1] if found else ""
+
+    assert said(1, others + 200 * MIB) == f"engine.kv_cache_mb {200 * MIB // 10**6}"
+    whole = f"cluster.generation.num_gpus 1 with engine.kv_cache_mb {200 * MIB // 10**6}"
+    assert said(0.5, others + 200 * MIB) == whole
+    assert said(1, others + 50 * MIB) == "", "not one sample"
+    assert said(0.5, (others + 1000 * MIB) * 5 // 4) == "cluster.generation.num_gpus 0.8"
+    both = f"cluster.generation.num_gpus 0.9 or engine.kv_cache_mb {200 * MIB // 10**6}"
+    device = (others + 1000 * MIB) * 10 // 9 + 10
+    assert said((others + 200 * MIB) / device + 1e-12, device) == both
 
 
 def test_a_prefill_and_a_publications_buckets_are_planned_on_a_gpu() -> None:

@@ -55,7 +55,12 @@ REFUSED = {
         FULL,
         r"a trainer needs 1\d\d\.\d+ GiB .*moments \d+.* share the model",
     ),
-    "14B in the halves of 7B": ("qwen2.5_7b_8gpus.yaml", "8x79", ONE_14B, r"an instance needs .* would do"),
+    "14B in the halves of 7B": (
+        "qwen2.5_7b_8gpus.yaml",
+        "8x79",
+        ONE_14B,
+        r"an instance needs .*; cluster\.generation\.num_gpus 0\.\d+ would do; set engine",
+    ),
     "32B beside trainers": (
         "qwen2.5_7b_8gpus.yaml",
         "8x79",
@@ -99,6 +104,10 @@ def test_14b_has_gpus_of_its_own_for_trainers_and_instances(
     alone = {f"cluster.{pool}.num_actors": number for pool, number in pools.items()}
     alone |= {f"cluster.{pool}.num_gpus": 1 for pool in pools}
     assert check("qwen2.5_7b_8gpus.yaml", data, "8x79", **ONE_14B, **alone) == 0, capsys.readouterr().err
+    store = re.search(r"object store +([\d.]+) GiB", capsys.readouterr().out)
+    assert store is not None and float(store[1]) > 2 * 27.5, (
+        "two versions, whatever this machine has room for"
+    )
 
 
 def test_what_would_do_does(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
