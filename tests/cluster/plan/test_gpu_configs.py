@@ -59,7 +59,7 @@ REFUSED = {
         "qwen2.5_7b_8gpus.yaml",
         "8x79",
         ONE_14B,
-        r"an instance needs .*; cluster\.generation\.num_gpus 0\.\d+ would do; set engine",
+        r"an instance needs .*; cluster\.generation\.num_gpus 0\.\d+ (or engine\.kv_cache_mb \d+ )?would do; ",
     ),
     "32B beside trainers": (
         "qwen2.5_7b_8gpus.yaml",
@@ -112,17 +112,14 @@ def test_14b_has_gpus_of_its_own_for_trainers_and_instances(
 
 def test_what_would_do_does(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """14B, by what each refusal says, and each GPU shared by what then is asked for."""
-    settings: dict[str, object] = {
-        "cluster.trainer.num_gpus": 0.4,
-        "engine.max_running_samples": 16,
-        **ONE_14B,
-    }
-    settings["trainer.lora"] = "{rank: 32}"
+    shares = {"cluster.trainer.num_gpus": 0.1, "cluster.generation.num_gpus": 0.3}
+    settings: dict[str, object] = {"engine.max_running_samples": 16, "trainer.lora": "{rank: 32}"}
+    settings |= shares | ONE_14B
     for _ in range(3):
         if check("qwen2.5_7b_8gpus.yaml", data, "8x79", **settings) == 0:
             break
         (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        key, value = re.findall(r"(cluster\.\w+\.num_gpus) ([\d.]+)(?= would do)", error)[0]
+        key, value = re.findall(r"; (cluster\.\w+\.num_gpus) ([\d.]+)(?= would do| or )", error)[0]
         settings[key] = value
     assert "check passed" in capsys.readouterr().out
-    assert "cluster.generation.num_gpus" in settings
+    assert all(settings[key] != before for key, before in shares.items())
