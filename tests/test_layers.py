@@ -278,7 +278,7 @@ MAX_LINES_OF_A_ROOM = {
     "actors": 382,
     "actors/generation": 1974,
     "actors/migration": 874,
-    "actors/remote": 1466,
+    "actors/remote": 1470,
     "actors/reward_server": 542,
     "actors/scheduling": 469,
     "actors/transport": 1664,

@@ -1,6 +1,7 @@
 """The device of an actor: what Ray assigned to it, never what the machine happens to have.
 
-Ray hides the other GPUs from an actor that has one, and hides none from an actor that has none.
+Ray hides the other GPUs from an actor that has one, and hides none from an actor that has none. So an actor's GPU is
+CUDA's first in every thread of it, also beside frameworks that have Ray hide none (`HIDING`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ TRAINER_ADVICE = (
     "lower trainer.max_tokens_per_forward, set trainer.lora or trainer.gradient_checkpointing, or share the model: "
     "cluster.trainer.num_actors with trainer.strategy: fsdp2"
 )
+
+HIDING = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+"Of an actor's environment, whatever its cluster was started with."
 
 
 def assigned_gpus() -> tuple[str, ...]:
