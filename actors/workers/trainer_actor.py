@@ -23,7 +23,7 @@ from ...core.weight_records import DigestKind, WeightManifest
 from ...engine.build import backend_for, published_model
 from ...engine.numerics import on_threads
 from ...engine.weights.causal_lm import DTYPES
-from ...engine.weights.chunks import load_into, unique_tensors, weight_views
+from ...engine.weights.chunks import load_into, weight_views
 from ...engine.weights.loading import build_causal_lm
 from ...learning.drafts.cotraining import DraftCotrainer
 from ...learning.drafts.draft_learner import DraftTerms, RefitReport
@@ -34,6 +34,7 @@ from ...learning.training.finished_model import PublishedForm
 from ...learning.training.learner import Learner
 from ...learning.training.learning_rate import Horizon
 from ...learning.training.reloaded import Said
+from ...learning.training.sharded import fill_later
 from ...learning.training.training_forward import compute_dtype_on, forwards_made, hold_linears_in
 from ..actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
 from ..remote.actor_start import begin_actor, set_heap_aside
@@ -104,9 +105,10 @@ class TrainerActor(GroupMember):
     def load_teacher(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build the frozen model whose distribution the learner learns, too, and read its checksum back."""
         model = self._build(manifest, chunks)
-        checksum = self._forms["teacher"].checksum(unique_tensors(model), like=manifest.checksum)
         with self._trainers.naming("take the teacher"):
             self._learner.take_teacher(model)
+            with closing(self._trainers.tensors(model)) as weights:
+                checksum = self._forms["teacher"].checksum(weights, like=manifest.checksum)
         set_heap_aside()
         return self._loaded(manifest, checksum)
 
@@ -274,14 +276,14 @@ class TrainerActor(GroupMember):
 
     def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
         """The published model on this actor's device, in float32 where an optimizer steps its weights."""
-        model = build_causal_lm(manifest.hf_config_json, "float32")
-        load_into(model, weight_views(manifest, chunks))
+        # shards are filled from the chunks, and only they go to the device
+        is_divided = manifest.model != "draft" and self._trainers.is_sharded
+        model = build_causal_lm(manifest.hf_config_json, "float32", on_meta=is_divided)
+        (fill_later if is_divided else load_into)(model, weight_views(manifest, chunks))
         if manifest.model == "target" and self._spec.trainer.lora is not None:
             hold_linears_in(model, self._compute_dtype)
         self._forms[manifest.model] = PublishedForm(manifest)
-        # shards are made on the CPU, and only they go to the device
-        stays = manifest.model != "draft" and self._trainers.is_sharded
-        return model if stays else model.to(self._device)  # type: ignore[arg-type]
+        return model if is_divided else model.to(self._device)  # type: ignore[arg-type]
 
     def _scorer(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> EngineScorer | None:
         """The engine's forward over the published weights, where it is to value log-probabilities."""

@@ -343,7 +343,7 @@ class MemoryNeeds:
             "teacher": 0 if self._teacher is None else self._teacher.num_params * _MASTER_BYTES,
         }
         if config.trainer.strategy == "fsdp2":
-            # shards; each trainer still reads whole models, and publishes them block by block
+            # shards, filled from published chunks; one block at a time is whole
             held = {name: -(-part // num_trainers) for name, part in held.items()}
         # the critic learns from the states of every response token; each trainer keeps those of its share
         states = self._num_samples * config.sampling.max_new_tokens * target.hidden_size * 4
