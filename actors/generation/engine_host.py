@@ -46,9 +46,8 @@ from ..remote.actor_start import set_heap_aside
 from ..remote.assigned_device import (
     INSTANCE_ADVICE,
     assigned_gpus,
-    give_back_cached,
-    require_gpu_room,
     resolve_device,
+    take_gpu_share,
 )
 from .rank_actors import RankActors
 from .spot_trainer import SpotTrainer
@@ -107,10 +106,6 @@ class ManifestHost:
         if self._rank_actors is None:
             self._rank_actors = RankActors(self._spec)
         return self._rank_actors.ranks
-
-    def give_back(self) -> None:
-        """Let a trainer on the same GPU have what the samples have freed."""
-        give_back_cached(self.device, share=self._spec.gpu_share)
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
         """Load one version of one model; what decodes from now on was read back and compared with the chunks.
@@ -334,8 +329,15 @@ class ManifestHost:
     @cached_property
     def _backend(self) -> ComputeBackend:
         """What computes here: weights are laid out for it as they come. Raises PlacementError: its GPU has no room."""
-        who, needed_bytes, share = self._spec.instance, self._spec.gpu_bytes, self._spec.gpu_share
-        require_gpu_room(who, self.device, needed_bytes=needed_bytes, share=share, advice=INSTANCE_ADVICE)
+        spec = self._spec
+        take_gpu_share(
+            spec.instance,
+            self.device,
+            needed_bytes=spec.gpu_bytes,
+            share=spec.gpu_share,
+            advice=INSTANCE_ADVICE,
+            mapped_bytes=spec.gpu_mapped_bytes,
+        )
         return backend_for(self._engine_settings)
 
     @property

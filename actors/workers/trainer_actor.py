@@ -33,12 +33,13 @@ from ...learning.training.engine_scoring import EngineScorer, require_engine_sco
 from ...learning.training.finished_model import PublishedForm
 from ...learning.training.learner import Learner
 from ...learning.training.learning_rate import Horizon
+from ...learning.training.objectives.head_statistics import use_room
 from ...learning.training.reloaded import Said
 from ...learning.training.sharded import fill_later
 from ...learning.training.training_forward import compute_dtype_on, forwards_made, hold_linears_in
 from ..actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
 from ..remote.actor_start import begin_actor, set_heap_aside
-from ..remote.assigned_device import TRAINER_ADVICE, give_back_cached, gpu_seat, require_gpu_room
+from ..remote.assigned_device import TRAINER_ADVICE, gpu_seat, take_gpu_share
 from ..remote.remote import remote
 from ..transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
 from .group_member import GroupMember
@@ -74,9 +75,11 @@ class TrainerActor(GroupMember):
         """Build the learner around the published model and read its checksum back."""
         spec = self._spec
         torch.set_num_threads(spec.trainer.num_threads)
-        require_gpu_room(
+        left_bytes = take_gpu_share(
             spec.name, self._device, needed_bytes=spec.gpu_bytes, share=spec.gpu_share, advice=TRAINER_ADVICE
         )
+        # the rest is for what allocators leave unused
+        use_room(left_bytes // 2)
         model = self._build(manifest, chunks)
         drafter_training = self._spec.drafter_training
         if drafter_training is not None and drafter_training.mode == "refit":
@@ -142,9 +145,7 @@ class TrainerActor(GroupMember):
         Raises PeerLost when another trainer of several is gone.
         """
         with self._trainers.naming("update"):
-            report = self._learner.update(rollouts, recompute_old=recompute_old)
-        give_back_cached(self._device, share=self._spec.gpu_share)
-        return report
+            return self._learner.update(rollouts, recompute_old=recompute_old)
 
     def follow(self) -> None:
         """Take part while the first trainer walks through the target's weights. Raises PeerLost."""
@@ -153,9 +154,7 @@ class TrainerActor(GroupMember):
 
     def refit(self, rollouts: Sequence[Rollout], budget_s: float) -> RefitReport:
         """Let the draft model follow the target for at most so long, or say how it has; the target is not touched."""
-        report = self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
-        give_back_cached(self._device, share=self._spec.gpu_share)
-        return report
+        return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
 
     def packed(
         self, model: Literal["target", "draft"] = "target", checksums: DigestKind | None = None

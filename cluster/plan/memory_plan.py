@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...actors.remote.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
+from ...actors.remote.assigned_device import CUDA_CONTEXT_BYTES, INSTANCE_ADVICE, TRAINER_ADVICE
 from ...core.config import Config
 from ...core.errors import PlacementError
 from ...core.weight_records import DEVICE_BUCKET_BYTES
@@ -49,8 +49,6 @@ TORCH_PROCESS_BYTES = 500 * MIB
 "A Ray actor with torch and transformers imported, and code of our own compiled: 40 MiB of it."
 PLAIN_PROCESS_BYTES = 130 * MIB
 "A Ray actor with neither."
-CUDA_CONTEXT_BYTES = 600 * MIB
-"Of a GPU, for each process: context, kernels and the libraries' workspaces. Taken from reports, not measured here."
 RAY_PROCESSES_BYTES = 900 * MIB
 "Head processes, agents and dashboard of a local cluster."
 _STORE_SLACK_BYTES = 256 * MIB
