@@ -60,6 +60,7 @@ class TrainerActor(GroupMember):
         self._soft_targets: SoftTargetStore | None = None
         self._forms: dict[str, PublishedForm] = {}
         self._broadcast_host: BroadcastHost | None = None
+        self._former_host: BroadcastHost | None = None
         self._broadcast: BroadcastGroup | None = None
 
     @ray.method(concurrency_group="control")
@@ -206,6 +207,7 @@ class TrainerActor(GroupMember):
         `room_bytes`: of the largest bucket.
         """
         self.close_broadcast()
+        self._former_host = self._broadcast_host
         self._broadcast_host = BroadcastHost(
             host=ray.util.get_node_ip_address(),
             members=members,
@@ -219,6 +221,8 @@ class TrainerActor(GroupMember):
         """Wait for all members. Raises WaitTimeout naming who did not come."""
         if self._broadcast_host is not None:
             self._broadcast = self._broadcast_host.join(timeout_s)
+        # its members have left it
+        self._former_host = None
 
     def broadcast(self, layout: WeightManifest) -> SentWeights:
         """Send the target's weights, each bucket while the next is packed where the group has them; what was sent.
@@ -254,10 +258,10 @@ class TrainerActor(GroupMember):
         return SentWeights(manifest=packer.manifest(), pack_s=pack_s)
 
     def close_broadcast(self) -> None:
-        """Leave the group, if there is one."""
+        """Leave the group, if there is one. Its window stays until all are in another: some may read it still."""
         if self._broadcast is not None:
             self._broadcast.close()
-        self._broadcast = self._broadcast_host = None
+        self._broadcast = None
 
     def checksum(self, like: str = "") -> str:
         """Checksum over the target's parameters as they are published, of the kind of `like`."""
