@@ -242,6 +242,7 @@ class TrainerActor(GroupMember):
             device=self._broadcast.device,
             kind=self._spec.checksums,
             chunk_bytes=max(layout.chunk_num_bytes),
+            cuts=layout.is_cut,
         )
         began_s, waited_s = time.perf_counter(), 0.0
         with self._trainers.naming("gather weights"), closing(self._learner.weights()) as weights:
