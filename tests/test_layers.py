@@ -274,7 +274,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/rewards": 2039,
     "learning/sandbox": 914,
     "learning/tasks": 251,
-    "learning/training": 6966,
+    "learning/training": 6967,
     "actors": 384,
     "actors/generation": 1974,
     "actors/migration": 874,

@@ -185,7 +185,8 @@ def standing_in(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, kind, one in there:
-            module._parameters[kind] = one.requires_grad_(stand_ins[id(one)].requires_grad)
+            one.requires_grad_(stand_ins[id(one)].requires_grad)
+            module._parameters[kind] = one
 
 
 @torch.no_grad()
