@@ -78,6 +78,8 @@ class GenerationSpec:
 
     gpu_bytes: int = 0
     "that it plans to take of a GPU; 0: not estimated"
+    gpu_mapped_bytes: int = 0
+    "of these, pages of caches (`engine.kv_cache_mb`)"
     gpu_share: float = 1.0
     "of a GPU that is its own"
     spot: SpotSpec | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
 DEVICE_BUCKET_BYTES = 256 << 20
@@ -32,6 +33,20 @@ class TensorSpec:
     num_bytes: int
 
 
+def pieces_of(shape: tuple[int, ...], tensor_bytes: int, num_bytes: int) -> list[int]:
+    """Bytes of whole rows that a tensor is cut into where it has more than `num_bytes`; each but the last is aligned.
+
+    Rows are of the first dimension; one that is larger stays whole.
+    """
+    row_bytes = tensor_bytes // shape[0] if shape and shape[0] else 0
+    # as many as end at an aligned place
+    step = row_bytes * (ALIGNMENT_BYTES // gcd(row_bytes, ALIGNMENT_BYTES)) if row_bytes else 0
+    if tensor_bytes <= num_bytes or not step:
+        return [tensor_bytes]
+    size = max(num_bytes // step, 1) * step
+    return [min(size, tensor_bytes - at) for at in range(0, tensor_bytes, size)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
     """Describes one published version of one model; the chunks (uint8 arrays) travel beside it."""
@@ -50,16 +65,29 @@ class WeightManifest:
     schema_version: int = 1
 
     def in_chunks_of(self, num_bytes: int) -> WeightManifest:
-        """The same stream in chunks of whole tensors that are closed before they would grow larger, without digests."""
+        """The same stream in chunks that are closed before they would grow larger, without digests.
+
+        A tensor that is larger is cut by rows, into chunks of its own.
+        """
         sizes, used = [], 0
         for spec in self.tensors:
             padded = spec.num_bytes + -spec.num_bytes % ALIGNMENT_BYTES
-            if used and used + padded > num_bytes:
+            pieces = pieces_of(spec.shape, spec.num_bytes, num_bytes)
+            if used and (len(pieces) > 1 or used + padded > num_bytes):
                 sizes.append(used)
                 used = 0
-            used += padded
+            if len(pieces) > 1:
+                sizes += [size + -size % ALIGNMENT_BYTES for size in pieces]
+            else:
+                used += padded
         sizes += [used] if used else []
         return replace(self, chunk_num_bytes=tuple(sizes), chunk_checksums=())
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tensor lies in several chunks."""
+        largest = max((spec.num_bytes for spec in self.tensors), default=0)
+        return largest > max(self.chunk_num_bytes, default=0)
 
     def describes_what(self, other: WeightManifest) -> bool:
         """Whether it has the weights of another manifest, in whatever chunks."""

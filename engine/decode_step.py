@@ -49,6 +49,8 @@ class StepOutput:
     draft_s: float
     verify_s: float
     accept_s: float
+    recording_s: float = 0.0
+    "beside them, of a shape's first step (`engine.recorded_step`): no cost model learns from it"
 
 
 @runtime_checkable

@@ -207,7 +207,7 @@ class Engine:
             output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted
         )
         completions, failures = self._leave(finished.tolist(), broken.tolist())
-        timed = output.draft_s + output.verify_s + output.accept_s
+        timed = output.draft_s + output.verify_s + output.accept_s + output.recording_s
         record = StepRecord(
             state=state,
             budget=budget,

@@ -23,12 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_device(engine: EngineConfig) -> torch.device:
-    """Return the device to decode on. Raises ConfigError when CUDA is asked for and absent."""
-    if engine.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if engine.device == "cuda" and not torch.cuda.is_available():
+    """Return the device to decode on, a GPU with its number. Raises ConfigError when CUDA is asked for and absent."""
+    on_gpu = engine.device != "cpu" and torch.cuda.is_available()
+    if engine.device == "cuda" and not on_gpu:
         raise ConfigError("engine.device is cuda but torch sees no CUDA device; use cpu or auto")
-    return torch.device(engine.device)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def resolve_numerics(engine: EngineConfig, device: torch.device) -> Numerics:

@@ -153,10 +153,12 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
         shape = self._shape(runner, drafter, batch, budget, refinement)
         if shape is None:
             return decode_step(runner, drafter, batch, budget, clock, refinement)
-        phases = Phases(clock, runner.device)
-        recording = self._recordings.get(shape)
+        recording, recording_s = self._recordings.get(shape), 0.0
         if recording is None:
+            began_s = clock()
             recording = self._record(shape, runner, drafter, batch, budget)
+            recording_s = clock() - began_s
+        phases = Phases(clock, runner.device)
         recording.batch.follow(batch)
         if recording.draft is not None:
             recording.draft()
@@ -180,6 +182,7 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
             draft_s=draft_s,
             verify_s=verify_s,
             accept_s=accept_s,
+            recording_s=recording_s,
         )
 
     def _shape(

@@ -74,14 +74,13 @@ class DecodeLoop:
         *,
         report_interval_s: float,
         on_report: Callable[[InstanceLoad], None] = lambda load: None,
-        on_idle: Callable[[], None] = lambda: None,
         make_migrator: Callable[[DecodeLoop], Migrator] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance = instance
         self._host = host
         self._report_interval_s = report_interval_s
-        self._on_report, self._on_idle = on_report, on_idle
+        self._on_report = on_report
         self._clock = clock
         self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
         self._later: list[tuple[LoopOrder, Future]] = []
@@ -386,8 +385,6 @@ class DecodeLoop:
         load = replace(load, stats=replace(load.stats, move_s=self._move_s, publish_s=self._publish_s))
         self._publish(_Published(load=load, progress=engine.progress()), finished)
         self._on_report(load)
-        if not engine.has_work:
-            self._on_idle()
         self._publish_s += self._clock() - self._published_at_s
 
     def _publish(self, published: _Published, finished: Sequence[Completion]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...core.config import EngineConfig
 from ...core.errors import RlhfSpecError, WeightsError
 from ...core.records import Completion, SampleKey
-from ...core.weight_records import TensorSpec, WeightManifest, kind_of
+from ...core.weight_records import WeightManifest, kind_of
 from ...engine.build import backend_for, build_engine, published_model
 from ...engine.calibration.engine_provenance import device_name, here
 from ...engine.drafters.drafter import part_of
@@ -32,7 +32,7 @@ from ...engine.engine import Engine
 from ...engine.model.compute_backend import ComputeBackend
 from ...engine.model.invariance_probe import KeptVerdicts
 from ...engine.weights.causal_lm import CausalLM
-from ...engine.weights.chunks import chunk_of, chunk_starts, view_of, weight_views
+from ...engine.weights.chunks import buckets_of, digest_of, weight_views
 from ...engine.weights.digests import Digest, HostMirror, read_once
 from ...engine.weights.llama_config import MODEL_TYPES
 from ..actor_messages import (
@@ -46,9 +46,8 @@ from ..remote.actor_start import set_heap_aside
 from ..remote.assigned_device import (
     INSTANCE_ADVICE,
     assigned_gpus,
-    give_back_cached,
-    require_gpu_room,
     resolve_device,
+    take_gpu_share,
 )
 from .rank_actors import RankActors
 from .spot_trainer import SpotTrainer
@@ -107,10 +106,6 @@ class ManifestHost:
         if self._rank_actors is None:
             self._rank_actors = RankActors(self._spec)
         return self._rank_actors.ranks
-
-    def give_back(self) -> None:
-        """Let a trainer on the same GPU have what the samples have freed."""
-        give_back_cached(self.device, share=self._spec.gpu_share)
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
         """Load one version of one model; what decodes from now on was read back and compared with the chunks.
@@ -256,27 +251,22 @@ class ManifestHost:
             self._spot.train_on()
 
     def _received(self, layout: WeightManifest, group: BroadcastGroup) -> Iterator[dict[str, Tensor]]:
-        """The tensors of one bucket after the other, checked; views of one buffer."""
-        starts, count = chunk_starts(layout), len(layout.chunk_num_bytes)
+        """The tensors of one bucket after the other, checked; views of one buffer, where cut ones are put together."""
+        buckets, count = buckets_of(layout), len(layout.chunk_num_bytes)
         # beside the weights, where the group brings them there: nothing but a checksum's copy comes to the host
-        room = torch.empty(max(layout.chunk_num_bytes), dtype=torch.uint8, device=group.device)
+        most = max(bucket.begins_at + bucket.num_bytes for bucket in buckets)
+        room = torch.empty(most, dtype=torch.uint8, device=group.device)
         mirror = None if group.device is None else HostMirror()
-        specs: list[list[TensorSpec]] = [[] for _ in range(count)]
-        for spec in layout.tensors:
-            specs[chunk_of(spec, starts)].append(spec)
-        for index, size in enumerate(layout.chunk_num_bytes):
-            flat = room[:size]
+        for index, bucket in enumerate(buckets):
+            flat = room[bucket.begins_at :][: bucket.num_bytes]
             what = f"chunk {index} of {count} of {layout.model} version {layout.weight_version}"
             expected = group.receive(flat, what)
-            views = {spec.name: view_of(spec, flat, starts[index]) for spec in specs[index]}
+            views = bucket.views(room)
             if index == 0:
                 self._whole = Digest(kind_of(expected))
             if kind_of(expected) == "words":
-                bucket = Digest("words")
-                for view in views.values():
-                    bucket.add(view)
-                self._whole.add_sums(bucket)
-                got = bucket.text()
+                pieces = [flat[: bucket.piece_bytes]] if bucket.piece_bytes else [*views.values()]
+                got = digest_of(pieces, bucket.begins_at, self._whole).text()
             else:
                 here = flat.numpy() if mirror is None else mirror.of(flat)
                 got, _ = read_once(here, (), self._whole)
@@ -285,7 +275,8 @@ class ManifestHost:
                     f"{self._spec.instance}: {what} has checksum {got}, expected {expected}; re-send"
                 )
             self._all_here_s = time.perf_counter()
-            yield views
+            if views:
+                yield views
 
     def remember(self, responses: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Let a drafter that looks tokens up know these responses: token ids of prompt and response."""
@@ -334,8 +325,15 @@ class ManifestHost:
     @cached_property
     def _backend(self) -> ComputeBackend:
         """What computes here: weights are laid out for it as they come. Raises PlacementError: its GPU has no room."""
-        who, needed_bytes, share = self._spec.instance, self._spec.gpu_bytes, self._spec.gpu_share
-        require_gpu_room(who, self.device, needed_bytes=needed_bytes, share=share, advice=INSTANCE_ADVICE)
+        spec = self._spec
+        take_gpu_share(
+            spec.instance,
+            self.device,
+            needed_bytes=spec.gpu_bytes,
+            share=spec.gpu_share,
+            advice=INSTANCE_ADVICE,
+            mapped_bytes=spec.gpu_mapped_bytes,
+        )
         return backend_for(self._engine_settings)
 
     @property

@@ -75,7 +75,6 @@ class GenerationActor:
             host,
             report_interval_s=spec.report_interval_s,
             on_report=self._gauges.update,
-            on_idle=host.give_back,
             make_migrator=self._endpoint.open if self._endpoint else None,
         )
 

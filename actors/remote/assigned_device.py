@@ -1,6 +1,7 @@
 """The device of an actor: what Ray assigned to it, never what the machine happens to have.
 
-Ray hides the other GPUs from an actor that has one, and hides none from an actor that has none.
+Ray hides the other GPUs from an actor that has one, and hides none from an actor that has none. So an actor's GPU is
+CUDA's first in every thread of it, also beside frameworks that have Ray hide none (`HIDING`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ TRAINER_ADVICE = (
     "lower trainer.max_tokens_per_forward, set trainer.lora or trainer.gradient_checkpointing, or share the model: "
     "cluster.trainer.num_actors with trainer.strategy: fsdp2"
 )
+
+HIDING = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+"Of an actor's environment, whatever its cluster was started with."
+
+CUDA_CONTEXT_BYTES = 600 << 20
+"Of a GPU, for each process: context, kernels and the libraries' workspaces. Taken from reports, not measured here."
 
 
 def assigned_gpus() -> tuple[str, ...]:
@@ -62,11 +69,17 @@ def resolve_device(
     return torch.device("cuda", _index(assigned[0]))
 
 
-def require_gpu_room(who: str, device: torch.device, *, needed_bytes: int, share: float, advice: str) -> None:
-    """Raise PlacementError where a GPU has less memory free, or as this actor's share, than it plans to take.
+def take_gpu_share(
+    who: str, device: torch.device, *, needed_bytes: int, share: float, advice: str, mapped_bytes: int = 0
+) -> int:
+    """Hold this actor to its share of a GPU; how many bytes of it the plan leaves, 0 where there is none.
+
+    Raises PlacementError where it plans to take more, or more than is free.
 
     Asked on the actor's own node, before it builds: the CUDA context exists by then, so it is no part of the need.
-    Actors that share a GPU and build at once see the same free bytes, hence the share.
+    Actors that share a GPU and build at once see the same free bytes, hence the share. Nobody then reaches into
+    another's, so that what a turn frees stays with torch for the next turn: giving it back and taking it again both
+    wait for the device.
 
     Args:
         who: the actor's name.
@@ -74,9 +87,10 @@ def require_gpu_room(who: str, device: torch.device, *, needed_bytes: int, share
         needed_bytes: from the memory plan; 0: not estimated.
         share: of a GPU that is this actor's, 1 or more: whole ones.
         advice: what to change.
+        mapped_bytes: of the share, what is taken past torch's allocator (pages of caches).
     """
-    if device.type != "cuda" or not needed_bytes:
-        return
+    if device.type != "cuda":
+        return 0
     import torch
 
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -89,14 +103,11 @@ def require_gpu_room(who: str, device: torch.device, *, needed_bytes: int, share
             f"{who} plans to take {needed} of GPU {device.index}, which has {free} of {total} free; its share is "
             f"{own}; {advice}"
         )
-
-
-def give_back_cached(device: torch.device, *, share: float) -> None:
-    """Give torch's freed blocks to whoever else is on this GPU; `share` is as of `require_gpu_room`."""
-    if device.type == "cuda" and share < 1.0:
-        import torch
-
-        torch.cuda.empty_cache()
+    if share < 1.0:
+        held_bytes = max(own_bytes - CUDA_CONTEXT_BYTES - mapped_bytes, 0)
+        torch.cuda.set_per_process_memory_fraction(held_bytes / total_bytes, device)
+    left_bytes = min(free_bytes, own_bytes - CUDA_CONTEXT_BYTES) - needed_bytes
+    return max(left_bytes, 0) if needed_bytes else 0
 
 
 def gpu_seat(device: torch.device) -> str | None:

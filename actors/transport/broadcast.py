@@ -21,7 +21,7 @@ from torch import Tensor
 from ...core.errors import PlacementError, WaitTimeout, WeightsError
 from . import device_window
 from .channels import new_channel_id, reason_of
-from .device_group import finish, open_nccl
+from .device_group import abort, finish, open_nccl, within
 from .rendezvous import StarStore, accept, close_listener, open_listener, reach
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo
@@ -136,8 +136,7 @@ class BroadcastGroup:
         """Leave the group; whoever waits in it is told."""
         group, self._group, self._window = self._group, None, None
         if group is not None and self._place.type == "cuda":
-            # not `shutdown`: that waits for transfers under way, and a member may be gone
-            group.abort()
+            abort(group, self._place)
         self._under_way = []
 
     @property
@@ -315,10 +314,11 @@ def _meet(group: Any, place: torch.device, timeout_s: float) -> None:
     options.rootRank, options.rootTensor = 0, 0
     options.timeout = timedelta(seconds=timeout_s)
     try:
-        finish(group.broadcast([torch.zeros(1, dtype=torch.uint8, device=place)], options), timeout_s)
+        one = torch.zeros(1, dtype=torch.uint8, device=place)
+        finish(within(lambda: group.broadcast([one], options), timeout_s, place), timeout_s)
     except RuntimeError:
         if place.type == "cuda":
-            group.abort()
+            abort(group, place)
         raise
 
 

@@ -1,25 +1,33 @@
 """Process groups whose ends are looked at until a transfer is over, and what NCCL needs to be left alone by.
 
 NCCL's own wait only orders streams, and its watchdog would end a process that holds the caches of others: here the host
-looks, has a limit, and gives the group up itself. The making of a communicator alone has torch's own limit.
+looks, has a limit, and gives the group up itself. Communicators block, as torch's do by default (those that do not are
+known to hang at random): what may never come back is called on a thread of its own, which is left behind then. The
+actor's end gives back what NCCL holds on the device.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 
 from ...core.errors import PlacementError
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _POLL_S = 0.0002
+_ABORT_S = 5.0
 _SAFE_SETTINGS = {
     # By default a watchdog thread ends the whole process when a transfer fails or takes too long. Timeouts and aborts
     # are ours.
@@ -38,8 +46,7 @@ def open_nccl(store: Any, rank: int, size: int, *, device: torch.device, timeout
     require_nccl(device)
     kind: Any = torch.distributed.ProcessGroupNCCL
     options = kind.Options(is_high_priority_stream=False)
-    # A non-blocking communicator can be aborted while its peer is silent.
-    options.config.blocking = 0
+    options.config.blocking = 1
     options._timeout = timedelta(seconds=timeout_s)
     with torch.cuda.device(device), _safe_settings():
         return kind(store, rank, size, options)
@@ -51,6 +58,40 @@ def require_nccl(device: torch.device) -> None:
         raise PlacementError(
             f"the transport nccl needs torch with NCCL and GPU {device.index or 0}, got "
             f"{torch.cuda.device_count()} GPUs; use the transport gloo or object_store"
+        )
+
+
+def within(call: Callable[[], T], timeout_s: float, device: torch.device) -> T:
+    """What a call gives that waits for others inside NCCL: a group's first transfer makes its communicator.
+
+    Raises RuntimeError when it does not come back in time, and what it raises.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            # a thread has a current device of its own
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="nccl").start()
+    try:
+        return answer.result(timeout_s)
+    except FutureTimeout:
+        if answer.done():
+            raise
+        raise RuntimeError("nothing in time") from None
+
+
+def abort(group: Any, device: torch.device) -> None:
+    """Give a group up whose peers may be gone; not `shutdown`, which waits for transfers under way."""
+    try:
+        within(group.abort, _ABORT_S, device)
+    except RuntimeError as error:
+        logger.warning(
+            "a NCCL group could not be aborted (%s): its memory comes back with this actor's end", error
         )
 
 

@@ -7,12 +7,13 @@ needs two GPUs, and its tests say so where there are none.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from .device_group import finish, open_nccl, require_nccl
+from .device_group import abort, finish, open_nccl, require_nccl, within
 from .process_group import Pair, PairTransport
 from .rendezvous import PairStore
 
@@ -54,30 +55,29 @@ class NcclPair:
         deadline_s = time.monotonic() + timeout_s
         with torch.cuda.device(self._device):
             length = torch.tensor([frame.size], dtype=torch.int64, device=self._device)
-            self._finish(self._joined().send([length], self._peer_rank, 0), deadline_s)
+            self._finish(lambda group: group.send([length], self._peer_rank, 0), deadline_s)
             staged = self._staged(frame.size)
             staged.copy_(torch.from_numpy(frame))
-            self._finish(self._joined().send([staged], self._peer_rank, 0), deadline_s)
+            self._finish(lambda group: group.send([staged], self._peer_rank, 0), deadline_s)
 
     def recv(self, into: np.ndarray, timeout_s: float) -> None:
         """See `Pair`."""
         deadline_s = time.monotonic() + timeout_s
         with torch.cuda.device(self._device):
             length = torch.zeros(1, dtype=torch.int64, device=self._device)
-            self._finish(self._joined().recv([length], self._peer_rank, 0), deadline_s)
+            self._finish(lambda group: group.recv([length], self._peer_rank, 0), deadline_s)
             if int(length.item()) != into.size:
                 self.close()
                 raise RuntimeError(f"{int(length.item())} bytes")
             staged = self._staged(into.size)
-            self._finish(self._joined().recv([staged], self._peer_rank, 0), deadline_s)
+            self._finish(lambda group: group.recv([staged], self._peer_rank, 0), deadline_s)
             torch.from_numpy(into).copy_(staged)
 
     def close(self) -> None:
         """See `Pair`."""
         group, self._group = self._group, None
         if group is not None:
-            # Not `shutdown`: that waits for transfers under way, and the peer may be gone.
-            group.abort()
+            abort(group, self._device)
             self._store.close()
 
     def _joined(self) -> Any:
@@ -90,8 +90,10 @@ class NcclPair:
             self._staging = torch.empty(length, dtype=torch.uint8, device=self._device)
         return self._staging[:length]
 
-    def _finish(self, work: Any, deadline_s: float) -> None:
+    def _finish(self, begin: Callable[[Any], Any], deadline_s: float) -> None:
+        group = self._joined()
         try:
+            work = within(lambda: begin(group), deadline_s - time.monotonic(), self._device)
             finish(work, deadline_s - time.monotonic())
         except RuntimeError:
             self.close()

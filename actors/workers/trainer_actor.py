@@ -23,7 +23,7 @@ from ...core.weight_records import DigestKind, WeightManifest
 from ...engine.build import backend_for, published_model
 from ...engine.numerics import on_threads
 from ...engine.weights.causal_lm import DTYPES
-from ...engine.weights.chunks import load_into, unique_tensors, weight_views
+from ...engine.weights.chunks import load_into, weight_views
 from ...engine.weights.loading import build_causal_lm
 from ...learning.drafts.cotraining import DraftCotrainer
 from ...learning.drafts.draft_learner import DraftTerms, RefitReport
@@ -33,11 +33,13 @@ from ...learning.training.engine_scoring import EngineScorer, require_engine_sco
 from ...learning.training.finished_model import PublishedForm
 from ...learning.training.learner import Learner
 from ...learning.training.learning_rate import Horizon
+from ...learning.training.objectives.head_statistics import use_room
 from ...learning.training.reloaded import Said
+from ...learning.training.sharded import fill_later
 from ...learning.training.training_forward import compute_dtype_on, forwards_made, hold_linears_in
 from ..actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
 from ..remote.actor_start import begin_actor, set_heap_aside
-from ..remote.assigned_device import TRAINER_ADVICE, give_back_cached, gpu_seat, require_gpu_room
+from ..remote.assigned_device import TRAINER_ADVICE, gpu_seat, take_gpu_share
 from ..remote.remote import remote
 from ..transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
 from .group_member import GroupMember
@@ -58,6 +60,7 @@ class TrainerActor(GroupMember):
         self._soft_targets: SoftTargetStore | None = None
         self._forms: dict[str, PublishedForm] = {}
         self._broadcast_host: BroadcastHost | None = None
+        self._former_host: BroadcastHost | None = None
         self._broadcast: BroadcastGroup | None = None
 
     @ray.method(concurrency_group="control")
@@ -73,9 +76,11 @@ class TrainerActor(GroupMember):
         """Build the learner around the published model and read its checksum back."""
         spec = self._spec
         torch.set_num_threads(spec.trainer.num_threads)
-        require_gpu_room(
+        left_bytes = take_gpu_share(
             spec.name, self._device, needed_bytes=spec.gpu_bytes, share=spec.gpu_share, advice=TRAINER_ADVICE
         )
+        # the rest is for what allocators leave unused
+        use_room(left_bytes // 2)
         model = self._build(manifest, chunks)
         drafter_training = self._spec.drafter_training
         if drafter_training is not None and drafter_training.mode == "refit":
@@ -104,9 +109,10 @@ class TrainerActor(GroupMember):
     def load_teacher(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build the frozen model whose distribution the learner learns, too, and read its checksum back."""
         model = self._build(manifest, chunks)
-        checksum = self._forms["teacher"].checksum(unique_tensors(model), like=manifest.checksum)
         with self._trainers.naming("take the teacher"):
             self._learner.take_teacher(model)
+            with closing(self._trainers.tensors(model)) as weights:
+                checksum = self._forms["teacher"].checksum(weights, like=manifest.checksum)
         set_heap_aside()
         return self._loaded(manifest, checksum)
 
@@ -140,9 +146,7 @@ class TrainerActor(GroupMember):
         Raises PeerLost when another trainer of several is gone.
         """
         with self._trainers.naming("update"):
-            report = self._learner.update(rollouts, recompute_old=recompute_old)
-        give_back_cached(self._device, share=self._spec.gpu_share)
-        return report
+            return self._learner.update(rollouts, recompute_old=recompute_old)
 
     def follow(self) -> None:
         """Take part while the first trainer walks through the target's weights. Raises PeerLost."""
@@ -151,9 +155,7 @@ class TrainerActor(GroupMember):
 
     def refit(self, rollouts: Sequence[Rollout], budget_s: float) -> RefitReport:
         """Let the draft model follow the target for at most so long, or say how it has; the target is not touched."""
-        report = self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
-        give_back_cached(self._device, share=self._spec.gpu_share)
-        return report
+        return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
 
     def packed(
         self, model: Literal["target", "draft"] = "target", checksums: DigestKind | None = None
@@ -205,6 +207,7 @@ class TrainerActor(GroupMember):
         `room_bytes`: of the largest bucket.
         """
         self.close_broadcast()
+        self._former_host = self._broadcast_host
         self._broadcast_host = BroadcastHost(
             host=ray.util.get_node_ip_address(),
             members=members,
@@ -219,6 +222,8 @@ class TrainerActor(GroupMember):
         """Wait for all members. Raises WaitTimeout naming who did not come."""
         if self._broadcast_host is not None:
             self._broadcast = self._broadcast_host.join(timeout_s)
+        # its members have left it
+        self._former_host = None
 
     def broadcast(self, layout: WeightManifest) -> SentWeights:
         """Send the target's weights, each bucket while the next is packed where the group has them; what was sent.
@@ -238,6 +243,7 @@ class TrainerActor(GroupMember):
             device=self._broadcast.device,
             kind=self._spec.checksums,
             chunk_bytes=max(layout.chunk_num_bytes),
+            cuts=layout.is_cut,
         )
         began_s, waited_s = time.perf_counter(), 0.0
         with self._trainers.naming("gather weights"), closing(self._learner.weights()) as weights:
@@ -254,10 +260,10 @@ class TrainerActor(GroupMember):
         return SentWeights(manifest=packer.manifest(), pack_s=pack_s)
 
     def close_broadcast(self) -> None:
-        """Leave the group, if there is one."""
+        """Leave the group, if there is one. Its window stays until all are in another: some may read it still."""
         if self._broadcast is not None:
             self._broadcast.close()
-        self._broadcast = self._broadcast_host = None
+        self._broadcast = None
 
     def checksum(self, like: str = "") -> str:
         """Checksum over the target's parameters as they are published, of the kind of `like`."""
@@ -275,14 +281,14 @@ class TrainerActor(GroupMember):
 
     def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
         """The published model on this actor's device, in float32 where an optimizer steps its weights."""
-        model = build_causal_lm(manifest.hf_config_json, "float32")
-        load_into(model, weight_views(manifest, chunks))
+        # shards are filled from the chunks, and only they go to the device
+        is_divided = manifest.model != "draft" and self._trainers.is_sharded
+        model = build_causal_lm(manifest.hf_config_json, "float32", on_meta=is_divided)
+        (fill_later if is_divided else load_into)(model, weight_views(manifest, chunks))
         if manifest.model == "target" and self._spec.trainer.lora is not None:
             hold_linears_in(model, self._compute_dtype)
         self._forms[manifest.model] = PublishedForm(manifest)
-        # shards are made on the CPU, and only they go to the device
-        stays = manifest.model != "draft" and self._trainers.is_sharded
-        return model if stays else model.to(self._device)  # type: ignore[arg-type]
+        return model if is_divided else model.to(self._device)  # type: ignore[arg-type]
 
     def _scorer(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> EngineScorer | None:
         """The engine's forward over the published weights, where it is to value log-probabilities."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ...actors.remote.assigned_device import INSTANCE_ADVICE, TRAINER_ADVICE
+from ...actors.remote.assigned_device import CUDA_CONTEXT_BYTES, INSTANCE_ADVICE, TRAINER_ADVICE
 from ...core.errors import PlacementError
 from ...engine.admission import MB
-from .memory_plan import CUDA_CONTEXT_BYTES, GIB, MemoryPlan, gib, listed
+from .memory_plan import GIB, MemoryPlan, gib, listed
 
 _OF_THE_HOST = ("process", "scorer")
 "Of a trainer's parts, those that are never on its GPU."

@@ -47,8 +47,6 @@ TORCH_PROCESS_BYTES = 500 * MIB
 "A Ray actor with torch and transformers imported, and code of our own compiled: 40 MiB of it."
 PLAIN_PROCESS_BYTES = 130 * MIB
 "A Ray actor with neither."
-CUDA_CONTEXT_BYTES = 600 * MIB
-"Of a GPU, for each process: context, kernels and the libraries' workspaces. Taken from reports, not measured here."
 RAY_PROCESSES_BYTES = 900 * MIB
 "Head processes, agents and dashboard of a local cluster."
 _STORE_SLACK_BYTES = 256 * MIB
@@ -315,7 +313,10 @@ class MemoryNeeds:
         """What a trainer holds to learn with, by what it is."""
         config, target = self._config, self._target
         num_trainers = config.cluster.trainer.num_actors
-        bucket = DEVICE_BUCKET_BYTES if config.learns_on_gpu and self._on_gpu else CHUNK_BYTES
+        buckets = _PACKING_BUCKETS * self._bucket(CHUNK_BYTES)
+        if config.learns_on_gpu and self._on_gpu:
+            # large tensors are cut between devices, and whole in the one bucket that goes to the object store
+            buckets = self._bucket(_PACKING_BUCKETS * DEVICE_BUCKET_BYTES)
         weights, element = target.num_params * _MASTER_BYTES, DTYPE_BYTES[self._dtype]
         if has_adapter := target.num_adapter_params is not None:
             # the weights below stay, and serve as the reference too; the embedding in float32, as the states are
@@ -334,14 +335,14 @@ class MemoryNeeds:
             "teacher": 0 if self._teacher is None else self._teacher.num_params * _MASTER_BYTES,
         }
         if config.trainer.strategy == "fsdp2":
-            # shards; each trainer still reads whole models, and publishes them block by block
+            # shards, filled from published chunks; one block at a time is whole
             held = {name: -(-part // num_trainers) for name, part in held.items()}
         # the critic learns from the states of every response token; each trainer keeps those of its share
         states = self._num_samples * config.sampling.max_new_tokens * target.hidden_size * 4
         anew = ", computed anew (trainer.gradient_checkpointing)" if self._computes_anew else ""
         return held | {
             "rounded weights": self._rounded(),
-            "publication": min(self._target_bytes, _PACKING_BUCKETS * self._bucket(bucket)),
+            "publication": min(self._target_bytes, buckets),
             # of the largest weight, in float32: what is added to it, and their sum
             "merging": 2 * _MASTER_BYTES * target.hidden_size * target.mlp_size if has_adapter else 0,
             f"activations of {self._pack_tokens} tokens{anew}": self._activations(),
@@ -360,7 +361,7 @@ class MemoryNeeds:
         return num * of_one + others * (2 * _MASTER_BYTES - of_one)
 
     def _bucket(self, usual: int) -> int:
-        """Of a publication: a tensor that is larger has a bucket of its own."""
+        """Of a publication: a tensor that is larger has a bucket of its own, or one in which it is put together."""
         return max(usual, self._target.largest_tensor * DTYPE_BYTES[self._dtype])
 
     def _rounded(self) -> int:

@@ -79,6 +79,7 @@ def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape
         num_product_params=sum(
             one.numel() for one in model.parameters() if one.ndim > 1 and id(one) not in tables
         ),
+        has_two_tables=len(tables) == 2,
         mlp_size=experts * (getattr(text, "moe_intermediate_size", None) or width) if experts else width,
         norms_heads=any(path.endswith("q_norm") for path, _ in model.named_modules()),
         kv=KVShape.of(config),

@@ -36,6 +36,9 @@ class ModelShape:
     norms_heads: bool = False
     "queries and keys are normalised by the head"
 
+    has_two_tables: bool = False
+    "the head is no second use of the embedding"
+
     num_product_params: int = 0
     "parameters that matrix products of the layers read, which autocast rounds"
 
@@ -66,9 +69,12 @@ class ModelShape:
     def decoding_bytes(self, dtype: str, *, on_gpu: bool) -> int:
         """Bytes of an instance's weights as they are published and as they decode."""
         size = DTYPE_BYTES[dtype] if on_gpu else 4
-        if self.is_ours:
+        if self.is_ours and not on_gpu:
             # a head that is the embedding is held as both
             return int((self.num_params + self.vocab_size * self.hidden_size) * size * _LAYING_OUT)
+        if self.is_ours:
+            # what is laid out while there are neither caches nor buckets takes their room
+            return (self.num_params + (0 if self.has_two_tables else self.largest_tensor)) * size
         copies = 1 if on_gpu else _INFERENCE_COPY
         return self.weight_bytes(dtype) + int(self.num_params * size * copies)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from ray.util.placement_group import remove_placement_group
 
+from ...actors.remote.assigned_device import CUDA_CONTEXT_BYTES
 from ...core.config import Config
 from ...core.errors import ConfigError, DataError, PlacementError
 from ...core.idle import idle_keys
@@ -50,7 +51,7 @@ from ..ray_start.ray_session import (
 )
 from .gpu_room import require_gpu_room
 from .inputs import Inputs, read_inputs
-from .memory_plan import CUDA_CONTEXT_BYTES, MemoryNeeds, MemoryPlan, gib
+from .memory_plan import MemoryNeeds, MemoryPlan, gib
 from .model_check import CheckedModels, check_models
 from .model_sizes import ModelShape
 from .reward_plan import check_reward, pattern_notes, require_references, reward_columns

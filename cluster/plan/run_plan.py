@@ -118,6 +118,9 @@ class RunPlan:
             step_log=config.run.step_log,
             cache_dir=config.run.cache_dir,
             gpu_bytes=0 if self.memory is None else self.memory.gpu_bytes,
+            gpu_mapped_bytes=self.memory.kv_pool_bytes
+            if self.memory is not None and config.engine.kv_cache_mb is not None
+            else 0,
             gpu_share=pool.num_gpus,
             num_ranks=pool.tensor_parallel,
             rank_cpus=pool.num_cpus,

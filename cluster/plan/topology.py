@@ -18,6 +18,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ...actors.remote.assigned_device import HIDING
 from ...core.config import Config, EngineConfig, SpeculationConfig
 from ...core.errors import ConfigError, PlacementError
 from ...core.settings.cluster import ClusterConfig, GenerationPoolConfig, PoolConfig
@@ -329,6 +330,7 @@ def actor_options(place: PlacementSlot, context: PlacementContext) -> dict[str, 
         ),
         "runtime_env": {
             "env_vars": quiet_environment()
+            | HIDING
             | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
             | dict(context.environment)
         },

@@ -1,14 +1,16 @@
 """Packs a model's weights into checksummed chunks and back (design 3.5, weights by manifest).
 
 The byte stream holds the tensors of `state_dict` in name order, tied tensors once. A chunk is a flat bucket of whole
-tensors, a plain uint8 array: it travels through any object store without torch's serialisation, and tensors are
-views of it on the other side. There is a checksum of every chunk and one of the whole (`engine.weights.digests`).
+tensors, or between devices of some rows of a large one, a plain uint8 array: it travels through any object store
+without torch's serialisation, and tensors are views of it on the other side. There is a checksum of every chunk and
+one of the whole (`engine.weights.digests`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any, Literal, get_args
@@ -18,7 +20,14 @@ import torch
 from torch import Tensor
 
 from ...core.errors import NotFiniteError, WeightsError
-from ...core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, WeightManifest, kind_of
+from ...core.weight_records import (
+    ALIGNMENT_BYTES,
+    DigestKind,
+    TensorSpec,
+    WeightManifest,
+    kind_of,
+    pieces_of,
+)
 from .causal_lm import CausalLM
 from .digests import Digest, HostMirror, read_once, read_only
 
@@ -41,6 +50,7 @@ class WeightPacker:
         hf_config_json: str,
         dtypes: Mapping[str, torch.dtype] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        cuts: bool = False,
         rooms: int | Sequence[Tensor] = 0,
         device: torch.device | None = None,
         kind: DigestKind = "xxh3",
@@ -53,6 +63,7 @@ class WeightPacker:
             hf_config_json: from which the module can be built.
             dtypes: types to round to, by tensor; others keep theirs.
             chunk_bytes: a chunk is closed before it would grow larger.
+            cuts: a tensor that is larger is cut by rows, as `WeightManifest.in_chunks_of` does; else it is one chunk.
             rooms: buffers to write chunks into in turn, so that whoever takes one has done with it before `rooms`
                 more are asked for, or these buffers themselves; 0: each chunk has a buffer of its own.
             device: where buckets are packed, and lie when they are asked for as tensors; None: the host.
@@ -65,7 +76,7 @@ class WeightPacker:
             raise WeightsError(f"expected chunks of at least 1 byte, got chunk_bytes {chunk_bytes}")
         self._name, self._version, self._config = name, weight_version, hf_config_json
         self._dtypes = dtypes or {}
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._cuts = chunk_bytes, cuts
         self._device = device or torch.device("cpu")
         self._mirror = None if device is None else HostMirror()
         own = [torch.empty(0, dtype=torch.uint8)] * rooms if isinstance(rooms, int) else rooms
@@ -75,6 +86,8 @@ class WeightPacker:
         self._digests: list[str] = []
         self._kind: DigestKind = kind
         self._whole = Digest(kind)
+        self._begins_at = 0
+        "where the piece in the bucket begins in its tensor"
 
     def chunks(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[np.ndarray]:
         """Copy the tensors one by one, rounding to nearest, and yield each chunk, uint8 [n], when it is full.
@@ -104,14 +117,10 @@ class WeightPacker:
             dtype = self._dtypes.get(name, tensor.dtype)
             size = tensor.numel() * dtype.itemsize
             padded = size + -size % ALIGNMENT_BYTES
-            if used and used + padded > self._chunk_bytes:
+            pieces = pieces_of(tuple(tensor.shape), size, self._chunk_bytes) if self._cuts else [size]
+            if used and (len(pieces) > 1 or used + padded > self._chunk_bytes):
                 yield room[:used], views
                 used, views = 0, []
-            if not used:
-                room = self._room(padded)
-            place = room[used : used + size].view(dtype).view(tensor.shape)
-            place.copy_(tensor.detach())
-            room[used + size : used + padded] = 0
             self._specs.append(
                 TensorSpec(
                     name=name,
@@ -121,8 +130,22 @@ class WeightPacker:
                     num_bytes=size,
                 )
             )
-            views.append((name, place))
-            used += padded
+            at = 0
+            for one in pieces:
+                padded = one + -one % ALIGNMENT_BYTES
+                if not used:
+                    room = self._room(padded)
+                rows = tensor.detach() if len(pieces) == 1 else _rows(tensor.detach(), at, one, size)
+                place = room[used : used + one].view(dtype).view(rows.shape)
+                place.copy_(rows)
+                room[used + one : used + padded] = 0
+                views.append((name, place))
+                used += padded
+                if len(pieces) > 1:
+                    self._begins_at = at
+                    yield room[:used], views
+                    self._begins_at, used, views = 0, 0, []
+                at += one
         if used:
             yield room[:used], views
 
@@ -175,15 +198,29 @@ class WeightPacker:
 
     def _take(self, views: Sequence[tuple[str, Tensor]]) -> Digest:
         """Let the whole take these tensors; what they are together."""
-        own = Digest(self._kind)
-        for _, view in views:
-            own.add(view)
-        self._whole.add_sums(own)
-        return own
+        return digest_of([view for _, view in views], self._begins_at, self._whole)
 
     def _note(self, num_bytes: int, digest: str) -> None:
         self._sizes.append(num_bytes)
         self._digests.append(digest)
+
+
+def _rows(tensor: Tensor, at: int, num_bytes: int, tensor_bytes: int) -> Tensor:
+    """The rows of a tensor of so many bytes that have these, from byte `at` on."""
+    row_bytes = tensor_bytes // len(tensor)
+    return tensor[at // row_bytes : (at + num_bytes) // row_bytes]
+
+
+def digest_of(views: Sequence[Tensor], begins_at: int, whole: Digest) -> Digest:
+    """Word sums of a bucket's tensors, or of its one piece, which begins at byte `begins_at` of its tensor.
+
+    `whole` takes them too.
+    """
+    own = Digest("words")
+    for view in views:
+        own.add(view, begins_at)
+    whole.add_sums(own, goes_on=begins_at > 0)
+    return own
 
 
 def pack_weights(
@@ -288,6 +325,49 @@ def chunk_starts(manifest: WeightManifest) -> list[int]:
 def chunk_of(spec: TensorSpec, starts: Sequence[int]) -> int:
     """The number of the chunk that holds a tensor."""
     return max(bisect_right(starts, spec.offset_bytes) - 1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """What one chunk of a version brings, where cut tensors are put together again in one buffer."""
+
+    num_bytes: int
+    begins_at: int
+    "where it begins there: behind what came of its tensor before, or at 0"
+    piece_bytes: int
+    "of the one tensor of which it has some rows; 0: its tensors are whole"
+    ends: tuple[TensorSpec, ...]
+    "tensors that are whole when it is there"
+    start: int
+    "place in the byte stream of the buffer's first byte"
+
+    def views(self, room: Tensor) -> dict[str, Tensor]:
+        """The tensors that are whole, of the buffer uint8 [n]."""
+        return {spec.name: view_of(spec, room, self.start) for spec in self.ends}
+
+
+def buckets_of(layout: WeightManifest) -> list[Bucket]:
+    """The chunks of a layout in which large tensors may be cut."""
+    found, starts = list[Bucket](), chunk_starts(layout)
+    specs: list[list[TensorSpec]] = [[] for _ in starts]
+    for spec in layout.tensors:
+        specs[chunk_of(spec, starts)].append(spec)
+    last = layout.tensors[0]
+    for start, size, here in zip(starts, layout.chunk_num_bytes, specs, strict=True):
+        last, begins_at = (here[-1], 0) if here else (last, start - last.offset_bytes)
+        left = last.offset_bytes + last.num_bytes - start
+        is_piece = not here or left > size
+        ends = here if not is_piece else [last] if left <= size else []
+        found.append(
+            Bucket(
+                num_bytes=size,
+                begins_at=begins_at,
+                piece_bytes=min(left, size) if is_piece else 0,
+                ends=tuple(ends),
+                start=start - begins_at,
+            )
+        )
+    return found
 
 
 def require_place(manifest: WeightManifest, spec: TensorSpec, start: int, num_bytes: int) -> None:

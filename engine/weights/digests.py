@@ -82,10 +82,13 @@ class Digest:
         self._sums: list[Tensor] = []
         self._sizes: list[int] = []
 
-    def add(self, tensor: Tensor) -> None:
-        """Take a tensor of any type; with `words` nothing waits for its device."""
+    def add(self, tensor: Tensor, at: int = 0) -> None:
+        """Take a tensor of any type, or a piece that begins at byte `at` of one; with `words` no wait for its device.
+
+        A piece that others follow has a multiple of `ALIGNMENT_BYTES`.
+        """
         if self._kind == "words":
-            self._sums.append(word_sums(tensor))
+            self._sums.append(word_sums(tensor, at // 8))
             self._sizes.append(tensor.nbytes)
             return
         raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -96,10 +99,13 @@ class Digest:
         """Take bytes of the host that are whole tensors, each padded to `ALIGNMENT_BYTES`; of `xxh3` alone."""
         self._bytes.update(padded.data)
 
-    def add_sums(self, other: Digest) -> None:
-        """Take what another one of kind `words` has taken, once more."""
-        self._sums += other._sums
-        self._sizes += other._sizes
+    def add_sums(self, other: Digest, *, goes_on: bool = False) -> None:
+        """Take what another one of kind `words` has taken, once more; `goes_on`: its first is a piece of the last."""
+        sums, sizes = [*other._sums], [*other._sizes]
+        if goes_on:
+            sums[0], sizes[0] = self._sums.pop() + sums[0], self._sizes.pop() + sizes[0]
+        self._sums += sums
+        self._sizes += sizes
 
     def text(self) -> str:
         """The checksum with its kind; waits for the device once."""
@@ -110,9 +116,10 @@ class Digest:
         return WORDS + digest(np.ascontiguousarray(table, dtype="<i8").reshape(-1).view(np.uint8))
 
 
-def word_sums(tensor: Tensor) -> Int[Tensor, " 2"]:
+def word_sums(tensor: Tensor, first: int = 0) -> Int[Tensor, " 2"]:
     """Return two sums over a tensor's 64-bit words, each mixed with its place, on the tensor's device.
 
+    Those of its pieces, each with the place of its `first` word, add up to the whole's.
     The mixing is splitmix64's (Steele, Lea and Flood, 2014): one bit of a word changes half of what is added.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -125,11 +132,13 @@ def word_sums(tensor: Tensor) -> Int[Tensor, " 2"]:
     if can_run_triton(words.device):
         from .word_sums_cuda import add_word_sums
 
-        add_word_sums(words, sums)
+        add_word_sums(words, sums, first)
         return sums
     for at in range(0, len(words), _PIECE_WORDS):
         piece = words[at : at + _PIECE_WORDS]
-        places = torch.arange(at + 1, at + 1 + len(piece), dtype=torch.int64, device=piece.device)
+        places = torch.arange(
+            first + at + 1, first + at + 1 + len(piece), dtype=torch.int64, device=piece.device
+        )
         mixed = places.mul_(_GOLDEN).bitwise_xor_(piece)
         mixed = _shifted_xor(mixed, 30).mul_(_MIX)
         mixed = _shifted_xor(mixed, 27).mul_(_MIX_AGAIN)

@@ -7,14 +7,14 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PretrainedConfig
 from transformers.initialization import no_init_weights
@@ -210,13 +210,13 @@ def _require_positive(name: str, section: dict[str, Any], keys: tuple[str, ...])
             )
 
 
-def build_causal_lm(hf_config_json: str, dtype: str) -> PreTrainedModel:
-    """Build the module a manifest describes, weights uninitialised. Raises ModelError."""
+def build_causal_lm(hf_config_json: str, dtype: str, *, on_meta: bool = False) -> PreTrainedModel:
+    """Build the module a manifest describes, weights uninitialised, `on_meta` on the meta device. Raises ModelError."""
     tree = json.loads(hf_config_json)
     try:
         config = AutoConfig.for_model(**tree)
         # to draw weights that are overwritten takes seconds; what the constructors compute (rotations) stays
-        with no_init_weights():
+        with no_init_weights(), _parameters_on_meta() if on_meta else nullcontext():
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
         model.tie_weights()
     except (KeyError, ValueError) as error:
@@ -224,6 +224,23 @@ def build_causal_lm(hf_config_json: str, dtype: str) -> PreTrainedModel:
             f"cannot build a '{tree.get('model_type')}' model from its config: {error}"
         ) from error
     return freeze(model)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Let parameters of modules that are made here take no memory; other tensors (rotations) are made as always."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:

@@ -16,20 +16,20 @@ BLOCK = 2048
 "Words of one program."
 
 
-def add_word_sums(words: Int[Tensor, " W"], sums: Int[Tensor, " 2"]) -> None:
-    """Add a tensor's two sums to `sums`, in place."""
+def add_word_sums(words: Int[Tensor, " W"], sums: Int[Tensor, " 2"], first: int = 0) -> None:
+    """Add the two sums of a tensor, or of its words from the `first` on, to `sums`, in place."""
     count = words.shape[0]
     if count:
-        _word_sums[(triton.cdiv(count, BLOCK),)](words, sums, count, block=BLOCK, num_warps=8)
+        _word_sums[(triton.cdiv(count, BLOCK),)](words, sums, count, first, block=BLOCK, num_warps=8)
 
 
 @triton.jit
 @no_type_check
-def _word_sums(words, sums, count, block: tl.constexpr):
+def _word_sums(words, sums, count, first, block: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     seen = place < count
     x = tl.load(words + place, mask=seen, other=0).to(tl.uint64, bitcast=True)
-    x = x ^ ((place + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    x = x ^ ((place + first + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     y = x ^ ((x ^ (x >> 31)) * 0x9E3779B97F4A7C15)

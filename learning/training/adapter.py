@@ -28,6 +28,7 @@ from ...core.settings.trainer import LoraConfig
 from ...core.surfaces.surface import surface
 from ...engine.weights.weight_files import ADAPTER_FILE
 from .adapter_merge import Wrapped, idle_targets, merged_tensors
+from .sharded import standing_in
 
 _LINEARS = (nn.Linear, Conv1D)
 _NAME = "default"
@@ -63,7 +64,9 @@ class Adapter:
             use_rslora=settings.use_rslora,
             target_modules=settings.targets if isinstance(settings.targets, str) else [*settings.targets],
         )
-        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        devices = [model.device] if model.device.type == "cuda" else []
+        # peft takes adapters to the device of what they are beside
+        with torch.random.fork_rng(devices=devices), standing_in(model):
             torch.manual_seed(seed)
             try:
                 self._adapted = peft.get_peft_model(model, recipe)
@@ -74,9 +77,9 @@ class Adapter:
                     f"trainer.lora.targets cannot be used with this model: {' '.join(str(error).split())[:200]}; name "
                     f"linear layers of it ({', '.join(sorted(linears))}), or take all-linear"
                 ) from error
-        self._model = model
-        if settings.adapter_path is not None:
-            self._start_from(Path(settings.adapter_path).expanduser(), peft)
+            self._model = model
+            if settings.adapter_path is not None:
+                self._start_from(Path(settings.adapter_path).expanduser(), peft)
         try:
             shared = [owners for owners in self._wrapped().due.values() if len(owners) > 1]
         except ConfigError as error:

@@ -45,7 +45,8 @@ class Paths:
 
     def along_paths(self, tokens: Tensor) -> Tensor:
         """Take [U, ...] as [K, ...]."""
-        return tokens if self.places is None else tokens[self.places]
+        # its backward pass adds rows; that of an indexing sorts the places first
+        return tokens if self.places is None else tokens.index_select(0, self.places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

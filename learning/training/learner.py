@@ -37,6 +37,7 @@ from .objectives.teacher import Teacher
 from .parallel import OneTrainer
 from .policy_forward import FirstForwards, Part, PolicyForward
 from .reloaded import few_of
+from .sharded import sources_of
 from .trainer_core import Trainer
 from .training_forward import prepare_for_training, require_packs
 
@@ -76,6 +77,7 @@ class Learner(Trainer):
         _require_consistent(algorithm, trainer, temperature, self._horizon, has_scorer=scorer is not None)
         prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing is True)
         require_packs(model)
+        is_unfilled = bool(sources_of(model))
         super().__init__(
             model,
             trainer,
@@ -86,6 +88,9 @@ class Learner(Trainer):
             has_reference=algorithm.kl_coef > 0.0,
             moves_reference=algorithm.sync_ref_model,
         )
+        if is_unfilled:
+            # shards have been filled
+            require_packs(model)
         self._scorer = scorer
         self._part_weights = (part_weights or {}) if algorithm.combine == "normalize_then_sum" else {}
         self.algorithm = algorithm

@@ -5,7 +5,6 @@ Equal items give equal parameters on the CPU, by any number of trainers up to th
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -26,6 +25,7 @@ from .laps import Laps
 from .learner_state import LearnerState
 from .parallel import OneTrainer
 from .reloaded import Said, said_by
+from .sharded import copy_of
 from .training_forward import hold_linears_in, require_master_weights
 
 
@@ -72,7 +72,8 @@ class Trainer:
     ) -> None:
         """Take a model of float32 weights that is ready for its forwards, on the device it is to learn on.
 
-        With shards it is on the CPU; with `trainer.lora.base_bits` it may be, and moves to `device` in 4 bits.
+        With shards it is on the CPU or the meta device (`sharded.fill_later`); with `trainer.lora.base_bits` it may be
+        on the CPU, and moves to `device` in 4 bits.
         `rate_factor` says what the learning rate is multiplied by at the n-th step, from 1. `compute_dtype` is what
         matrix products are computed in. `trainers` is the group that learns together, each with an equal model and
         equal items. `head` names a module that learns whole beside adapters. A reference that is to move is held in
@@ -101,7 +102,7 @@ class Trainer:
         require_master_weights(model)
         self.reference: PreTrainedModel | None = None
         if has_reference and self.adapter is None:
-            self.reference = copy.deepcopy(model).eval().requires_grad_(False)
+            self.reference = copy_of(model).eval().requires_grad_(False)
             if not moves_reference:
                 hold_linears_in(self.reference, compute_dtype)
         self.trainers.shard(model, self.reference)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ...core.errors import ConfigError, ModelError
@@ -35,6 +36,7 @@ from .batching import PackedSequences
 from .objectives.distillation import Divergence
 from .objectives.head_statistics import HeadSettings, TeacherLogits, head_statistics, token_statistics
 from .packed_attention import ATTENTION_NAME
+from .sharded import source_of
 
 
 def response_logits(
@@ -277,13 +279,18 @@ def require_packs(model: PreTrainedModel) -> None:
     dtype, tolerated = (halves[0], 0.1) if halves else (torch.float32, 1e-3)
     sequences = [np.arange(3), np.array([3, 4, 5, 6]), np.array([3, 4, 7])]
 
+    # the root's forward alone gathers shards
+    is_sharded, kept = isinstance(model, FSDPModule), []
+
     def states(packed: PackedSequences) -> Tensor:
         there = packed.to(model.device)
         inputs = {"input_ids": there.ids[None], "position_ids": there.position_ids[None]}
-        with autocast(model.device, dtype):
-            return model.base_model(**inputs, packed=there, use_cache=False)[0][0].float()
+        with autocast(model.device, dtype, keeps_casts=not is_sharded):
+            (model if is_sharded else model.base_model)(**inputs, packed=there, use_cache=False)
+        return kept.pop().float()
 
-    with failing_is_refused(model, "its forward over a pack of sequences"):
+    keep = model.base_model.register_forward_hook(lambda _, __, out: kept.append(out[0][0]))
+    with keep, failing_is_refused(model, "its forward over a pack of sequences"):
         whole = PackedSequences.of(sequences)
         together = states(whole)
         differences = []
@@ -380,7 +387,8 @@ def hold_linears_in(model: nn.Module, dtype: torch.dtype) -> None:
             or module.weight.dtype == dtype
         ):
             continue
-        if all(torch.equal(own.to(dtype).to(own.dtype), own) for own in module.parameters(recurse=False)):
+        values = [one if (it := source_of(one)) is None else it for one in module.parameters(recurse=False)]
+        if all(torch.equal(own.to(dtype).to(own.dtype), own) for own in values):
             module.to(dtype)
 
 

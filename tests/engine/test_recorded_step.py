@@ -241,3 +241,24 @@ def test_what_a_replay_reads_stays_however_many_other_tables_are_made(
     gc.collect()
     assert len(recorder.read) > 20
     assert not [one for one in recorder.read if one.expired()]
+
+
+def test_no_cost_model_learns_how_long_a_recording_took(
+    make_engine: Make, make_requests: MakeRequests
+) -> None:
+    class SlowRecorder(TraceRecorder):
+        def record(self, run: Run) -> Run:
+            now[0] += 1000.0
+            return super().record(run)
+
+    def clock() -> float:
+        now[0] += 1e-3
+        return now[0]
+
+    now = [0.0]
+    engine, recorder = make_engine("chain4", backend=backend(), batch=2), SlowRecorder()
+    engine._clock, engine.step_log = clock, []
+    recorded(engine, recorder)
+    engine.generate(make_requests(PROMPT_LENGTHS[:2], SAMPLINGS["hot"]))
+    records = engine.step_log
+    assert records and now[0] > 1000.0 and max(record.step_s for record in records) < 1.0

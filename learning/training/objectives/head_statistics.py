@@ -22,10 +22,21 @@ _GPU_VALUES = 1 << 24
 _PRODUCT_VALUES = 1 << 23
 "Of logits of one product with the head, on a CPU: enough rows to read the weights once for all of them."
 _GPU_PRODUCT_VALUES = 1 << 26
+_GPU_PRODUCT_ROWS = 2048
+"Each product reads the head, and adds to its whole gradient: of more rows neither is felt beside the product."
 _KEPT_VALUES = 1 << 26
 "Of logits of one pack that its backward pass finds again; those beyond are computed anew."
 _COPIES = 8
 "Of what is worked on at once, in float32, where an entropy learns too (counted)."
+
+
+_room_bytes = 0
+
+
+def use_room(room_bytes: int) -> None:
+    """Let products with the head on this process's GPU take so many bytes more than the memory plan counts of them."""
+    global _room_bytes
+    _room_bytes = room_bytes
 
 
 def most_logits(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
@@ -257,8 +268,11 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 def _product_chunks(states: Tensor, width: int) -> Iterator[slice]:
     """Rows whose logits are computed by one product."""
-    values = _PRODUCT_VALUES if states.device.type == "cpu" else _GPU_PRODUCT_VALUES
-    return _row_chunks(len(states), width, values)
+    if states.device.type == "cpu":
+        return _row_chunks(len(states), width, _PRODUCT_VALUES)
+    # logits and their gradient
+    most = _GPU_PRODUCT_VALUES + _room_bytes // (2 * 4)
+    return _row_chunks(len(states), width, max(_GPU_PRODUCT_VALUES, min(_GPU_PRODUCT_ROWS * width, most)))
 
 
 def _row_chunks(num_rows: int, width: int, values: int) -> Iterator[slice]:

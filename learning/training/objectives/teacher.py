@@ -18,6 +18,7 @@ from ....core.settings.algorithm import AlgorithmConfig
 from ..batching import PackedSequences
 from ..experience import Experience
 from ..parallel import OneTrainer
+from ..sharded import sources_of
 from ..training_forward import hold_linears_in, prepare_for_training, require_packs, teacher_logits
 from .distillation import Divergence
 from .head_statistics import TeacherLogits
@@ -50,9 +51,12 @@ class Teacher:
         """
         prepare_for_training(model, gradient_checkpointing=False)
         require_packs(model)
+        is_unfilled = bool(sources_of(model))
         model.requires_grad_(False)
         hold_linears_in(model, compute_dtype)
         trainers.shard(model)
+        if is_unfilled:
+            require_packs(model)
         return cls(
             model=model,
             divergence=Divergence(beta=algorithm.distill_beta, top_k=algorithm.distill_top_k),

@@ -279,22 +279,3 @@ def test_weights_wait_for_a_copy_whose_move_is_being_settled():
     engine.running.clear()
     loop.run_once(wait_s=0.0)
     assert loading.done()
-
-
-def test_an_instance_says_once_that_it_rests_when_its_last_sample_is_done() -> None:
-    idle: list[int] = []
-    engine = FakeEngine("gen-0")
-    loop = DecodeLoop(
-        "gen-0", FakeHost(engine), report_interval_s=0.0, on_idle=lambda: idle.append(engine.num_steps)
-    )
-    loop.run_once(wait_s=0.0)
-    assert idle == [], "it has not begun"
-    for turn in range(1, 3):
-        loop.order(SubmitOrder(requests=(make_request(turn), make_request(turn + 10))))
-        loop.run_once(wait_s=0.0)
-        while engine.has_work:
-            assert len(idle) == turn - 1
-            loop.run_once(wait_s=0.0)
-        for _ in range(3):
-            loop.run_once(wait_s=0.0)
-        assert len(idle) == turn and idle[-1] == engine.num_steps

@@ -72,13 +72,22 @@ def pair(form: BroadcastForm) -> tuple[BroadcastGroup, BroadcastGroup]:
         return host.join(2.0), joined.result(timeout=60)
 
 
-def send(group: BroadcastGroup, version: int, *, damaged: int = -1, until: int = 99) -> WeightManifest:
+def send(
+    group: BroadcastGroup,
+    version: int,
+    *,
+    damaged: int = -1,
+    until: int = 99,
+    chunk_bytes: int = CHUNK_BYTES,
+    cuts: bool = False,
+) -> WeightManifest:
     """As the trainer does, two buffers in turn."""
     packer = WeightPacker(
         name="target",
         weight_version=version,
         hf_config_json="{}",
-        chunk_bytes=CHUNK_BYTES,
+        chunk_bytes=chunk_bytes,
+        cuts=cuts,
         rooms=group.rooms,
         device=group.device,
         kind=kind_of_form(group.device),
@@ -114,6 +123,22 @@ def test_what_is_broadcast_is_what_decodes_and_is_confirmed(host: ManifestHost, 
             assert kind_of(answer.checksum) == kind
             assert answer.checksum == model_checksum(model_of(version), like=answer.checksum)
             assert host.engine is not None and host.engine.weight_version == version
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_large_tensors_come_in_rows_and_no_bucket_is_larger_than_it_may_be(
+    host: ManifestHost, form: BroadcastForm
+) -> None:
+    root, member = pair(form)
+    layout = published(1)[0].in_chunks_of(2048)
+    assert layout.is_cut and max(layout.chunk_num_bytes) <= 2048
+    told = replace(layout, weight_version=2, checksum="" if member.device is None else WORDS)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send, root, 2, until=999, chunk_bytes=max(layout.chunk_num_bytes), cuts=True)
+        answer = host.receive_weights(told, member)
+        manifest = sent.result(timeout=60)
+    assert answer.checksum == manifest.checksum == model_checksum(model_of(2), like=answer.checksum)
+    assert manifest.chunk_num_bytes == layout.chunk_num_bytes
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -32,6 +32,7 @@ from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.weights.chunks import load_into, model_checksum, pack_weights, unpack_weights
 from rlhfspec.engine.weights.digests import digest
 from rlhfspec.engine.weights.loading import build_causal_lm, load_causal_lm
+from tests.helpers.windows import without_a_gpu
 
 Trainer = TrainerActor.__ray_metadata__.modified_class
 
@@ -331,3 +332,27 @@ def test_what_is_broadcast_is_the_version_that_is_told(trainer, monkeypatch, for
     assert sent.manifest == layout and layout.checksum == trainer.checksum() and sent.pack_s > 0.0
     assert model_checksum(model_of(sent.manifest, taken)) == sent.manifest.checksum
     trainer.close_broadcast()
+
+
+def test_a_window_stays_until_its_members_are_in_another_group(trainer, monkeypatch):
+    """torch counts one reader of it, and there may be several."""
+    monkeypatch.setattr(
+        "rlhfspec.actors.workers.trainer_actor.ray.util.get_node_ip_address", lambda: "127.0.0.1"
+    )
+    without_a_gpu(monkeypatch)
+
+    windows = []
+    for _ in range(2):
+        ticket = trainer.open_broadcast(("gen-0",), "shared", 1024)
+        windows.append(trainer._broadcast_host._window)
+        kept = [one._window for one in (trainer._former_host, trainer._broadcast_host) if one is not None]
+        assert [id(one) for one in kept] == [id(one) for one in windows]
+        with ThreadPoolExecutor(1) as pool:
+            how = {"rank": 1, "me": "gen-0", "host": "127.0.0.1", "timeout_s": 20.0}
+            joining = pool.submit(join_broadcast, ticket, **how, device=torch.device("cpu"))
+            trainer.join_broadcast(20.0)
+            joining.result(timeout=60).close()
+        assert trainer._former_host is None
+        trainer.close_broadcast()
+        # a member that has not heard yet may read it
+        assert trainer._broadcast_host._window is windows[-1]

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from rlhfspec.actors.remote.assigned_device import CUDA_CONTEXT_BYTES
 from rlhfspec.cluster.plan.gpu_room import require_gpu_room
 from rlhfspec.cluster.plan.memory_plan import (
-    CUDA_CONTEXT_BYTES,
     MIB,
     PLAIN_PROCESS_BYTES,
     RAY_PROCESSES_BYTES,

@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 import ray
+import torch
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.util.placement_group import remove_placement_group
 
+from rlhfspec.actors.remote.assigned_device import resolve_device
 from rlhfspec.cluster.plan.topology import (
     PlacementContext,
     actor_options,
@@ -52,6 +55,20 @@ def test_gpus_and_threads_go_where_the_config_says():
     assert topology.wanted()["GPU"] == 2.0 and len(topology.generation) == 2
     assert topology.generation[0].resources() == {"CPU": 1.0, "GPU": 0.5}
     assert (topology.generation[0].num_threads, topology.trainer[0].num_threads) == (1, 2)
+
+
+def test_an_actors_gpu_is_cudas_first_also_where_ray_is_told_to_hide_none(monkeypatch):
+    topology = plan_topology(config(trainer={"num_gpus": 1}))
+    context = PlacementContext(group=None, namespace="")
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    for name, value in actor_options(topology.trainer[0], context)["runtime_env"]["env_vars"].items():
+        monkeypatch.setenv(name, value)
+    # as Ray's worker does before it makes the actor
+    NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["3"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device = resolve_device("auto", assigned=("3",), key="trainer.device", pool="cluster.trainer")
+    assert device == torch.device("cuda", 0)
 
 
 def test_the_description_names_every_pool_and_the_total():

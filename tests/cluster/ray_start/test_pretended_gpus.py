@@ -18,6 +18,8 @@ class Seer:
     def look(self):
         return os.environ.get("CUDA_VISIBLE_DEVICES", ""), assigned_gpus()
 
+# as beside other frameworks
+os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
 ray.init(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver=False)
 seer, seen = ray.remote(Seer), {}
 cases = {"one each": (1, 1, 1, 2), "none": (0, 0, 0, 2), "shared": (0.5, 1, 0, 2), "beside": (0.4, 0.6, 0, 8)}

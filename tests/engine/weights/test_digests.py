@@ -8,8 +8,15 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rlhfspec.core.weight_records import kind_of
-from rlhfspec.engine.weights.chunks import WeightPacker, checksum_of, pack_tensors, weight_views
+from rlhfspec.core.weight_records import DigestKind, kind_of, pieces_of
+from rlhfspec.engine.weights.chunks import (
+    WeightPacker,
+    buckets_of,
+    checksum_of,
+    digest_of,
+    pack_tensors,
+    weight_views,
+)
 from rlhfspec.engine.weights.digests import Digest, word_sums
 from tests.helpers.devices import DEVICES
 
@@ -93,7 +100,8 @@ def test_words_are_of_the_tensors_whatever_the_chunks(device: torch.device | Non
     views = weight_views(manifest, chunks)
     assert all(torch.equal(views[name], tensor) for name, tensor in tensors())
     again = manifest.in_chunks_of(chunk_bytes)
-    assert again.chunk_num_bytes == manifest.chunk_num_bytes and again.describes_what(manifest)
+    assert again.is_cut or again.chunk_num_bytes == manifest.chunk_num_bytes
+    assert again.is_cut == (chunk_bytes == 64) and again.describes_what(manifest)
     one, _ = pack_tensors(tensors(), hf_config_json="{}", name="target", weight_version=1, kind="words")
     assert one.describes_what(manifest)
 
@@ -112,3 +120,51 @@ def test_a_bucket_that_stays_on_its_device_has_the_words_of_its_tensors() -> Non
     for bucket in packer.buckets(tensors()):
         assert len(bucket) % 16 == 0
         assert packer.last_digest == checksum_of([next(names)[1]], like="words:"), "one a bucket here"
+
+
+@pytest.mark.parametrize(
+    ("shape", "row_bytes", "most"), [((1000, 8), 16, 256), ((1000, 7), 14, 256), ((9, 3), 12, 40)]
+)
+def test_a_large_tensor_is_cut_by_rows_at_aligned_places(
+    shape: tuple[int, ...], row_bytes: int, most: int
+) -> None:
+    whole = shape[0] * row_bytes
+    pieces = pieces_of(shape, whole, most)
+    assert sum(pieces) == whole and all(size % row_bytes == 0 for size in pieces)
+    assert all(size % 16 == 0 for size in pieces[:-1])
+    # rows that end at an aligned place stay together
+    assert max(pieces) <= max(most, 16 * row_bytes) and len(pieces) > 1
+    assert pieces_of(shape, whole, whole) == [whole] and pieces_of((), 4, 1) == [4]
+
+
+@pytest.mark.parametrize("kind", ["words", "xxh3"])
+def test_cut_tensors_have_the_checksum_that_whole_ones_have_and_come_together_again(kind: DigestKind) -> None:
+    torch.manual_seed(1)
+    given = [("a", torch.randn(3, 2)), ("aa", torch.randn(100, 5).bfloat16()), *tensors()[1:]]
+    given += [("d", torch.randn(40, 4)), ("e", torch.ones(2))]
+    settings = {"name": "target", "weight_version": 1, "hf_config_json": "{}", "kind": kind}
+    whole, _ = pack_tensors(given, **settings)
+    layout = whole.in_chunks_of(256)
+    assert layout.is_cut and not whole.is_cut and max(layout.chunk_num_bytes) <= 256
+
+    packer = WeightPacker(**settings, chunk_bytes=max(layout.chunk_num_bytes), cuts=layout.is_cut, rooms=1)
+    buckets = buckets_of(layout)
+    room = torch.empty(max(one.begins_at + one.num_bytes for one in buckets), dtype=torch.uint8)
+    assert len(room) <= max(256, max(tensor.nbytes for _, tensor in given) + 15)
+    found, again = {}, Digest(kind)
+    for bucket, sent in zip(buckets, packer.buckets(given), strict=True):
+        assert len(sent) == bucket.num_bytes
+        flat = room[bucket.begins_at :][: bucket.num_bytes]
+        flat.copy_(sent)
+        views = bucket.views(room)
+        if kind == "words":
+            pieces = [flat[: bucket.piece_bytes]] if bucket.piece_bytes else [*views.values()]
+            assert digest_of(pieces, bucket.begins_at, again).text() == packer.last_digest
+        else:
+            again.add_bytes(flat.numpy())
+        found |= {name: view.clone() for name, view in views.items()}
+    assert [*found] == [name for name, _ in given]
+    assert all(torch.equal(found[name], tensor) for name, tensor in given)
+    assert again.text() == packer.manifest().checksum == whole.checksum
+    assert packer.manifest().chunk_num_bytes == layout.chunk_num_bytes
+    assert packer.manifest().describes_what(whole)

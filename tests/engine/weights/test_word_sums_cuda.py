@@ -20,8 +20,8 @@ print("equal")
 BUILD = """
 from rlhfspec.engine.weights import word_sums_cuda as word_kernel
 
-built("words", word_kernel._word_sums, ["*i64", "*i64", "i32"], {"block": word_kernel.BLOCK}, num_warps=8)
-built("many words", word_kernel._word_sums, ["*i64", "*i64", "i64"], {"block": word_kernel.BLOCK}, num_warps=8)
+built("words", word_kernel._word_sums, ["*i64", "*i64", "i32", "i32"], {"block": word_kernel.BLOCK}, num_warps=8)
+built("many words", word_kernel._word_sums, ["*i64", "*i64", "i64", "i64"], {"block": word_kernel.BLOCK}, num_warps=8)
 print(json.dumps(found))
 """
 
