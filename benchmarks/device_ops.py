@@ -1,9 +1,10 @@
 """What a decode step asks of a GPU: launches, copies and waits, counted without one; with one, times beside them.
 
 Counted on tensors of the `meta` device, which have shapes and no numbers: one call of an operator that computes or
-moves something is one launch; operators that torch takes apart are counted by their parts, attention as one. Views and
-new memory are none. Whoever looks at a number is refused. Bars: a layer at most 11 launches, plain and verifying;
-outside recordings a plain step at most 12, a chain of 8 at most 20, a tree of 8 at most 30, of 16 at most 40; one copy
+moves something is one launch; operators that torch takes apart are counted by their parts, attention by lengths as two
+(its parts are joined). Views and new memory are none. Whoever looks at a number is refused. Bars: a layer at most 10
+launches, plain and verifying, four of them products; a level of a tree of 16 at most 12 beside the draft's layers.
+Outside recordings a plain step at most 12, a chain of 8 at most 20, a tree of 8 at most 30, of 16 at most 40; one copy
 up and one down a step, waited for once. A prefill of fresh prompts: one call of attention a layer, no mask. An update:
 one copy up and one call of attention a layer for each pack, at most two waits a minibatch.
 """
@@ -37,7 +38,7 @@ from ..core.records import (
     WeightSpan,
     as_asked,
 )
-from ..engine.attention.backends import ATTENTION
+from ..engine.attention.by_length import split_attention
 from ..engine.cuda.cuda_backend import CudaBackend
 from ..engine.decode_step import decode_step
 from ..engine.decoding.noise import Noise, NoiseSource
@@ -64,6 +65,8 @@ LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonz
 MADE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 WHOLE = {"scaled_dot_product_attention"}
 ATTENTION_CALLS = WHOLE | {"_varlen_attn"}
+KERNELS = {"attend": 2}
+"Launches of an operator of ours that is more than one: attention's parts are joined by another."
 
 
 class DeviceCalls(TorchDispatchMode):
@@ -108,7 +111,7 @@ class DeviceCalls(TorchDispatchMode):
                 return parts
         found = func(*args, **kwargs)
         if self._computes(func, name, given, found):
-            self.note(name)
+            self.note(name, KERNELS.get(name, 1))
         return found
 
     def note(self, name: str, launches: int = 1) -> None:
@@ -157,6 +160,7 @@ class CountedNoise(Noise):
 
     def __init__(self, shape: tuple[int, int, int], note: Callable[[str, int], None]) -> None:
         super().__init__(torch.empty(shape, device=META))
+        self.words = torch.empty(2, *shape[:2], dtype=torch.int32, device=META)
         self._note = note
 
     @property
@@ -224,6 +228,14 @@ def layer_launches(plan: str, *, kernels: bool) -> float:
         counted(plan, layers=layers, kernels=kernels, recorded=False)["launches"] for layers in (2, 4)
     )
     return (many - few) / 2
+
+
+def level_launches() -> float:
+    """Return the launches of one level of a tree of 16 outside the draft model's layers."""
+    plans = {str(d): SpeculationConfig(policy="fixed", num_nodes=16, depth=d, branching=2) for d in (6, 8)}
+    with patch.dict(PLANS, plans):
+        few, many = (counted(plan, recorded=False)["launches"] for plan in plans)
+    return (many - few) / 2 - layer_launches("tree16", kernels=True)
 
 
 def prefill(*, layers: int = 3) -> dict[str, float]:
@@ -304,7 +316,7 @@ def _runner(num_layers: int, backend: ComputeBackend) -> ModelRunner:
         capacity=CAPACITY,
         backend=backend,
         vocab_size=VOCAB_SIZE,
-        attention=ATTENTION["sdpa"],
+        attention=split_attention,
     )
 
 
@@ -371,6 +383,7 @@ def count() -> dict[str, float]:
     for name, kernels in (("", True), ("_library", False)):
         for what, plan in (("plain", "plain"), ("verify", "tree8")):
             figures[f"launches_a_layer_{what}{name}"] = layer_launches(plan, kernels=kernels)
+    figures["launches_a_level_tree16"] = level_launches()
     for plan in PLANS:
         step = counted(plan)
         figures[f"launches_outside_{plan}"] = step["launches"]

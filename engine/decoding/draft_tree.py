@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..attention.backends import CHUNK
+from . import tree_operators  # noqa: F401 (defines them)
 
 DEAD = -1
 
@@ -42,6 +43,8 @@ class DraftTree:
     "[B] where samples keep unlike numbers of nodes: those behind are dead and not even computed"
     looked_up: np.ndarray | None = None
     "[B] bool where some were looked up and others computed"
+    by_kernels: bool = False
+    "grown by the operators of `engine.decoding.tree_operators`, which also choose among its nodes"
 
     @property
     def num_nodes(self) -> int:
@@ -125,6 +128,19 @@ def select_best(candidates: DraftTree, num_nodes: int) -> DraftTree:
     """
     if num_nodes >= candidates.num_nodes:
         return candidates
+    if candidates.by_kernels:
+        of = candidates
+        given = (of.token_ids, of.parents, of.draft_slots, of.depth, of.rank, of.scores)
+        (token_ids, parents, depth, rank, slots), scores = torch.ops.rlhfspec.pick(*given, num_nodes)
+        return DraftTree(
+            token_ids=token_ids,
+            parents=parents,
+            depth=depth,
+            rank=rank,
+            scores=scores,
+            draft_slots=slots,
+            is_chain=False,
+        )
     order = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, :num_nodes]
     batch, total = candidates.token_ids.shape
     new_number = torch.zeros(batch, total + 1, dtype=torch.int64, device=order.device)

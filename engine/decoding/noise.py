@@ -42,6 +42,9 @@ def key_words(key: SampleKey, prompt: Integer[np.ndarray, " T"]) -> np.ndarray:
 class Noise:
     """Noise of the next positions of every sample, as values [B, D, V]."""
 
+    words: Int[Tensor, "2 B D"] | None = None
+    "what kernels make it of, where they do: two hash words of each (sample, position), int32, on the device"
+
     def __init__(self, values: Float[Tensor, "B D V"]) -> None:
         self._values = values
 
@@ -110,7 +113,7 @@ class HashedNoise(Noise):
     """Noise of a GPU's rows that lies nowhere: a choice computes what it needs of it (`fused_choice`)."""
 
     def __init__(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> None:
-        """`words`: two hash words of each (sample, position), int32, on the device."""
+        """`words`: see `Noise`."""
         self.words = words
         self._vocab_size = vocab_size
         self._made: Tensor | None = None
