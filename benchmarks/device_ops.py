@@ -39,7 +39,7 @@ from ..core.records import (
     as_asked,
 )
 from ..engine.attention.by_length import split_attention
-from ..engine.cuda.cuda_backend import CudaBackend
+from ..engine.cuda.cuda_backend import CudaBackend, CudaLinear
 from ..engine.decode_step import decode_step
 from ..engine.decoding.noise import Noise, NoiseSource
 from ..engine.draft_policies import build_policy
@@ -53,6 +53,7 @@ from ..engine.model.prefill import fill_committed
 from ..engine.model.prefill_plan import PrefillPiece
 from ..engine.model.runner import ModelRunner
 from ..engine.recorded_step import StepRecordings
+from ..engine.weights.chunks import unique_tensors
 from ..engine.weights.loading import freeze
 from ..learning.training import packed_attention
 from ..learning.training.learner import Learner
@@ -72,7 +73,7 @@ KERNELS = {"attend": 2}
 class DeviceCalls(TorchDispatchMode):
     """`counts`: launches, those replayed inside recordings, copies up and down, those of them that wait.
 
-    `masks`: bytes of the masks that attention read, by their memory.
+    `masks`: bytes of the masks that attention read, by their memory. `counts["bytes"]`: read and written on the device.
     """
 
     def __init__(self, read_as: float = 0.0) -> None:
@@ -112,6 +113,10 @@ class DeviceCalls(TorchDispatchMode):
         found = func(*args, **kwargs)
         if self._computes(func, name, given, found):
             self.note(name, KERNELS.get(name, 1))
+            touched = {
+                x.untyped_storage()._cdata: x.nbytes for x in [*given, *tree_leaves(found)] if x is not None
+            }
+            self.counts["bytes"] += sum(touched.values())
         return found
 
     def note(self, name: str, launches: int = 1) -> None:
@@ -121,7 +126,9 @@ class DeviceCalls(TorchDispatchMode):
 
     def _computes(self, func: Any, name: str, given: list[Tensor], found: Any) -> bool:
         made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.device.type == "meta"]
-        if name in MADE or not made:
+        if name in MADE or not (
+            made or (func._schema.is_mutable and "meta" in {x.device.type for x in given})
+        ):
             return False
         known = {x.untyped_storage()._cdata for x in given}
         return func._schema.is_mutable or any(x.untyped_storage()._cdata not in known for x in made)
@@ -251,6 +258,21 @@ def prefill(*, layers: int = 3) -> dict[str, float]:
     return {"attention_calls_a_layer_prefill": attention, "mask_bytes_prefill": sum(calls.masks.values())}
 
 
+def publication(*, layers: int = 2) -> dict[str, float]:
+    """Return what a version on the device costs until it decodes: bytes read and written by one of it, and waits.
+
+    What is held as it is published is copied, and its comparison is left out: its tensors have no addresses.
+    """
+    calls, model, on_host = DeviceCalls(read_as=1.0), _model(layers), Tensor.tolist
+    version = dict(unique_tensors(model))
+    config = llama_model.LlamaConfig.of(model.config.to_json_string(use_diff=False))
+    own = llama_model.LlamaModel(config, model.dtype, CudaBackend(META))
+    with calls, patch.object(Tensor, "tolist", lambda self: on_host(self.cpu())):
+        own.load(version, [version])
+    moved = calls.counts["bytes"] / sum(tensor.nbytes for tensor in version.values())
+    return {"bytes_moved_a_byte_publication": moved, "waits_publication": calls.counts["waits"]}
+
+
 def update(*, layers: int = 2) -> dict[str, float]:
     """Return what an update asks of the device: uploads and attention calls a pack, waits a minibatch.
 
@@ -361,6 +383,7 @@ def _nothing_to_compare() -> Iterator[None]:
         ),
         patch.object(llama_model, "same_bits", lambda copy, of: True),
         patch.object(linears, "same_bits", lambda copy, of: True),
+        patch.object(CudaLinear, "holds", lambda self, rows, bias: True),
     ):
         yield
 
@@ -379,7 +402,7 @@ def run(bench: Bench) -> int:
 
 def count() -> dict[str, float]:
     """Return launches a layer, and what a step asks for inside recordings and outside of them."""
-    figures = prefill() | update()
+    figures = prefill() | update() | publication()
     for name, kernels in (("", True), ("_library", False)):
         for what, plan in (("plain", "plain"), ("verify", "tree8")):
             figures[f"launches_a_layer_{what}{name}"] = layer_launches(plan, kernels=kernels)

@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 570
+MAX_SOURCE_FILES = 571
 MAX_LINES_OF_A_ROOM = {
     "core": 2559,
     "core/settings": 2721,
@@ -260,7 +260,7 @@ MAX_LINES_OF_A_ROOM = {
     "engine/cache": 1054,
     "engine/calibration": 765,
     "engine/cpu": 2677,
-    "engine/cuda": 614,
+    "engine/cuda": 766,
     "engine/decoding": 1868,
     "engine/drafters": 3174,
     "engine/group": 955,

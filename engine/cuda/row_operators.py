@@ -29,6 +29,8 @@ _LIBRARY.define(
     "attend(Tensor q, Tensor keys, Tensor values, Tensor base, Tensor? seen, Tensor? depth, Tensor? own_depth, "
     "int tokens, int? window, float scaling, float? softcap) -> Tensor"
 )
+_LIBRARY.define("lay_rows(Tensor[] parts, Tensor? order, Tensor(a!) matrix) -> ()")
+_LIBRARY.define("hold_rows(Tensor[] parts, Tensor? order, Tensor matrix) -> Tensor")
 
 
 def norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
@@ -101,6 +103,19 @@ def _attend_meta(q: Tensor, keys: Tensor, values: Tensor, base: Tensor, *rest: A
     return q.new_empty(rows, q.numel() // rows)
 
 
+def lay_rows(parts: list[Tensor], order: Tensor | None, matrix: Tensor) -> None:
+    """Write rows [N, K] of the parts behind one another, in `order` or as they stand, into the matrix [K, N]."""
+    rows = torch.cat(parts)
+    matrix.copy_((rows if order is None else rows.index_select(0, order)).t())
+
+
+def hold_rows(parts: list[Tensor], order: Tensor | None, matrix: Tensor) -> Tensor:
+    """Whether a matrix holds, bit for bit, what `lay_rows` writes: bool []."""
+    laid = torch.empty_like(matrix)
+    lay_rows(parts, order, laid)
+    return (laid.view(torch.int8) == matrix.view(torch.int8)).all()
+
+
 def _turn_meta(
     qkv: Tensor,
     positions: Tensor,
@@ -116,9 +131,11 @@ def _turn_meta(
     return cells.new_empty(samples * heads, num_tokens * (qkv.shape[1] // (heads * size) - 2), size)
 
 
-def _kernel(name: str) -> Callable[..., Tensor]:
+def _kernel(name: str) -> Callable[..., Any]:
     """A kernel by its name: Triton is there when it is called, on a GPU alone."""
-    module = "attention_kernel" if name == "attend" else "row_kernels"
+    module = {"attend": "attention_kernel", "lay_rows": "laying_kernel", "hold_rows": "laying_kernel"}.get(
+        name, "row_kernels"
+    )
     return lambda *args: getattr(import_module(f"rlhfspec.engine.cuda.{module}"), name)(*args)
 
 
@@ -127,6 +144,8 @@ for _name, _body, _meta in (
     ("gated", gated, lambda gate_up: gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)),
     ("turn", turn, _turn_meta),
     ("attend", attend, _attend_meta),
+    ("lay_rows", lay_rows, lambda parts, order, matrix: None),
+    ("hold_rows", hold_rows, lambda parts, order, matrix: matrix.new_empty((), dtype=torch.bool)),
 ):
     _LIBRARY.impl(_name, _body, "CPU")
     _LIBRARY.impl(_name, _meta, "Meta")

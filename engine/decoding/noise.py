@@ -114,7 +114,7 @@ class HashedNoise(Noise):
 
     def __init__(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> None:
         """`words`: see `Noise`."""
-        self.words = words
+        self.words = self._words = words
         self._vocab_size = vocab_size
         self._made: Tensor | None = None
 
@@ -124,7 +124,7 @@ class HashedNoise(Noise):
         from .noise_cuda import fused_gumbel
 
         if self._made is None:
-            self._made = fused_gumbel(self.words, self._vocab_size)
+            self._made = fused_gumbel(self._words, self._vocab_size)
         return self._made
 
     def __getitem__(self, index: Any) -> Noise:
@@ -135,7 +135,7 @@ class HashedNoise(Noise):
         """See `Noise.choose`."""
         from .noise_cuda import fused_choice
 
-        return fused_choice(logits, self.words, levels, divisors, factors)
+        return fused_choice(logits, self._words, levels, divisors, factors)
 
 
 class NoiseSource:
