@@ -267,13 +267,13 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
         noise: Callable[[], Noise],
     ) -> tuple[Run, DraftTree]:
         """Record a draft; also the tree, whose tensors hold what the last replay has drafted."""
-        is_chain = False
+        is_chain = by_kernels = False
 
         def grow() -> Tensor:
-            nonlocal is_chain
+            nonlocal is_chain, by_kernels
             logits = drafter.behind_root(fixed, shape.catch_up)
             tree = select_best(drafter.grow(fixed, budget, noise(), logits), budget.num_nodes)
-            is_chain = tree.is_chain
+            is_chain, by_kernels = tree.is_chain, tree.by_kernels
             if is_chain:
                 return tree.token_ids
             return torch.stack([tree.token_ids, tree.parents, tree.depth, tree.rank, tree.draft_slots])
@@ -293,6 +293,7 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
             scores=torch.zeros(token_ids.shape, device=token_ids.device),
             draft_slots=draft_slots,
             is_chain=False,
+            by_kernels=by_kernels,
         )
 
 

@@ -44,7 +44,7 @@ class DraftTree:
     looked_up: np.ndarray | None = None
     "[B] bool where some were looked up and others computed"
     by_kernels: bool = False
-    "grown by the operators of `engine.decoding.tree_operators`, which also choose among its nodes"
+    "grown by the operators of `engine.decoding.tree_operators`, which then do all that is done to it"
 
     @property
     def num_nodes(self) -> int:
@@ -140,6 +140,7 @@ def select_best(candidates: DraftTree, num_nodes: int) -> DraftTree:
             scores=scores,
             draft_slots=slots,
             is_chain=False,
+            by_kernels=True,
         )
     order = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, :num_nodes]
     batch, total = candidates.token_ids.shape
@@ -185,6 +186,8 @@ def ancestors_or_self(tree: DraftTree) -> Bool[Tensor, "B n n"]:
     device = tree.token_ids.device
     if tree.is_chain:
         return torch.ones(n, n, dtype=torch.bool, device=device).tril_().expand(batch, n, n)
+    if tree.by_kernels:
+        return torch.ops.rlhfspec.ancestors(tree.parents)
     reach = torch.eye(n, device=device).repeat(batch, 1, 1)
     reach[:, 1:].scatter_(2, tree.parents[..., None], 1.0)
     for _ in range((n - 1).bit_length()):

@@ -95,6 +95,27 @@ def pick(
     return tree, kept
 
 
+def ancestors(parents: Tensor) -> Tensor:
+    """See `engine.decoding.tree_operators`."""
+    batch, nodes = parents.shape
+    above = torch.empty(batch, nodes + 1, nodes + 1, dtype=torch.bool, device=parents.device)
+    block = triton.next_power_of_2(nodes + 1)
+    _ancestors[(batch,)](parents, above.view(torch.uint8), nodes, parents.stride(0), block=block, num_warps=4)
+    return above
+
+
+def descend(
+    choices: Tensor, token_ids: Tensor, parents: Tensor, rank: Tensor, levels: int
+) -> tuple[Tensor, Tensor]:
+    """See `engine.decoding.tree_operators`."""
+    batch, nodes = token_ids.shape
+    path, counts = choices.new_empty(2, batch, levels), choices.new_empty(2, batch)
+    block = triton.next_power_of_2(nodes)
+    given = [each.contiguous() for each in (choices, token_ids, parents, rank)]
+    _descend[(batch,)](*given, path, counts, nodes, levels, batch, block=block, num_warps=1)
+    return path, counts
+
+
 @triton.jit
 @no_type_check
 def _normalizer(sums, sums_stride, place, has_row, num_blocks, block_parts: tl.constexpr):
@@ -244,3 +265,47 @@ def _pick(
     tl.store(into + 3 * step, tl.load(rank + place, mask=chosen, other=0), mask=chosen)
     tl.store(into + 4 * step, tl.load(slots + place, mask=chosen, other=0), mask=chosen)
     tl.store(kept + sample * count + order, score, mask=chosen)
+
+
+@triton.jit(do_not_specialize=("nodes", "stride"))
+@no_type_check
+def _ancestors(parents, above, nodes, stride, block: tl.constexpr):
+    """Follows all nodes of one sample upwards at once."""
+    sample = tl.program_id(0)
+    node = tl.arange(0, block)
+    column = node[None, :]
+    current = node
+    marked = column == node[:, None]
+    for _ in range(nodes):
+        is_node = (current > 0) & (current <= nodes)
+        current = tl.load(parents + sample * stride + current - 1, mask=is_node, other=0).to(tl.int32)
+        marked = marked | (column == current[:, None])
+    count = nodes + 1
+    place = above + (sample * count + node[:, None]) * count + column
+    tl.store(place, marked.to(tl.uint8), mask=(node < count)[:, None] & (column < count))
+
+
+@triton.jit(do_not_specialize=("nodes", "levels", "batch"))
+@no_type_check
+def _descend(choices, token_ids, parents, rank, path, counts, nodes, levels, batch, block: tl.constexpr):
+    """From the root to the child that is the target's choice, while there is one: `engine.decoding.verify`."""
+    sample = tl.program_id(0)
+    node = tl.arange(0, block)
+    inside = node < nodes
+    place = sample * nodes + node
+    token = tl.load(token_ids + place, mask=inside, other=-1)
+    parent = tl.load(parents + place, mask=inside, other=-1).to(tl.int32)
+    is_second = tl.load(rank + place, mask=inside, other=0) > 1
+    current = sample * 0
+    accepted, second = current, current
+    for level in range(levels):
+        choice = tl.load(choices + sample * (nodes + 1) + current)
+        tl.store(path + sample * levels + level, current.to(tl.int64))
+        tl.store(path + (batch + sample) * levels + level, choice)
+        chosen = inside & (parent == current) & (token == choice)
+        following = tl.min(tl.where(chosen, node + 1, nodes + 1), 0)
+        accepted += (following <= nodes).to(tl.int32)
+        second += tl.max((chosen & is_second).to(tl.int32), 0)
+        current = tl.where(following <= nodes, following, current)
+    tl.store(counts + sample, accepted.to(tl.int64))
+    tl.store(counts + batch + sample, second.to(tl.int64))

@@ -4,7 +4,10 @@
 - `grow`: of these the children of a level's nodes and their scores, written into the candidates [3, B, T] (token,
   number of the parent, draft slot) from `offset` on, and the `width` best of them, which the next level expands: token,
   number and parent in their level [3, B, width], score, and which columns each sees;
-- `pick`: the best candidates in their order: token, parent, depth, rank and draft slot [5, B, N], and scores.
+- `pick`: the best candidates in their order: token, parent, depth, rank and draft slot [5, B, N], and scores;
+- `ancestors`: of N nodes and the root, who is above whom or is it, bool [B, n, n];
+- `descend`: the path that the target's choices take: its nodes and tokens [2, B, D], how many are accepted and how many
+  of those are no first choice of the drafter [2, B].
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ _LIBRARY.define(
 _LIBRARY.define(
     "pick(Tensor token_ids, Tensor parents, Tensor slots, Tensor depth, Tensor rank, Tensor scores, int count) "
     "-> (Tensor, Tensor)"
+)
+_LIBRARY.define("ancestors(Tensor parents) -> Tensor")
+_LIBRARY.define(
+    "descend(Tensor choices, Tensor token_ids, Tensor parents, Tensor rank, int levels) -> (Tensor, Tensor)"
 )
 
 
@@ -52,7 +59,22 @@ def _pick_meta(token_ids: Tensor, *args: Tensor | int) -> tuple[Tensor, Tensor]:
     return token_ids.new_empty(5, batch, count), scores.new_empty(batch, count)  # type: ignore[call-overload,union-attr]
 
 
-for _name, _meta in (("leaders", _leaders_meta), ("grow", _grow_meta), ("pick", _pick_meta)):
+def _ancestors_meta(parents: Tensor) -> Tensor:
+    batch, nodes = parents.shape
+    return parents.new_empty(batch, nodes + 1, nodes + 1, dtype=torch.bool)
+
+
+def _descend_meta(choices: Tensor, *args: Tensor | int) -> tuple[Tensor, Tensor]:
+    return choices.new_empty(2, len(choices), args[-1]), choices.new_empty(2, len(choices))  # type: ignore[call-overload]
+
+
+for _name, _meta in (
+    ("leaders", _leaders_meta),
+    ("grow", _grow_meta),
+    ("pick", _pick_meta),
+    ("ancestors", _ancestors_meta),
+    ("descend", _descend_meta),
+):
     _LIBRARY.impl(_name, _meta, "Meta")
     _LIBRARY.impl(
         _name,

@@ -11,12 +11,13 @@ import numpy as np, torch
 from rlhfspec.core.decode_records import Budget
 from rlhfspec.core.records import SampleKey, SamplingParams, Stream
 from rlhfspec.engine.decoding import tree_cuda, tree_operators
-from rlhfspec.engine.decoding.draft_tree import select_best
+from rlhfspec.engine.decoding.draft_tree import ancestors_or_self, select_best
+from rlhfspec.engine.decoding.verify import verify
 from rlhfspec.engine.decoding.noise import HashedNoise, Noise, gumbel_noise, key_words, row_words
 from rlhfspec.engine.decoding.sampling_rule import RowSampling
 from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 
-for name in ("leaders", "grow", "pick"):
+for name in ("leaders", "grow", "pick", "ancestors", "descend"):
     tree_operators._LIBRARY.impl(name, getattr(tree_cuda, name), "CPU")
 LevelDrafter.__abstractmethods__ = frozenset()
 
@@ -40,7 +41,7 @@ params = [SamplingParams(max_new_tokens=1, temperature=t) for t in (1.0, 0.0, 0.
 class Batch(list):
     lengths, sampling = np.array([9, 9, 9]), RowSampling.of(params, torch.device("cpu"))
 
-batch = Batch(params)
+batch, taken = Batch(params), []
 for branching, width, nodes, ROOM in ((2, 4, 8, 64), (3, 5, 16, 9), (4, 1, 30, 64)):
     budget = Budget(num_nodes=nodes, depth=depth, branching=branching, width=width, reason="")
     trees, levels = [], []
@@ -56,6 +57,22 @@ for branching, width, nodes, ROOM in ((2, 4, 8, 64), (3, 5, 16, 9), (4, 1, 30, 6
         for one in ("token_ids", "parents", "depth", "rank", "draft_slots"):
             assert torch.equal(getattr(got, one), getattr(expected, one)), one
         torch.testing.assert_close(got.scores, expected.scores, rtol=2e-5, atol=1e-7)
+    # the target takes the nodes at random, and often a child
+    for expected, got in zip(trees[:2], trees[2:], strict=True):
+        above = ancestors_or_self(expected)
+        assert torch.equal(ancestors_or_self(got), above)
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(seed)
+            node = torch.randint(1, expected.num_nodes + 1, (3, 4 * depth), generator=generator)
+            choices = torch.full((3, expected.num_nodes + 1), vocab_size)
+            for at in node.unbind(1):
+                places = at[:, None] - 1
+                choices.scatter_(1, expected.parents.gather(1, places), expected.token_ids.gather(1, places))
+            verdicts = [verify(choices, tree, above, depth) for tree in (expected, got)]
+            for one in ("num_accepted", "path", "token_ids", "num_accepted_rank2_plus"):
+                assert torch.equal(*(getattr(verdict, one) for verdict in verdicts)), one
+            taken.append(verdicts[0].num_accepted)
+assert len(set(torch.cat(taken).tolist())) > 2
 # no numbers at all, and still a tree of ids that there are
 lost = Pretended().grow(batch, budget, HashedNoise(words, vocab_size), table[[3, 5, 8]] * float("nan"))
 assert ((lost.token_ids >= 0) & (lost.token_ids < vocab_size)).all() and lost.scores.isfinite().all()
@@ -74,6 +91,8 @@ for count, rows in ((2, 8), (4, 8)):
            "block_best": 128 * count, "block_parts": 128, "block_columns": 64}, num_warps=8)
 built("pick", tree_cuda._pick, [i64, i64, i64, i64, i64, f32, i64, f32, *["i32"] * 3], {"block": 256, "chunk": 16},
       num_warps=8)
+built("ancestors", tree_cuda._ancestors, [i64, "*u8", "i32", "i32"], {"block": 64})
+built("descend", tree_cuda._descend, [*[i64] * 6, *["i32"] * 3], {"block": 64}, num_warps=1)
 print(json.dumps(found))
 """
 
@@ -86,6 +105,6 @@ def test_they_grow_the_tree_that_torch_grows() -> None:
 @NEEDS_TRITON
 def test_they_compile_for_an_h100_without_one(tmp_path: Path) -> None:
     found = json.loads(output_of(COMPILE + BUILD, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"))
-    assert len(found) == 5
+    assert len(found) == 7
     for name, kernel in found.items():
         assert kernel["spilled"] == [0, 0], (name, kernel)
