@@ -1,9 +1,10 @@
 """What a decode step asks of a GPU: launches, copies and waits, counted without one; with one, times beside them.
 
 Counted on tensors of the `meta` device, which have shapes and no numbers: one call of an operator that computes or
-moves something is one launch; operators that torch takes apart are counted by their parts, attention as one. Views and
-new memory are none. Whoever looks at a number is refused. Bars: a layer at most 11 launches, plain and verifying;
-outside recordings a plain step at most 12, a chain of 8 at most 20, a tree of 8 at most 30, of 16 at most 40; one copy
+moves something is one launch; operators that torch takes apart are counted by their parts, attention by lengths as two
+(its parts are joined). Views and new memory are none. Whoever looks at a number is refused. Bars: a layer at most 10
+launches, plain and verifying, four of them products; a level of a tree of 16 at most 12 beside the draft's layers.
+Outside recordings a plain step at most 12, a chain of 8 at most 20, a tree of 8 at most 30, of 16 at most 40; one copy
 up and one down a step, waited for once. A prefill of fresh prompts: one call of attention a layer, no mask. An update:
 one copy up and one call of attention a layer for each pack, at most two waits a minibatch.
 """
@@ -37,8 +38,8 @@ from ..core.records import (
     WeightSpan,
     as_asked,
 )
-from ..engine.attention.backends import ATTENTION
-from ..engine.cuda.cuda_backend import CudaBackend
+from ..engine.attention.by_length import split_attention
+from ..engine.cuda.cuda_backend import CudaBackend, CudaLinear
 from ..engine.decode_step import decode_step
 from ..engine.decoding.noise import Noise, NoiseSource
 from ..engine.draft_policies import build_policy
@@ -52,6 +53,7 @@ from ..engine.model.prefill import fill_committed
 from ..engine.model.prefill_plan import PrefillPiece
 from ..engine.model.runner import ModelRunner
 from ..engine.recorded_step import StepRecordings
+from ..engine.weights.chunks import unique_tensors
 from ..engine.weights.loading import freeze
 from ..learning.training import packed_attention
 from ..learning.training.learner import Learner
@@ -64,12 +66,14 @@ LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonz
 MADE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 WHOLE = {"scaled_dot_product_attention"}
 ATTENTION_CALLS = WHOLE | {"_varlen_attn"}
+KERNELS = {"attend": 2}
+"Launches of an operator of ours that is more than one: attention's parts are joined by another."
 
 
 class DeviceCalls(TorchDispatchMode):
     """`counts`: launches, those replayed inside recordings, copies up and down, those of them that wait.
 
-    `masks`: bytes of the masks that attention read, by their memory.
+    `masks`: bytes of the masks that attention read, by their memory. `counts["bytes"]`: read and written on the device.
     """
 
     def __init__(self, read_as: float = 0.0) -> None:
@@ -108,7 +112,11 @@ class DeviceCalls(TorchDispatchMode):
                 return parts
         found = func(*args, **kwargs)
         if self._computes(func, name, given, found):
-            self.note(name)
+            self.note(name, KERNELS.get(name, 1))
+            touched = {
+                x.untyped_storage()._cdata: x.nbytes for x in [*given, *tree_leaves(found)] if x is not None
+            }
+            self.counts["bytes"] += sum(touched.values())
         return found
 
     def note(self, name: str, launches: int = 1) -> None:
@@ -118,7 +126,9 @@ class DeviceCalls(TorchDispatchMode):
 
     def _computes(self, func: Any, name: str, given: list[Tensor], found: Any) -> bool:
         made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.device.type == "meta"]
-        if name in MADE or not made:
+        if name in MADE or not (
+            made or (func._schema.is_mutable and "meta" in {x.device.type for x in given})
+        ):
             return False
         known = {x.untyped_storage()._cdata for x in given}
         return func._schema.is_mutable or any(x.untyped_storage()._cdata not in known for x in made)
@@ -157,6 +167,7 @@ class CountedNoise(Noise):
 
     def __init__(self, shape: tuple[int, int, int], note: Callable[[str, int], None]) -> None:
         super().__init__(torch.empty(shape, device=META))
+        self.words = torch.empty(2, *shape[:2], dtype=torch.int32, device=META)
         self._note = note
 
     @property
@@ -226,6 +237,14 @@ def layer_launches(plan: str, *, kernels: bool) -> float:
     return (many - few) / 2
 
 
+def level_launches() -> float:
+    """Return the launches of one level of a tree of 16 outside the draft model's layers."""
+    plans = {str(d): SpeculationConfig(policy="fixed", num_nodes=16, depth=d, branching=2) for d in (6, 8)}
+    with patch.dict(PLANS, plans):
+        few, many = (counted(plan, recorded=False)["launches"] for plan in plans)
+    return (many - few) / 2 - layer_launches("tree16", kernels=True)
+
+
 def prefill(*, layers: int = 3) -> dict[str, float]:
     """Return the attention calls of a layer, and the bytes of masks, of 8 prompts in one prefill."""
     calls = DeviceCalls()
@@ -237,6 +256,21 @@ def prefill(*, layers: int = 3) -> dict[str, float]:
     # the last layer's keys and values are all that is wanted of it
     attention = sum(calls.by_name[name] for name in ATTENTION_CALLS) / (layers - 1)
     return {"attention_calls_a_layer_prefill": attention, "mask_bytes_prefill": sum(calls.masks.values())}
+
+
+def publication(*, layers: int = 2) -> dict[str, float]:
+    """Return what a version on the device costs until it decodes: bytes read and written by one of it, and waits.
+
+    What is held as it is published is copied, and its comparison is left out: its tensors have no addresses.
+    """
+    calls, model, on_host = DeviceCalls(read_as=1.0), _model(layers), Tensor.tolist
+    version = dict(unique_tensors(model))
+    config = llama_model.LlamaConfig.of(model.config.to_json_string(use_diff=False))
+    own = llama_model.LlamaModel(config, model.dtype, CudaBackend(META))
+    with calls, patch.object(Tensor, "tolist", lambda self: on_host(self.cpu())):
+        own.load(version, [version])
+    moved = calls.counts["bytes"] / sum(tensor.nbytes for tensor in version.values())
+    return {"bytes_moved_a_byte_publication": moved, "waits_publication": calls.counts["waits"]}
 
 
 def update(*, layers: int = 2) -> dict[str, float]:
@@ -304,7 +338,7 @@ def _runner(num_layers: int, backend: ComputeBackend) -> ModelRunner:
         capacity=CAPACITY,
         backend=backend,
         vocab_size=VOCAB_SIZE,
-        attention=ATTENTION["sdpa"],
+        attention=split_attention,
     )
 
 
@@ -349,6 +383,7 @@ def _nothing_to_compare() -> Iterator[None]:
         ),
         patch.object(llama_model, "same_bits", lambda copy, of: True),
         patch.object(linears, "same_bits", lambda copy, of: True),
+        patch.object(CudaLinear, "holds", lambda self, rows, bias: True),
     ):
         yield
 
@@ -367,10 +402,11 @@ def run(bench: Bench) -> int:
 
 def count() -> dict[str, float]:
     """Return launches a layer, and what a step asks for inside recordings and outside of them."""
-    figures = prefill() | update()
+    figures = prefill() | update() | publication()
     for name, kernels in (("", True), ("_library", False)):
         for what, plan in (("plain", "plain"), ("verify", "tree8")):
             figures[f"launches_a_layer_{what}{name}"] = layer_launches(plan, kernels=kernels)
+    figures["launches_a_level_tree16"] = level_launches()
     for plan in PLANS:
         step = counted(plan)
         figures[f"launches_outside_{plan}"] = step["launches"]

@@ -286,7 +286,7 @@ class _Runners:
             capacity=self.max_total_tokens + self.max_nodes + 1,
             backend=self.backend,
             vocab_size=self.vocab_size,
-            attention=attention_for(engine, self.numerics, self.backend),
+            attention=attention_for(engine, self.numerics, self.backend, model),
             reach=None if engine.kv_cache_mb is None else self.max_nodes + 1,
             stock=engine.forward == "stock",
             recorder=CudaRecorder(device) if device.type == "cuda" and graph_bytes else None,

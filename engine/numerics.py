@@ -14,9 +14,12 @@ import torch
 from ..core.config import EngineConfig
 from ..core.errors import ConfigError
 from .attention.backends import ATTENTION, Attention, plan_attention_once
+from .attention.by_length import MAX_HEAD_SIZE, split_attention
 from .attention.xformers import require_xformers, xformers_attention
+from .cache.kv_pool import KVShape
 from .model.compute_backend import ComputeBackend, PoolAttention
 from .triton_here import can_run_triton
+from .weights.causal_lm import CausalLM
 
 Numerics = Literal["invariant", "fast"]
 logger = logging.getLogger(__name__)
@@ -107,9 +110,12 @@ def has_llvm() -> bool:
 
 
 def attention_for(
-    engine: EngineConfig, numerics: Numerics, backend: ComputeBackend
+    engine: EngineConfig,
+    numerics: Numerics,
+    backend: ComputeBackend,
+    model: CausalLM | None = None,
 ) -> Attention | PoolAttention:
-    """Return the attention. Raises ConfigError when it cannot serve these numerics or this machine."""
+    """Return the attention of a model. Raises ConfigError when it cannot serve these numerics or this machine."""
     # attention inside the pool is the fastest where there is one, and ordered besides
     ordered = numerics == "invariant" or isinstance(backend.attention, PoolAttention)
     if engine.attention == "ordered" or (engine.attention == "auto" and ordered):
@@ -133,10 +139,15 @@ def attention_for(
                 f"engine.attention split needs engine.device cuda, Triton and a C compiler, got {backend.device.type}; "
                 "use auto, ordered or sdpa"
             )
-        from .cuda.attention_kernel import split_attention
+        from .cuda import row_operators  # noqa: F401 (defines the operator)
 
-        return split_attention
+        return split_attention if model is None or _is_split(model) else ATTENTION["sdpa"]
     return ATTENTION[engine.attention]
+
+
+def _is_split(model: CausalLM) -> bool:
+    """Whether the kernel serves: exact products of float32 run on no tensor core."""
+    return model.dtype != torch.float32 and KVShape.of(model.config).head_size <= MAX_HEAD_SIZE
 
 
 def describe_numerics(engine: EngineConfig, device: torch.device, *, refused: str = "") -> str:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..core.decode_records import Budget
+from .attention.by_length import takes_lengths
 from .decode_step import StepOutput, decode_step, forward_and_accept
 from .decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only, select_best
 from .decoding.noise import Noise
@@ -47,7 +48,7 @@ class StepShape:
 
     num_samples: int
     reach_tokens: int
-    "of the longest sample, with whatever the step writes behind it"
+    "of the longest sample, with whatever the step writes behind it; the cache's where attention goes by lengths"
     catch_up: int
     nodes: int
     depth: int
@@ -105,13 +106,13 @@ class FixedBatch(RunningBatch):
         return self._fixed_sampling
 
     def _filled_up(self, batch: RunningBatch, num_words: int) -> list[np.ndarray]:
-        """A running batch's arrays, with rows for padding samples: greedy, token 0, of this batch's length."""
+        """A running batch's arrays, with rows for padding samples: greedy, token 0, as short as they may be."""
         rates = RowSampling.host_rates([request.sampling for request in batch.requests])
         lengths, last_tokens, words = batch.host_inputs(num_words)
         missing = self._count - len(lengths)
         temperature, divisor, noise_factor, top_k, top_p, min_p = rates
         return [
-            np.concatenate([lengths, self.lengths[:missing]]),
+            np.pad(lengths, (0, missing), constant_values=LAST_TOKENS),
             np.pad(last_tokens, ((0, missing), (0, 0))),
             np.pad(words, ((0, 0), (0, missing), (0, 0))),
             np.pad(temperature, (0, missing)),
@@ -197,6 +198,7 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
         drafts = not budget.is_plain and drafter is not None
         if refinement is not None or runner.taps is not None or batch.noise_source.ahead:
             return None
+        by_length = [takes_lengths(runner.attention)]
         catch_up, capacity, longest = 0, runner.pool.capacity, int(batch.lengths[: len(batch)].max())
         if drafts:
             if not isinstance(drafter, ModelDrafter) or drafter.fused_chain is not None:
@@ -205,12 +207,13 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
             if not 0 < catch_up <= int(batch.lengths[: len(batch)].min()):
                 return None
             capacity = min(capacity, drafter.pool.capacity)
+            by_length.append(takes_lengths(drafter.runner.attention))
         reach = longest + _columns(budget)
         if reach > capacity:
             return None
         shape = StepShape(
             num_samples=min(at_least(len(batch), SAMPLE_COUNTS), runner.pool.num_slots),
-            reach_tokens=min(at_least(reach, VIEW_LENGTHS), capacity),
+            reach_tokens=capacity if all(by_length) else min(at_least(reach, VIEW_LENGTHS), capacity),
             catch_up=catch_up,
             nodes=budget.num_nodes if drafts else 0,
             depth=budget.depth if drafts else 0,
@@ -267,13 +270,13 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
         noise: Callable[[], Noise],
     ) -> tuple[Run, DraftTree]:
         """Record a draft; also the tree, whose tensors hold what the last replay has drafted."""
-        is_chain = False
+        is_chain = by_kernels = False
 
         def grow() -> Tensor:
-            nonlocal is_chain
+            nonlocal is_chain, by_kernels
             logits = drafter.behind_root(fixed, shape.catch_up)
             tree = select_best(drafter.grow(fixed, budget, noise(), logits), budget.num_nodes)
-            is_chain = tree.is_chain
+            is_chain, by_kernels = tree.is_chain, tree.by_kernels
             if is_chain:
                 return tree.token_ids
             return torch.stack([tree.token_ids, tree.parents, tree.depth, tree.rank, tree.draft_slots])
@@ -293,6 +296,7 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
             scores=torch.zeros(token_ids.shape, device=token_ids.device),
             draft_slots=draft_slots,
             is_chain=False,
+            by_kernels=by_kernels,
         )
 
 

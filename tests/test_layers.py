@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 568
+MAX_SOURCE_FILES = 572
 MAX_LINES_OF_A_ROOM = {
     "core": 2587,
     "core/settings": 2722,
@@ -255,16 +255,16 @@ MAX_LINES_OF_A_ROOM = {
     "policies/scheduling": 1848,
     "policies/simulate": 3295,
     "policies/staleness": 768,
-    "engine": 2425,
-    "engine/attention": 457,
+    "engine": 2440,
+    "engine/attention": 542,
     "engine/cache": 1054,
     "engine/calibration": 765,
     "engine/cpu": 2677,
-    "engine/cuda": 503,
-    "engine/decoding": 1448,
-    "engine/drafters": 3107,
+    "engine/cuda": 766,
+    "engine/decoding": 1964,
+    "engine/drafters": 3174,
     "engine/group": 955,
-    "engine/model": 3887,
+    "engine/model": 3948,
     "engine/weights": 2059,
     "learning": 6,
     "learning/data": 4928,

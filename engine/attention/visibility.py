@@ -36,19 +36,21 @@ def chain_visibility(
 def tree_visibility(
     base: Int[Tensor, " B"],
     seen: Bool[Tensor, "B n t"],
-    depth: Int[Tensor, "B t"],
+    depth: Int[Tensor, "B t"] | None,
     view: int,
     *,
     window: int | None,
+    own_depth: Int[Tensor, "B n"] | None = None,
 ) -> Bool[Tensor, "B n C"]:
     """The last n of a tree's t columns see the `base` positions before it and the columns marked in `seen`.
 
     Args:
         base: position of the tree's first column.
         seen: visibility among the columns.
-        depth: each column's distance from `base` in the conversation; the window counts by it.
+        depth: each column's distance from `base` in the conversation; the window counts by it, and nothing else.
         view: C, cached positions in view.
         window: how many tokens back a token sees, itself included; None: all.
+        own_depth: of the n; the last columns' by default.
     """
     batch, n, columns = seen.shape
     offset = count_up(view, base.device) - base[:, None]
@@ -56,10 +58,11 @@ def tree_visibility(
     column = offset.clamp(0, columns - 1)
     visible = seen.gather(2, column[:, None].expand(batch, n, -1))
     visible = torch.where(inside[:, None], visible, (offset < 0)[:, None])
-    if window is None:
+    if window is None or depth is None:
         return visible
     column_depth = torch.where(offset < 0, offset, depth.gather(1, column))
-    return visible & (depth[:, columns - n :, None] - column_depth[:, None] < window)
+    own_depth = depth[:, columns - n :] if own_depth is None else own_depth
+    return visible & (own_depth[:, :, None] - column_depth[:, None] < window)
 
 
 def as_bias(seen: Bool[Tensor, "B n C"], *, heads: int, queries: int) -> Float[Tensor, "N R C"]:

@@ -1,8 +1,9 @@
-"""Attention of few rows over a long cache, in one kernel, or in two where the cache is split (Triton, CUDA).
+"""Attention of a tree's tokens over long caches, by lengths: one kernel, or two where caches are split (Triton, CUDA).
 
-Programs share the cache: each takes a stretch of SPLIT positions of one (sample, KV head), whatever the view's length,
-and the stretches are joined in order. So a row's bits depend on neither the view nor the batch; masked positions add
-exact zeros. Imported only where Triton is.
+A program takes some rows of one (sample, KV head) over a part of what that sample has cached: parts are alike whatever
+the others' lengths, a program behind a sample's end returns at once, and nothing depends on the cache's capacity. How
+many parts there are follows from the number of samples, so that few of them fill a GPU too: as with the library's
+products, a row's bits depend on how many run, not on which. Imported only where Triton is.
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
@@ -15,193 +16,262 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.backends import SHARE_BIAS, sdpa_attention
+LOG2_E = 1.4426950408889634
+PROGRAMS = 512
+"That a split is to give, about: four for each multiprocessor of an H100."
+BLOCK = tl.constexpr(64)
+"Cached positions at once."
+LEAST = tl.constexpr(128)
+"Of a part, whole blocks: less is not worth a program."
+MOST_ROWS = 64
+"Of one program: a tree of 16 reads keys and values twice where four queries share a head."
+LENGTHS = ("own_stride", "tokens", "columns", "view", "parts")
+"Integers that no kernel is made anew for."
 
-SPLIT = 512
-"Cached positions of one program."
-BLOCK = 64
-"Of them at once."
-MOST_ROWS = 32
-"Of one program."
-FEW_ROWS, MAX_HEAD_SIZE = 256, 128
-"""Beyond, torch's kernel serves: it has larger blocks for a prompt's rows. It serves float32 too, whose exact products
-run on no tensor core and spill 1,120 bytes a thread here (compiled for sm_90)."""
 
-
-def split_attention(
+def attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    bias: Tensor,
-    *,
-    rows: int,
+    base: Tensor,
+    seen: Tensor | None,
+    depth: Tensor | None,
+    own_depth: Tensor | None,
+    tokens: int,
+    window: int | None,
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """See `engine.attention.Attention`; one bias may serve all heads of a sample."""
-    if softcap is not None or rows > FEW_ROWS or q.shape[2] > MAX_HEAD_SIZE or q.dtype == torch.float32:
-        return sdpa_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
-    merged, view, size = keys.shape
+    """See `engine.cuda.row_operators.attend`; keys and values lie alike."""
+    merged, rows, size = q.shape
     block_rows = min(max(triton.next_power_of_2(rows), 16), MOST_ROWS)
-    row_blocks, splits = triton.cdiv(rows, block_rows), triton.cdiv(view, SPLIT)
-    out = torch.empty(merged, rows, size, dtype=q.dtype, device=q.device)
+    row_blocks = triton.cdiv(rows, block_rows)
+    parts = min(max(PROGRAMS // (merged * row_blocks), 1), triton.cdiv(keys.shape[1], LEAST.value))
+    packed = len(base) * tokens
+    out = torch.empty(packed, q.numel() // packed, dtype=q.dtype, device=q.device)
     partial = sums = out
-    if splits > 1:
-        partial = torch.empty(merged, rows, splits, size, dtype=torch.float32, device=q.device)
-        sums = torch.empty(2, merged, rows, splits, dtype=torch.float32, device=q.device)
-    _attend[(merged, row_blocks, splits)](
+    if parts > 1:
+        partial = torch.empty(merged, rows, parts, size, dtype=torch.float32, device=q.device)
+        sums = torch.empty(2, merged, rows, parts, dtype=torch.float32, device=q.device)
+    own = base if own_depth is None else own_depth
+    of_samples = (base, own, own.stride(0))
+    lengths = (tokens, tokens if seen is None else seen.shape[2], keys.shape[1], parts)
+    model = {"heads": merged // len(base), "queries": rows // tokens, "window": window or 0, "size": size}
+    _attend[(merged, row_blocks, parts)](
         q,
         keys,
         values,
-        bias,
+        base if seen is None else seen.view(torch.uint8),
+        base if depth is None else depth,
+        *of_samples,
         partial,
         sums,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        bias.stride(0),
-        0 if bias.shape[1] == 1 else bias.stride(1),
-        merged // bias.shape[0],
-        rows,
-        view,
-        splits,
-        merged * rows * splits,
-        scaling * 1.4426950408889634,
-        size=size,
+        *q.stride()[:2],
+        *keys.stride()[:2],
+        *lengths,
+        # of what exponents of 2 are taken: scores, or twice what is bounded
+        scaling * LOG2_E if softcap is None else scaling * 2 * LOG2_E / softcap,
+        **model,
+        softcap=0.0 if softcap is None else softcap * LOG2_E,
+        is_tree=seen is not None,
         # what tensor cores take at least
         block_size=max(triton.next_power_of_2(size), 16),
         block_rows=block_rows,
-        block=BLOCK,
-        split=SPLIT,
-        is_split=splits > 1,
-        num_warps=4,
+        is_split=parts > 1,
+        # four would spill
+        num_warps=4 if block_rows == 16 else 8,
         num_stages=2,
     )
-    if splits > 1:
+    if parts > 1:
         _join[(merged * rows,)](
             partial,
             sums,
             out,
-            splits,
-            merged * rows * splits,
-            size=size,
+            *of_samples,
+            *lengths,
+            **model,
+            is_tree=seen is not None,
             block_size=triton.next_power_of_2(size),
-            block=triton.next_power_of_2(splits),
+            block_parts=triton.next_power_of_2(parts),
             num_warps=4,
         )
     return out
 
 
-SHARE_BIAS.add(split_attention)
+@triton.jit
+@no_type_check
+def _extent(base, own_depth, own_stride, sample, columns, view, parts, window, is_tree):
+    """Where a sample's columns start, what its first token may see: from, to, and how much of it a part takes."""
+    start = tl.load(base + sample).to(tl.int32)
+    end = tl.minimum(start + columns, view)
+    begin = start * 0
+    if window:
+        begin = start - window + 1
+        if is_tree:
+            begin += tl.load(own_depth + sample * own_stride).to(tl.int32)
+        begin = tl.maximum(begin, 0)
+    return start, begin, end, tl.maximum(tl.cdiv(tl.cdiv(end - begin, parts), BLOCK) * BLOCK, LEAST)
 
 
 @triton.jit
+@no_type_check
+def _place(head, row, tokens, heads, queries):
+    """Where a row goes: token by token, heads behind one another, of each its queries."""
+    token = head // heads * tokens + row // queries
+    return (token * heads + head % heads) * queries + row % queries
+
+
+@triton.jit
+@no_type_check
+def _visible(seen, depth, own, token, has_row, behind, inside, columns, window, is_tree):
+    """Which positions each row sees; `behind` the first column they are columns, before it they count back."""
+    if is_tree:
+        is_column = (behind >= 0) & inside
+        marks = seen + (token[:, None] * columns + behind[None, :])
+        marked = tl.load(marks, mask=has_row[:, None] & is_column[None, :], other=0) != 0
+        visible = marked | (behind < 0)[None, :]
+        if window:
+            of_column = tl.load(depth + behind, mask=is_column, other=0).to(tl.int32)
+            behind = tl.where(is_column, of_column, behind)
+    else:
+        visible = behind[None, :] <= token[:, None]
+    if window:
+        visible = visible & (own[:, None] - behind[None, :] < window)
+    return visible & inside[None, :]
+
+
+@triton.jit
+@no_type_check
+def _scores(query, key, scaling, softcap):
+    """To the base of 2."""
+    scores = tl.dot(query, tl.trans(key)) * scaling
+    if softcap != 0.0:
+        # the hyperbolic tangent
+        scores = softcap - 2.0 * softcap / (tl.exp2(scores) + 1.0)
+    return scores
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 @no_type_check
 def _attend(
     q,
     keys,
     values,
-    bias,
+    seen,
+    depth,
+    base,
+    own_depth,
+    own_stride,
     out,
     sums,
     q_head,
     q_row,
     key_head,
     key_row,
-    value_head,
-    value_row,
-    bias_sample,
-    bias_row,
-    heads_of_bias,
-    rows,
+    tokens,
+    columns,
     view,
-    splits,
-    sums_stride,
+    parts,
     scaling,
+    heads: tl.constexpr,
+    queries: tl.constexpr,
+    window: tl.constexpr,
     size: tl.constexpr,
+    softcap: tl.constexpr,
+    is_tree: tl.constexpr,
     block_size: tl.constexpr,
     block_rows: tl.constexpr,
-    block: tl.constexpr,
-    split: tl.constexpr,
     is_split: tl.constexpr,
 ):
-    """Some rows of one (sample, KV head) over one stretch of its cache."""
+    """Some rows of one (sample, KV head) over one part of what its sample has cached."""
     head = tl.program_id(0).to(tl.int64)
+    sample, part = head // heads, tl.program_id(2)
+    start, begin, end, stretch = _extent(
+        base, own_depth, own_stride, sample, columns, view, parts, window, is_tree
+    )
+    begin += part * stretch
+    if begin >= end:
+        return
+    end = tl.minimum(begin + stretch, end)
     row = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
-    part = tl.program_id(2)
-    column = tl.arange(0, block_size)
-    has_row, has_column = row < rows, column < size
-    is_held = has_row[:, None] & has_column[None, :]
+    column, each = tl.arange(0, block_size), tl.arange(0, BLOCK)
+    has_row, has_column = row < tokens * queries, column < size
+    token, is_held = row // queries, has_row[:, None] & has_column[None, :]
     query = tl.load(q + head * q_head + row[:, None] * q_row + column[None, :], mask=is_held, other=0.0)
-    largest = tl.full((block_rows,), float("-inf"), tl.float32)
-    total = tl.zeros((block_rows,), tl.float32)
+    own = token
+    if is_tree and window:
+        own = tl.load(own_depth + sample * own_stride + token, mask=has_row, other=0).to(tl.int32)
+    seen += sample * tokens * columns
+    depth += sample * columns
+    cell = head * key_head + begin.to(tl.int64) * key_row
+    cells = each[:, None] * key_row + column[None, :]
+    largest, total = tl.full((block_rows,), float("-inf"), tl.float32), tl.zeros((block_rows,), tl.float32)
     attended = tl.zeros((block_rows, block_size), tl.float32)
-    for begin in range(part * split, min(part * split + split, view), block):
-        position = begin + tl.arange(0, block)
-        inside = position < view
-        key = tl.load(
-            keys + head * key_head + position[None, :].to(tl.int64) * key_row + column[:, None],
-            mask=inside[None, :] & has_column[:, None],
-            other=0.0,
-        )
-        seen = tl.load(
-            bias + (head // heads_of_bias) * bias_sample + row[:, None] * bias_row + position[None, :],
-            mask=has_row[:, None] & inside[None, :],
-            other=float("-inf"),
-        ).to(tl.float32)
-        scores = tl.dot(query, key) * scaling + seen
+    for first in range(begin, end, BLOCK):
+        inside, behind = first + each < end, first + each - start
+        is_cell = inside[:, None] & has_column[None, :]
+        key = tl.load(keys + cell + cells, mask=is_cell, other=0.0)
+        visible = _visible(seen, depth, own, token, has_row, behind, inside, columns, window, is_tree)
+        scores = tl.where(visible, _scores(query, key, scaling, softcap), float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         # rows that have seen nothing so far
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - shift[:, None])
-        kept = tl.exp2(largest - shift)
+        weights, kept = tl.exp2(scores - shift[:, None]), tl.exp2(largest - shift)
         total = total * kept + tl.sum(weights, 1)
-        value = tl.load(
-            values + head * value_head + position[:, None].to(tl.int64) * value_row + column[None, :],
-            mask=inside[:, None] & has_column[None, :],
-            other=0.0,
-        )
+        value = tl.load(values + cell + cells, mask=is_cell, other=0.0)
         attended = attended * kept[:, None] + tl.dot(weights.to(value.dtype), value)
         largest = new_largest
-    place = head * rows + row
+        cell += BLOCK * key_row
     if is_split:
-        at = place * splits + part
+        at = (head * tokens * queries + row) * parts + part
         tl.store(sums + at, largest, mask=has_row)
-        tl.store(sums + sums_stride + at, total, mask=has_row)
+        tl.store(sums + tl.num_programs(0) * tokens * queries * parts + at, total, mask=has_row)
         tl.store(out + at[:, None] * size + column[None, :], attended, mask=is_held)
     else:
         attended = (attended / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
+        place = _place(head, row, tokens, heads, queries)
         tl.store(out + place[:, None] * size + column[None, :], attended, mask=is_held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 @no_type_check
 def _join(
     partial,
     sums,
     out,
-    splits,
-    sums_stride,
+    base,
+    own_depth,
+    own_stride,
+    tokens,
+    columns,
+    view,
+    parts,
+    heads: tl.constexpr,
+    queries: tl.constexpr,
+    window: tl.constexpr,
     size: tl.constexpr,
+    is_tree: tl.constexpr,
     block_size: tl.constexpr,
-    block: tl.constexpr,
+    block_parts: tl.constexpr,
 ):
-    """One row from its stretches."""
+    """One row from its parts, as many as its sample has."""
     row = tl.program_id(0).to(tl.int64)
-    part, column = tl.arange(0, block), tl.arange(0, block_size)
-    inside = part < splits
-    largest = tl.load(sums + row * splits + part, mask=inside, other=float("-inf"))
-    total = tl.load(sums + sums_stride + row * splits + part, mask=inside, other=0.0)
+    head = row // (tokens * queries)
+    _, begin, end, stretch = _extent(
+        base, own_depth, own_stride, head // heads, columns, view, parts, window, is_tree
+    )
+    part, column = tl.arange(0, block_parts), tl.arange(0, block_size)
+    inside = begin + part * stretch < end
+    largest = tl.load(sums + row * parts + part, mask=inside, other=float("-inf"))
+    total = tl.load(sums + (tl.num_programs(0) + row) * parts + part, mask=inside, other=0.0)
     top = tl.max(largest, 0)
     share = tl.exp2(largest - tl.where(top == float("-inf"), 0.0, top))
     attended = tl.load(
-        partial + (row * splits + part[:, None]) * size + column[None, :],
+        partial + (row * parts + part[:, None]) * size + column[None, :],
         mask=inside[:, None] & (column < size)[None, :],
         other=0.0,
     )
     whole = tl.sum(total * share, 0)
     joined = tl.sum(attended * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-    tl.store(out + row * size + column, joined.to(out.dtype.element_ty), mask=column < size)
+    place = _place(head, row % (tokens * queries), tokens, heads, queries)
+    tl.store(out + place * size + column, joined.to(out.dtype.element_ty), mask=column < size)

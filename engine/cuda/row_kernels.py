@@ -117,7 +117,7 @@ def _gated(gate_up, out, stride, width, block: tl.constexpr):
     tl.store(out + row * width + at, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_tokens",))
 @no_type_check
 def _turn(
     qkv,

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..attention.backends import CHUNK
+from . import tree_operators  # noqa: F401 (defines them)
 
 DEAD = -1
 
@@ -42,6 +43,8 @@ class DraftTree:
     "[B] where samples keep unlike numbers of nodes: those behind are dead and not even computed"
     looked_up: np.ndarray | None = None
     "[B] bool where some were looked up and others computed"
+    by_kernels: bool = False
+    "grown by the operators of `engine.decoding.tree_operators`, which then do all that is done to it"
 
     @property
     def num_nodes(self) -> int:
@@ -125,6 +128,20 @@ def select_best(candidates: DraftTree, num_nodes: int) -> DraftTree:
     """
     if num_nodes >= candidates.num_nodes:
         return candidates
+    if candidates.by_kernels:
+        of = candidates
+        given = (of.token_ids, of.parents, of.draft_slots, of.depth, of.rank, of.scores)
+        (token_ids, parents, depth, rank, slots), scores = torch.ops.rlhfspec.pick(*given, num_nodes)
+        return DraftTree(
+            token_ids=token_ids,
+            parents=parents,
+            depth=depth,
+            rank=rank,
+            scores=scores,
+            draft_slots=slots,
+            is_chain=False,
+            by_kernels=True,
+        )
     order = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, :num_nodes]
     batch, total = candidates.token_ids.shape
     new_number = torch.zeros(batch, total + 1, dtype=torch.int64, device=order.device)
@@ -169,6 +186,8 @@ def ancestors_or_self(tree: DraftTree) -> Bool[Tensor, "B n n"]:
     device = tree.token_ids.device
     if tree.is_chain:
         return torch.ones(n, n, dtype=torch.bool, device=device).tril_().expand(batch, n, n)
+    if tree.by_kernels:
+        return torch.ops.rlhfspec.ancestors(tree.parents)
     reach = torch.eye(n, device=device).repeat(batch, 1, 1)
     reach[:, 1:].scatter_(2, tree.parents[..., None], 1.0)
     for _ in range((n - 1).bit_length()):

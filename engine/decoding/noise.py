@@ -42,6 +42,9 @@ def key_words(key: SampleKey, prompt: Integer[np.ndarray, " T"]) -> np.ndarray:
 class Noise:
     """Noise of the next positions of every sample, as values [B, D, V]."""
 
+    words: Int[Tensor, "2 B D"] | None = None
+    "what kernels make it of, where they do: two hash words of each (sample, position), int32, on the device"
+
     def __init__(self, values: Float[Tensor, "B D V"]) -> None:
         self._values = values
 
@@ -110,8 +113,8 @@ class HashedNoise(Noise):
     """Noise of a GPU's rows that lies nowhere: a choice computes what it needs of it (`fused_choice`)."""
 
     def __init__(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> None:
-        """`words`: two hash words of each (sample, position), int32, on the device."""
-        self.words = words
+        """`words`: see `Noise`."""
+        self.words = self._words = words
         self._vocab_size = vocab_size
         self._made: Tensor | None = None
 
@@ -121,7 +124,7 @@ class HashedNoise(Noise):
         from .noise_cuda import fused_gumbel
 
         if self._made is None:
-            self._made = fused_gumbel(self.words, self._vocab_size)
+            self._made = fused_gumbel(self._words, self._vocab_size)
         return self._made
 
     def __getitem__(self, index: Any) -> Noise:
@@ -132,7 +135,7 @@ class HashedNoise(Noise):
         """See `Noise.choose`."""
         from .noise_cuda import fused_choice
 
-        return fused_choice(logits, self.words, levels, divisors, factors)
+        return fused_choice(logits, self._words, levels, divisors, factors)
 
 
 class NoiseSource:

@@ -77,6 +77,50 @@ def fused_choice(
     return ids.gather(1, best.argmax(1, keepdim=True)).view(batch, rows)
 
 
+def fused_leaders(
+    logits: Float[Tensor, "B R V"],
+    words: Int[Tensor, "2 B D"],
+    divisors: Float[Tensor, " B"],
+    factors: Float[Tensor, " B"],
+    level: int,
+    count: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of every row and block of the vocabulary the `count` best scores, their ids, and the sums of all.
+
+    Arguments as of `fused_choice`; all rows take the noise of one level.
+
+    Returns:
+        Scores and ids [B, R, blocks, count]; maximum and sum of exponentials over it [2, B, R, blocks].
+    """
+    batch, rows, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    best = torch.empty(batch, rows, num_blocks, count, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(best.shape, dtype=torch.int64, device=logits.device)
+    sums = torch.empty(2, batch, rows, num_blocks, dtype=torch.float32, device=logits.device)
+    first, second = words.contiguous()
+    _leaders[(batch * rows, num_blocks)](  # pyright: ignore[reportIndexIssue]
+        logits,
+        first,
+        second,
+        divisors,
+        factors,
+        best,
+        ids,
+        sums,
+        rows,
+        level,
+        words.shape[2],
+        vocab_size,
+        logits.stride(0),
+        logits.stride(1),
+        num_blocks,
+        sums[0].numel(),
+        count=count,
+        block=BLOCK,
+    )
+    return best, ids, sums
+
+
 @triton.jit
 @no_type_check
 def _mix32(x):
@@ -96,7 +140,7 @@ def _gumbel(first, second, noise, vocab_size, block: tl.constexpr):
     tl.store(place, _noise_of(first, second, row, ids), mask=ids < vocab_size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "num_levels", "num_blocks"))
 @no_type_check
 def _choices(
     logits,
@@ -119,18 +163,68 @@ def _choices(
     place = tl.program_id(0)
     sample, row = place // rows, place % rows
     ids = tl.program_id(1) * block + tl.arange(0, block)
-    inside = ids < vocab_size
     start = logits + sample.to(tl.int64) * sample_stride + row.to(tl.int64) * row_stride
-    scaled = tl.div_rn(
-        tl.load(start + ids, mask=inside, other=0.0).to(tl.float32), tl.load(divisors + sample)
-    )
-    noise = _noise_of(first, second, sample * num_levels + tl.load(levels + place), ids)
-    perturbed = scaled + noise * tl.load(factors + sample)
-    perturbed = tl.where(inside, perturbed, float("-inf"))
+    level = sample * num_levels + tl.load(levels + place)
+    perturbed = _perturbed(start, first, second, level, divisors + sample, factors + sample, ids, vocab_size)
     value, index = tl.max(perturbed, 0, return_indices=True, return_indices_tie_break_left=True)
     out = place * num_blocks + tl.program_id(1)
     tl.store(best + out, value)
     tl.store(best_ids + out, (tl.program_id(1) * block + index).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=("rows", "level", "num_levels", "num_blocks", "sums_stride"))
+@no_type_check
+def _leaders(
+    logits,
+    first,
+    second,
+    divisors,
+    factors,
+    best,
+    best_ids,
+    sums,
+    rows,
+    level,
+    num_levels,
+    vocab_size,
+    sample_stride,
+    row_stride,
+    num_blocks,
+    sums_stride,
+    count: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The best ids of one block for one row, best first, its maximum and the sum of its exponentials over that."""
+    place = tl.program_id(0)
+    sample, row = place // rows, place % rows
+    each = tl.arange(0, block)
+    ids = tl.program_id(1) * block + each
+    start = logits + sample.to(tl.int64) * sample_stride + row.to(tl.int64) * row_stride
+    of_words = sample * num_levels + level
+    perturbed = _perturbed(
+        start, first, second, of_words, divisors + sample, factors + sample, ids, vocab_size
+    )
+    # what is no number comes last, and before what is behind the vocabulary
+    perturbed = tl.where(perturbed == perturbed, perturbed, -1e30)
+    out = place * num_blocks + tl.program_id(1)
+    top = tl.max(perturbed, 0)
+    tl.store(sums + out, top)
+    tl.store(sums + sums_stride + out, tl.sum(tl.exp(perturbed - top), 0))
+    for index in tl.static_range(count):
+        value, at = tl.max(perturbed, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(best + out * count + index, value)
+        tl.store(best_ids + out * count + index, (tl.program_id(1) * block + at).to(tl.int64))
+        perturbed = tl.where(each == at, float("-inf"), perturbed)
+
+
+@triton.jit
+@no_type_check
+def _perturbed(logits, first, second, row, divisor, factor, ids, vocab_size):
+    """`engine.decoding.sampling_rule.perturb` of some ids of a row; -inf behind the vocabulary."""
+    inside = ids < vocab_size
+    scaled = tl.div_rn(tl.load(logits + ids, mask=inside, other=0.0).to(tl.float32), tl.load(divisor))
+    perturbed = scaled + _noise_of(first, second, row, ids) * tl.load(factor)
+    return tl.where(inside, perturbed, float("-inf"))
 
 
 @triton.jit

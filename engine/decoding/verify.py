@@ -60,6 +60,12 @@ def verify(
             token_ids=choices,
             num_accepted_rank2_plus=torch.zeros_like(num_accepted),
         )
+    if tree.by_kernels:
+        of_tree = (tree.token_ids, tree.parents, tree.rank)
+        (path, token_ids), counts = torch.ops.rlhfspec.descend(choices, *of_tree, max_depth + 1)
+        return Verdict(
+            num_accepted=counts[0], path=path, token_ids=token_ids, num_accepted_rank2_plus=counts[1]
+        )
     batch, n = choices.shape
     wrong = torch.zeros(batch, n, device=choices.device)
     wrong[:, 1:] = (tree.token_ids != choices.gather(1, tree.parents)).float()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -175,8 +176,11 @@ class LevelDrafter(Drafter, ABC):
         refinement: Refinement | None = None,
     ) -> DraftTree:
         """Grow the tree of candidates from the logits behind the root."""
-        grow = self._draft_chain if budget.branching == 1 else self._expand
-        return grow(batch, budget, noise, logits, refinement)
+        if budget.branching == 1:
+            return self._draft_chain(batch, budget, noise, logits, refinement)
+        if noise.words is not None and refinement is None and not batch.sampling.any_filter:
+            return self._expand_by_kernels(batch, budget, noise.words, logits)
+        return self._expand(batch, budget, noise, logits, refinement)
 
     def _draft_chain(
         self,
@@ -264,6 +268,69 @@ class LevelDrafter(Drafter, ABC):
             offset += ids.shape[1]
         return _candidates(levels, budget.branching)
 
+    def _expand_by_kernels(
+        self, batch: RunningBatch, budget: Budget, words: Int[Tensor, "2 B D"], logits: Float[Tensor, "B V"]
+    ) -> DraftTree:
+        """Do the same where two kernels a level say what `_expand` says in thirty calls: without a refinement."""
+        live, device, sampling = len(batch), logits.device, batch.sampling
+        shape = _level_widths(budget, self.pool.room_behind(int(batch.lengths[:live].max())))
+        table = _level_table(live, shape, budget.branching, device)
+        candidates = torch.empty(3, *table.depth.shape, dtype=torch.int64, device=device)
+        scores = torch.empty(table.depth.shape, device=device)
+        frontier_logits, frontier, offset = logits[:, None], (None, None, None), 0
+        for level, width in enumerate((*shape[1:], 0)):
+            given = (frontier_logits, words, sampling.divisor, sampling.noise_factor, level, budget.branching)
+            found = torch.ops.rlhfspec.leaders(*given)
+            frontier = torch.ops.rlhfspec.grow(*found, *frontier, candidates, scores, offset, width)
+            if width:
+                (ids, _, parents), _, seen = frontier
+                depth = table.column_depth[level]
+                frontier_logits = self.forward_level(batch, ids, seen, depth, parents)
+            offset += shape[level] * budget.branching
+        token_ids, parents, slots = candidates
+        return DraftTree(
+            token_ids=token_ids,
+            parents=parents,
+            depth=table.depth,
+            rank=table.rank,
+            scores=scores,
+            draft_slots=slots,
+            is_chain=False,
+            by_kernels=True,
+        )
+
+
+def _level_widths(budget: Budget, room: int) -> tuple[int, ...]:
+    """How many nodes each level expands, the root first, whose columns have room behind the committed tokens."""
+    widths = [1]
+    while len(widths) < budget.depth:
+        width = min(budget.width, widths[-1] * budget.branching)
+        if sum(widths[1:]) + width > room:
+            break
+        widths.append(width)
+    return tuple(widths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LevelTable:
+    """What all trees of one shape have in common."""
+
+    column_depth: list[Int[Tensor, "B t"]]
+    "of the columns up to each level; 0 are the root's children"
+    depth: Int[Tensor, "B T"]
+    rank: Int[Tensor, "B T"]
+
+
+@cache
+def _level_table(batch: int, widths: tuple[int, ...], branching: int, device: torch.device) -> _LevelTable:
+    """Made once, for good: recorded steps read it."""
+    level = torch.arange(len(widths)).repeat_interleave(torch.tensor(widths))
+    depth = (level + 1).repeat_interleave(branching)
+    columns = [level[1 : 1 + sum(widths[1 : end + 2])] - 1 for end in range(len(widths) - 1)]
+    tables = [depth, torch.arange(len(depth)) % branching + 1, *columns]
+    depth, rank, *columns = (each.repeat(batch, 1).to(device) for each in tables)
+    return _LevelTable(column_depth=columns, depth=depth, rank=rank)
+
 
 def level_plan(
     pool: KVPool,
@@ -280,7 +347,7 @@ def level_plan(
     `lag`: by how many tokens the cells lag behind the committed ones.
     """
     live, n = ids.shape
-    base = batch.inputs().lengths - lag
+    base = batch.inputs().lengths - lag if lag else batch.inputs().lengths
     plan = TreePlan(
         pool=pool,
         attention=attention,

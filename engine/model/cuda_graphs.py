@@ -4,7 +4,8 @@ On a GPU a small batch's forward takes longer to launch than to run. A recording
 addresses, so
 - what differs from step to step (token ids, positions, where keys are written, what is seen) is copied into tensors
   that stay where they are;
-- shapes are rounded up to few: samples to SAMPLE_COUNTS, views to VIEW_LENGTHS, each made when first needed;
+- shapes are rounded up to few, each made when first needed: samples to SAMPLE_COUNTS, views to VIEW_LENGTHS; where
+  attention goes by lengths (`engine.attention.by_length`) the one view is the whole cache;
 - samples that are only padding write to the last position of their own slot, which no running sample has reached.
 Prefills, ragged forwards and, once the memory budget is spent, new shapes run as they come.
 """
@@ -98,6 +99,8 @@ class StepShape:
     num_tokens: int
     "of each sample"
     view_tokens: int
+    columns: int = 0
+    "of a tree's marks, where attention goes by lengths"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +197,7 @@ def shape_of(plan: TreePlan) -> StepShape:
         num_samples=min(at_least(plan.base.shape[0], SAMPLE_COUNTS), pool.num_slots),
         num_tokens=plan.num_tokens,
         view_tokens=min(at_least(plan.view_tokens, VIEW_LENGTHS), pool.capacity),
+        columns=plan.marked_columns,
     )
 
 

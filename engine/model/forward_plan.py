@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention.backends import SHARE_BIAS, Attention, num_biases
+from ..attention.by_length import Marks, attend_by_length, takes_lengths
 from ..attention.packing import RaggedRows, pack_queries, unpack_queries
 from ..attention.visibility import as_bias, chain_visibility, tree_visibility
 from ..cache.kv_memory import round_up
@@ -129,9 +130,21 @@ class TreePlan(ForwardPlan):
     _padding: Tensor = field(init=False)
     "of a fixed copy: where its padding samples write"
     _bias: dict[int | None, Tensor] = field(init=False, default_factory=dict)
+    _marks_once: Marks | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.view_tokens = min(round_up(self.view_tokens), self.pool.capacity)
+        capacity = self.pool.capacity
+        self.view_tokens = capacity if self.by_length else min(round_up(self.view_tokens), capacity)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether attention takes marks: then the view is the whole cache, of which it reads what there is."""
+        return takes_lengths(self.attention)
+
+    @property
+    def marked_columns(self) -> int:
+        """How many columns the marks have, rounded up; 0: there are none."""
+        return 0 if self.seen is None or not self.by_length else round_up(self.seen.shape[2])
 
     @property
     def _rows(self) -> Tensor:
@@ -178,8 +191,21 @@ class TreePlan(ForwardPlan):
         fixed._padding = cell.expand(-1, self.num_tokens, -1).reshape(num_samples, -1)
         for window, bias in self._bias.items():
             fixed._bias[window] = bias.new_zeros(bias.shape[0] // live * num_samples, *bias.shape[1:])
+        if self.by_length:
+            fixed._marks_once = self._fixed_marks(num_samples)
         fixed.follow(self)
         return fixed
+
+    def _fixed_marks(self, num_samples: int) -> Marks:
+        base, columns = self.base.new_zeros(num_samples), self.marked_columns
+        if self.seen is None:
+            return Marks(base=base)
+        return Marks(
+            base=base,
+            seen=self.seen.new_zeros(num_samples, self.num_tokens, columns),
+            depth=base.new_zeros(num_samples, columns),
+            own_depth=base.new_zeros(num_samples, self.num_tokens),
+        )
 
     def follow(self, plan: TreePlan) -> None:
         """Take over where another plan of at most as many samples writes, and what its tokens see."""
@@ -190,6 +216,22 @@ class TreePlan(ForwardPlan):
         for window, bias in self._bias.items():
             seen = plan._bias_for(window)
             bias[: seen.shape[0]].copy_(seen)
+        if self.by_length:
+            self._follow_marks(plan._marks)
+
+    def _follow_marks(self, marks: Marks) -> None:
+        """Columns behind the plan's are seen by none; padding samples have nothing cached."""
+        mine, live = self._marks, len(marks.base)
+        mine.base[:live].copy_(marks.base)
+        mine.base[live:].zero_()
+        for into, of in (
+            (mine.seen, marks.seen),
+            (mine.depth, marks.depth),
+            (mine.own_depth, marks.own_depth),
+        ):
+            if into is not None and of is not None:
+                into[:live, ..., : of.shape[-1]].copy_(of)
+                into[:live, ..., of.shape[-1] :].zero_()
 
     def store_rows(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store_rows`."""
@@ -251,18 +293,33 @@ class TreePlan(ForwardPlan):
         softcap: float | None,
         sliding_window: int | None,
     ) -> Tensor:
-        keys, values = self.pool.view(layer, 0, self.base.shape[0], self.view_tokens)
-        bias = self._bias_for(sliding_window)
-        return attention(queries, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+        """Attention's output token by token, those that some samples lack included."""
+        batch, n = self.base.shape[0], self.num_tokens
+        keys, values = self.pool.view(layer, 0, batch, self.view_tokens)
+        how: Any = {"scaling": scaling, "softcap": softcap}
+        if self.by_length:
+            how |= {"tokens": n, "window": sliding_window}
+            return attend_by_length(queries[:, :rows], keys, values, self._marks, **how)
+        out = attention(queries, keys, values, self._bias_for(sliding_window), rows=rows, **how)
+        return unpack_queries(out, batch, n, batch * n)
 
     def _unpacked(self, out: Tensor, num_packed: int) -> Tensor:
-        """Attention's output token by token, zeros for padding tokens."""
-        batch, n = self.base.shape[0], self.num_tokens
-        if self.ragged is None:
-            return unpack_queries(out, batch, n, num_packed)
-        packed = self.ragged.pack(unpack_queries(out, batch, n, batch * n))
+        """The output of the tokens that there are, zeros for padding tokens."""
+        packed = out if self.ragged is None else self.ragged.pack(out)
         missing = num_packed - packed.shape[0]
         return packed if missing == 0 else F.pad(packed, (0, 0, 0, missing))
+
+    @property
+    def _marks(self) -> Marks:
+        if self._marks_once is None:
+            if self.seen is None or self.depth is None:
+                first = self.base + self.num_earlier if self.num_earlier else self.base
+                self._marks_once = Marks(base=first)
+            else:
+                own_depth = self.depth[:, -self.num_tokens :]
+                seen, depth = self.seen.contiguous(), self.depth.contiguous()
+                self._marks_once = Marks(base=self.base, seen=seen, depth=depth, own_depth=own_depth)
+        return self._marks_once
 
     def _bias_for(self, window: int | None) -> Tensor:
         if window not in self._bias:

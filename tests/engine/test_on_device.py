@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from importlib.util import find_spec
 
 import numpy as np
@@ -11,11 +12,14 @@ import torch
 
 from rlhfspec.core.config import EngineConfig
 from rlhfspec.core.records import SampleKey, SampleRequest, SamplingParams
+from rlhfspec.engine.attention.by_length import Marks, attend_by_length
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.cuda.cuda_backend import CudaBackend
 from rlhfspec.engine.decoding.noise import HashedNoise, gumbel_noise, key_words, noise_source, row_words
 from rlhfspec.engine.decoding.sampling_rule import RowSampling, choose
 from rlhfspec.engine.engine import Engine
+from rlhfspec.engine.model.linears import Rows
 from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.upload import ALIGNMENT, pack, unpack, upload
 from rlhfspec.engine.weights.chunks import pack_weights, unpack_weights
@@ -108,6 +112,44 @@ def test_noise_and_choice_are_the_hosts(device: str) -> None:
     chosen = choose(logits.to(where), noise, levels.to(where), RowSampling.of(rows, where)).cpu()
     on_host = noise_source(torch.device("cpu")).of_words(torch.from_numpy(row_words(words, positions)), 5000)
     assert torch.equal(chosen, choose(logits, on_host, levels, RowSampling.of(rows, torch.device("cpu"))))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("samples", [2, 40])
+def test_attention_by_lengths_is_the_hosts(device: str, window: int | None, samples: int) -> None:
+    """Of a tree of 5 behind unlike numbers of cached tokens, in bfloat16: in parts for few samples, in one for many."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(samples * 4, 5 * 3, 64, generator=generator).bfloat16()
+    keys, values = torch.randn(2, samples * 4, 700, 64, generator=generator).bfloat16()
+    seen = torch.eye(5, dtype=torch.bool).repeat(samples, 1, 1)
+    seen[:, :, 0] = seen[:, 4, 2] = True
+    marks = Marks(
+        base=torch.arange(samples) * 15 + 70,
+        seen=seen,
+        depth=torch.tensor([[0, 1, 1, 1, 2]]).repeat(samples, 1),
+        own_depth=torch.tensor([[0, 1, 1, 1, 2]]).repeat(samples, 1),
+    )
+
+    def attended(where: str, dtype: torch.dtype) -> torch.Tensor:
+        at = Marks(**{one.name: getattr(marks, one.name).to(where) for one in fields(Marks)})
+        cells = (each.to(where, dtype) for each in (q, keys, values))
+        how = {"tokens": 5, "window": window, "scaling": 0.125, "softcap": None}
+        return attend_by_length(*cells, at, **how).float().cpu()
+
+    expected = attended("cpu", torch.float32)
+    torch.testing.assert_close(attended(device, torch.bfloat16), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_are_laid_out_and_read_back_as_on_the_host(device: str) -> None:
+    parts, order = (torch.randn(200, 96).bfloat16(), torch.randn(41, 96).bfloat16()), torch.randperm(241)
+    rows = Rows(tuple(part.to(device) for part in parts), order.to(device))
+    linear = CudaBackend(torch.device(device)).linear(torch.zeros_like(rows.dense()), None, torch.bfloat16)
+    linear.take(rows, None)
+    assert torch.equal(linear.unpacked()[0].cpu(), torch.cat(parts)[order]) and linear.holds(rows, None)
+    linear.unpacked()[0][240, 95] *= -1.0
+    assert not linear.holds(rows, None)
 
 
 @pytest.mark.gpu

@@ -15,14 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhfspec.core.records import Completion, SamplingParams
+from rlhfspec.engine.attention.by_length import split_attention
 from rlhfspec.engine.attention.visibility import count_up
 from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.cuda import row_operators  # noqa: F401 (defines the operator)
 from rlhfspec.engine.decoding.draft_tree import _line, root_only
 from rlhfspec.engine.decoding.noise import NoiseSource
 from rlhfspec.engine.drafters.level_drafter import noise_at_level
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.cuda_graphs import Recorder, Run
+from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Recorder, Run
 from rlhfspec.engine.recorded_step import StepRecordings
 from tests.engine.model.test_capture_legality import LawfulRecorder
 from tests.engine.model.test_cuda_graphs import TraceRecorder
@@ -99,6 +101,28 @@ def test_replayed_steps_change_no_bit(
     assert recorder.replays > 2 * len(steps.shapes) > 0
     assert {shape.num_samples for shape in steps.shapes} <= {1, 2, 4, 7}
     assert plan == "off" or engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree8"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_where_attention_goes_by_lengths_a_recording_serves_every_length(
+    make_engine: Make,
+    make_requests: MakeRequests,
+    plain: Callable[[str], Sequence[Completion]],
+    plan: str,
+    whole: bool,
+) -> None:
+    engine, recorder = make_engine(plan, backend=backend(), batch=7), TraceRecorder()
+    runners = [engine.runner] if engine.drafter is None else [engine.runner, engine.drafter.runner]  # type: ignore[attr-defined]
+    for runner in runners:
+        runner.attention = split_attention
+        runner.graphs = None if whole else ForwardGraphs(recorder, max_bytes=1 << 20)
+    steps = recorded(engine, recorder) if whole else engine.runner.graphs
+    got = engine.generate(make_requests(PROMPT_LENGTHS, SAMPLINGS["hot"]))
+    assert [one.token_ids.tolist() for one in got] == [one.token_ids.tolist() for one in plain("hot")]
+    assert steps is not None and recorder.replays > 2 * len(steps.shapes) > 0
+    views = {shape.reach_tokens if whole else shape.view_tokens for shape in steps.shapes}
+    assert views == {engine.runner.pool.capacity}
 
 
 def test_samples_that_sample_unlike_share_a_recorded_step(

@@ -23,13 +23,15 @@ from triton.compiler import ASTSource, compile
 tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 found = {}
 
-def built(name, kernel, types, constants, num_warps=4):
+def built(name, kernel, types, constants, num_warps=4, aligned=()):
     names = kernel.arg_names
     types = [*types, *["constexpr"] * len(constants)]
     source = ASTSource(
         fn=kernel,
         signature=dict(zip(names, types, strict=True)),
         constexprs={(names.index(key),): value for key, value in constants.items()},
+        # what calls find to be multiples of 16
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

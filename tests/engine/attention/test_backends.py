@@ -8,10 +8,13 @@ from rlhfspec.engine.attention.backends import (
     ATTENTION,
     CHUNK,
     SHARE_BIAS,
+    Attention,
     ordered_attention,
     reference_attention,
 )
+from rlhfspec.engine.attention.by_length import split_attention
 from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
+from rlhfspec.engine.cuda import row_operators  # noqa: F401 (defines the operator)
 from rlhfspec.engine.model.forward_plan import TreePlan
 from rlhfspec.engine.model.prefill_plan import PrefillPiece, PrefillPlan
 
@@ -126,8 +129,11 @@ def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([queries, k[:, None], v[:, None]], dim=1).permute(2, 0, 1, 3).contiguous()
 
 
+@pytest.mark.parametrize("attention", [ordered_attention, split_attention])
 @pytest.mark.parametrize("window", [None, 3, 8])
-def test_plans_apply_the_sliding_window_by_distance_in_the_conversation(window: int | None) -> None:
+def test_plans_apply_the_sliding_window_by_distance_in_the_conversation(
+    window: int | None, attention: Attention
+) -> None:
     """A tree behind 10 tokens: each node equals its own root-to-node path computed by a causal prefill."""
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(2 * HEADS, 16, SIZE, generator=generator)
@@ -143,7 +149,7 @@ def test_plans_apply_the_sliding_window_by_distance_in_the_conversation(window: 
     pool = pool_with(k[:, :context], v[:, :context])
     plan = TreePlan(
         pool=pool,
-        attention=ordered_attention,
+        attention=attention,
         base=torch.tensor([context]),
         num_tokens=6,
         seen=seen,
@@ -151,7 +157,10 @@ def test_plans_apply_the_sliding_window_by_distance_in_the_conversation(window: 
         view_tokens=context + 6,
     )
     settings = {"scaling": SCALING, "softcap": None, "sliding_window": window}
-    tree = plan.attend(0, packed(q[:, context:], k[:, context:], v[:, context:]), **settings)
+    qkv = packed(q[:, context:], k[:, context:], v[:, context:])
+    tree = plan.attend(0, qkv, **settings)
+    # what a recording reads holds the same
+    assert torch.equal(plan.fixed_copy(1).attend(0, qkv, **settings), tree)
     for node, path in enumerate(paths):
         tokens = [*range(context), *(context + step for step in path)]
         prefill = PrefillPlan(

@@ -7,64 +7,93 @@ from tests.helpers.triton_scripts import COMPILE, NEEDS_TRITON, output_of
 
 EQUAL = """
 import torch
-from rlhfspec.engine.attention.backends import reference_attention, sdpa_attention
-from rlhfspec.engine.cuda.attention_kernel import SPLIT, split_attention
+from rlhfspec.engine.cuda import attention_kernel, row_operators
 
 generator = torch.Generator().manual_seed(0)
+
+def tree(samples, earlier, tokens, spare):
+    columns = earlier + tokens
+    seen = torch.zeros(samples, columns, columns + spare, dtype=torch.bool)
+    depth = torch.zeros(samples, columns + spare, dtype=torch.int64)
+    for sample in range(samples):
+        seen[sample, 0, 0] = True
+        for node in range(1, columns):
+            parent = int(torch.randint(0, node, (), generator=generator))
+            seen[sample, node] = seen[sample, parent]
+            seen[sample, node, node] = True
+            depth[sample, node] = depth[sample, parent] + 1
+    if earlier:
+        # a level's tokens stand at one depth
+        depth[:, earlier:columns] = depth[:, :columns].amax(1, keepdim=True)
+    return seen[:, earlier:].contiguous(), depth, depth[:, earlier:columns].contiguous()
+
 # the interpreter has no products of bfloat16
-for dtype, near in ((torch.float32, 2e-6), (torch.float16, 3e-3)):
-    for samples, heads, rows, view, size in ((1, 2, 4, 32, 64), (3, 2, 20, 96, 96), (2, 1, 70, SPLIT + 64, 16),
-                                             (1, 1, 4, 2 * SPLIT + 32, 32), (1, 2, 4, 64, 8), (1, 1, 4, 64, 136)):
-        merged = samples * heads
-        q = torch.randn(merged, rows + 2, size, generator=generator).to(dtype)
-        stored = torch.randn(2, merged, view + 32, size, generator=generator).to(dtype)
-        keys, values = stored[0][:, :view], stored[1][:, :view]
-        seen = torch.rand(samples, rows, view, generator=generator) < 0.4
-        # one whole stretch that nobody sees
-        seen[..., : view - 20] &= view <= SPLIT
-        seen[..., -1] = True
-        bias = torch.zeros(seen.shape).masked_fill(~seen, float("-inf")).to(dtype)
-        if rows == 4:
-            bias = bias[:, :1]
-        how = {"rows": rows, "scaling": size ** -0.5, "softcap": None}
-        got = split_attention(q, keys, values, bias, **how)
-        torch.testing.assert_close(got, reference_attention(q[:, :rows], keys, values, bias, **how),
-                                   rtol=near, atol=near)
-        if dtype == torch.float32 or size > 128:
-            assert torch.equal(got, sdpa_attention(q, keys, values, bias, **how)), "torch's"
+for dtype, near in ((torch.float32, 3e-6), (torch.float16, 4e-3)):
+    for bases, heads, queries, earlier, tokens, is_tree, window, softcap, size, programs in (
+        ((3,), 2, 4, 0, 1, False, None, None, 64, 512),
+        ((700, 0, 130), 1, 4, 0, 1, False, 100, None, 96, 512),
+        ((5, 260), 1, 2, 0, 35, False, 7, 30.0, 16, 1),
+        ((200, 1, 64), 1, 4, 0, 17, True, None, None, 32, 12),
+        ((0, 190), 2, 3, 4, 2, True, None, 20.0, 8, 512),
+        ((150, 30, 128), 2, 1, 3, 4, True, 5, None, 16, 12),
+        # parts of more blocks than the least
+        ((1, 900), 1, 1, 0, 2, True, None, None, 16, 4),
+    ):
+        if dtype == torch.float16 and size > 32:
             continue
-        alone = split_attention(q[-heads:], keys[-heads:], values[-heads:], bias[-1:], **how)
-        assert torch.equal(alone, got[-heads:]), "a sample depends on its company"
-        if rows != 4:
-            # further positions in view that nobody sees
-            wider = torch.cat([bias, torch.full((*bias.shape[:2], 32), float("-inf"), dtype=dtype)], 2)
-            assert torch.equal(split_attention(q, stored[0], stored[1], wider, **how), got), "the view counts"
+        attention_kernel.PROGRAMS = programs
+        capacity, samples = max(bases) + earlier + tokens + 32, len(bases)
+        base = torch.tensor(bases)
+        q = torch.randn(samples * heads, tokens * queries, size, generator=generator).to(dtype)
+        stored = torch.randn(2, samples * heads, capacity + 8, size, generator=generator)
+        keys, values = stored.to(dtype)[:, :, :capacity]
+        marks = tree(samples, earlier, tokens, 6) if is_tree else (None, None, None)
+        marks = marks if window is not None else (marks[0], None, None)
+        rest = (*marks, tokens, window, size ** -0.5, softcap)
+        got = attention_kernel.attend(q, keys, values, base, *rest)
+        torch.testing.assert_close(got, row_operators.attend(q, keys, values, base, *rest), rtol=near, atol=near)
+        # what lies behind a sample's end, and how long the others are, is of no matter
+        longer = torch.full_like(base, capacity - earlier - tokens - 6)
+        longer[-1] = base[-1]
+        held = int(base[-1]) + earlier + tokens
+        keys[-heads:, held:] = values[-heads:, held:] = 1e4
+        again = attention_kernel.attend(q, keys, values, longer, *rest)
+        assert torch.equal(again[-tokens:], got[-tokens:]), "a sample depends on its company"
 print("equal")
 """
 BUILD = """
 from rlhfspec.engine.cuda import attention_kernel
 
+of_samples, lengths = ["*i64", "*i64", "i32"], ["i32"] * 4
+model = {"heads": 8, "queries": 4}
+# heads of 128 are whole vectors
+aligned = ("q", "keys", "values", "seen", "depth", "base", "own_depth", "out", "sums",
+           "q_head", "q_row", "key_head", "key_row")
 for dtype in ("fp16", "bf16"):
     x = "*" + dtype
-    for block_rows, is_split in ((16, False), (16, True), (32, True)):
-        types = [x, x, x, x, "*fp32" if is_split else x, "*fp32" if is_split else x, *["i64"] * 8, *["i32"] * 5, "fp32"]
-        constants = {"size": 128, "block_size": 128, "block_rows": block_rows, "block": attention_kernel.BLOCK,
-                     "split": attention_kernel.SPLIT, "is_split": is_split}
-        built(f"attend {dtype} {block_rows} {is_split}", attention_kernel._attend, types, constants)
-    built(f"join {dtype}", attention_kernel._join, ["*fp32", "*fp32", x, "i32", "i32"],
-          {"size": 128, "block_size": 128, "block": 8})
+    for block_rows, is_tree, window, is_split in (
+        (16, False, 0, True), (16, True, 9, False), (32, True, 9, True), (64, True, 9, True)
+    ):
+        partial = ["*fp32" if is_split else x] * 2
+        types = [x, x, x, "*u8", "*i64", *of_samples, *partial, *["i32"] * 4, *lengths, "fp32"]
+        constants = {**model, "window": window, "size": 128, "softcap": 1.0 * window, "is_tree": is_tree,
+                     "block_size": 128, "block_rows": block_rows, "is_split": is_split}
+        built(f"attend {dtype} {block_rows} {is_tree} {is_split}", attention_kernel._attend, types, constants,
+              num_warps=4 if block_rows == 16 else 8, aligned=aligned)
+    constants = {**model, "window": 9, "size": 128, "is_tree": True, "block_size": 128, "block_parts": 8}
+    built(f"join {dtype}", attention_kernel._join, ["*fp32", "*fp32", x, *of_samples, *lengths], constants)
 print(json.dumps(found))
 """
 
 
 @NEEDS_TRITON
-def test_it_equals_the_formula_whatever_the_batch_and_view() -> None:
+def test_it_equals_torchs_over_ragged_lengths_trees_and_windows() -> None:
     assert output_of(EQUAL, TRITON_INTERPRET="1") == "equal"
 
 
 @NEEDS_TRITON
 def test_it_compiles_for_an_h100_without_one(tmp_path: Path) -> None:
     found = json.loads(output_of(COMPILE + BUILD, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"))
-    assert len(found) == 8
+    assert len(found) == 10
     for name, kernel in found.items():
         assert kernel["spilled"] == [0, 0], (name, kernel)

@@ -1,12 +1,16 @@
 """Kernels of ours compute on a GPU where Triton can make them, and can be turned off."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from rlhfspec.core.config import EngineConfig
 from rlhfspec.core.errors import ConfigError
 from rlhfspec.engine import triton_here
 from rlhfspec.engine.attention.backends import SHARE_BIAS, ordered_attention, sdpa_attention
+from rlhfspec.engine.attention.by_length import split_attention
 from rlhfspec.engine.cuda.cuda_backend import CudaBackend
 from rlhfspec.engine.model import linears
 from rlhfspec.engine.model.compute_backend import ComputeBackend
@@ -46,7 +50,16 @@ def test_split_attention_is_taken_on_a_gpu_with_triton_alone(monkeypatch: pytest
     engine = EngineConfig(attention="split")
     for chosen in (engine, EngineConfig()):
         attention = attention_for(chosen, "fast", choose_backend(CUDA))
-        assert attention.__name__ == "split_attention" and attention in SHARE_BIAS  # type: ignore[union-attr]
+        assert attention is split_attention and attention in SHARE_BIAS
+        for dtype, size, takes in (
+            (torch.bfloat16, 64, True),
+            (torch.float32, 64, False),
+            (torch.bfloat16, 256, False),
+        ):
+            config = LlamaConfig(hidden_size=4 * size, num_attention_heads=4, num_key_value_heads=2)
+            model = SimpleNamespace(dtype=dtype, config=config)
+            got = attention_for(chosen, "fast", choose_backend(CUDA), model)  # type: ignore[arg-type]
+            assert got is (split_attention if takes else sdpa_attention)
     assert attention_for(EngineConfig(kernels="off"), "fast", choose_backend(CUDA)) is sdpa_attention
     assert attention_for(EngineConfig(), "invariant", ComputeBackend(CUDA)) is ordered_attention
     with pytest.raises(ConfigError, match=r"split needs engine\.device cuda"):
