@@ -79,7 +79,7 @@ class GenerationSpec:
     gpu_bytes: int = 0
     "that it plans to take of a GPU; 0: not estimated"
     gpu_share: float = 1.0
-    "of a GPU that is its own"
+    "of a GPU that is its own; of each rank's"
     spot: SpotSpec | None = None
     "None: it trains no draft head"
     stop_strings: StopStrings | None = None

@@ -23,7 +23,6 @@ from ..model.llama_model import INNER_STEP, LlamaModel, config_of
 from ..model.support import not_held
 from ..numerics import choose_backend
 from ..parts import PARTS, Share
-from ..weights.causal_lm import DTYPES
 from ..weights.chunks import unique_tensors
 from ..weights.llama_config import LlamaConfig, weight_shapes
 from .follower import Follower
@@ -91,12 +90,10 @@ def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | No
     Raises ModelError as `require_dealt`, WeightsError for a copy that is not what was dealt.
     """
     tensors = dict(unique_tensors(model))
-    text = model.config.to_json_string(use_diff=False)
     config = config_of(model)
-    dtype = next(name for name, kind in DTYPES.items() if kind == model.dtype)
     if ranks is not None:
+        text = model.config.to_json_string(use_diff=False)
         require_dealt(text, config, ranks.share.ranks, vocab_size)
-        ranks.order("model", hf_config_json=text, dtype=dtype, vocab_size=vocab_size)
     assert config is not None
     backend = choose_backend(torch.device("cpu"), num_threads=1)
     own = LlamaModel(config, model.dtype, backend, ranks=ranks, vocab_size=vocab_size)
@@ -185,8 +182,15 @@ def local_ranks(num_ranks: int) -> Iterator[GroupRanks | None]:
 
 
 def _join(folder: str, rank: int, num_ranks: int, watch: Callable[[], None] = lambda: None) -> GroupRanks:
-    timeouts = {"start_timeout_s": TIMEOUT_S, "step_timeout_s": TIMEOUT_S}
-    return joined(folder, rank, num_ranks, instance="gen-0", watch=watch, **timeouts)
+    return joined(
+        folder,
+        rank,
+        num_ranks,
+        instance="gen-0",
+        start_timeout_s=TIMEOUT_S,
+        step_timeout_s=TIMEOUT_S,
+        watch=watch,
+    )
 
 
 if __name__ == "__main__":
