@@ -313,6 +313,8 @@ def _check_ranks(
         and engine.attention not in ("auto", "ordered"),
         "engine.numerics=invariant on GPUs, whose products have no order of their own": on_gpus
         and engine.numerics == "invariant",
+        "speculation.policy=goodput on GPUs, whose profile no group of them can measure yet": on_gpus
+        and speculation.needs_profile,
         "speculation.drafter=mtp, whose layer needs the whole output matrix": speculation.drafter == "mtp",
         "drafter_training.spot, which learns from the whole output matrix": trains_head,
     }

@@ -1,6 +1,6 @@
 """Which models can be dealt to how many ranks; a group of processes without Ray, and dealing a model to it.
 
-A rank of it is `python -m rlhfspec.engine.group.dealing FOLDER RANK RANKS`.
+A rank of it is `python -m rlhfspec.engine.group.dealing FOLDER RANK RANKS DEVICE`; on "cuda" each has its own GPU.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | No
 class LocalRanks:
     """A group whose leader is this process."""
 
-    def __init__(self, folder: Path, num_ranks: int) -> None:
+    def __init__(self, folder: Path, num_ranks: int, device: str = "cpu") -> None:
         """Start the other ranks and meet them. Raises TimeoutError: not all came; GroupError: one has ended."""
         meeting = folder / f"ranks_{num_ranks}"
         meeting.mkdir()
@@ -118,13 +118,13 @@ class LocalRanks:
         for rank, log in enumerate(self._logs, 1):
             with log.open("w") as file:
                 follower = subprocess.Popen(
-                    [*command, str(rank), str(num_ranks)],
+                    [*command, str(rank), str(num_ranks), device],
                     stderr=file,
                     env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
                 )
             self.followers.append(follower)
         try:
-            self.ranks = _join(str(meeting), 0, num_ranks, watch=self._require_running)
+            self.ranks = _join(str(meeting), 0, num_ranks, device, watch=self._require_running)
         except BaseException:
             self.kill()
             raise
@@ -181,7 +181,9 @@ def local_ranks(num_ranks: int) -> Iterator[GroupRanks | None]:
             group.kill()
 
 
-def _join(folder: str, rank: int, num_ranks: int, watch: Callable[[], None] = lambda: None) -> GroupRanks:
+def _join(
+    folder: str, rank: int, num_ranks: int, device: str, watch: Callable[[], None] = lambda: None
+) -> GroupRanks:
     return joined(
         folder,
         rank,
@@ -189,9 +191,10 @@ def _join(folder: str, rank: int, num_ranks: int, watch: Callable[[], None] = la
         instance="gen-0",
         start_timeout_s=TIMEOUT_S,
         step_timeout_s=TIMEOUT_S,
+        device=torch.device(f"cuda:{rank}" if device == "cuda" else device),
         watch=watch,
     )
 
 
 if __name__ == "__main__":
-    Follower(_join(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))).follow()
+    Follower(_join(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])).follow()

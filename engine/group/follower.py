@@ -32,6 +32,9 @@ class Follower:
     def follow(self) -> None:
         """Carry out orders until the leader says stop. Raises GroupError: it is gone, or sent what is unknown."""
         torch.set_num_threads(1)
+        if self._ranks.device.type == "cuda":
+            # what launches kernels of its own does so on the current device
+            torch.cuda.set_device(self._ranks.device)
         while True:
             kind, tensors, what = self._ranks.next_order()
             if kind == "stop":

@@ -149,6 +149,13 @@ def ray_util_without_group() -> Any:
             },
             "engine.numerics=invariant on GPUs",
         ),
+        (
+            {
+                "cluster": {"generation": {"tensor_parallel": 2, "num_gpus": 1}},
+                "speculation": {"policy": "goodput"},
+            },
+            "speculation.policy=goodput on GPUs",
+        ),
     ],
 )
 def test_what_a_group_does_not_do_yet_is_refused(sections: dict[str, Any], said: str) -> None:

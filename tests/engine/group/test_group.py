@@ -344,6 +344,46 @@ def test_models_that_cannot_be_dealt_are_refused_by_name() -> None:
         require_module_dealt(llama(1, attention_bias=True), 2, None)
 
 
+def fast_engine(backend: ComputeBackend, ranks: GroupRanks | None) -> Engine:
+    """As on a GPU: library products, or operators of a GPU in torch's own calls."""
+    model, draft = llama(1), dealt(llama(8, num_hidden_layers=1), None)
+    config, tensors = config_of(model), dict(unique_tensors(model))
+    assert config is not None
+    target = LlamaModel(config, torch.float32, backend, ranks=ranks)
+    target.load(tensors, [tensors])
+    settings = EngineConfig(
+        device=backend.device.type,  # type: ignore[arg-type]
+        numerics="fast",
+        attention="sdpa",
+        max_running_samples=6,
+    )
+    drafts = "look_up" if backend.device.type == "cuda" else "chain"
+    return build_engine(
+        target,
+        None if drafts == "look_up" else draft,
+        engine=settings,
+        speculation=PLANS[drafts],
+        max_total_tokens=96,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_tokens_of_one(tmp_path: Path) -> None:
+    backend = choose_backend(torch.device("cuda", 0))
+    wanted = requests(8, temperature=0.0)
+    expected = [one.token_ids.tolist() for one in fast_engine(backend, None).generate(wanted)]
+    processes = LocalRanks(tmp_path, 2, "cuda")
+    try:
+        engine = fast_engine(backend, processes.ranks)
+        # recorded, then replayed
+        for _ in range(2):
+            assert [one.token_ids.tolist() for one in engine.generate(wanted)] == expected
+        processes.stop()
+    finally:
+        processes.kill()
+
+
 @pytest.mark.parametrize("make_backend", [ComputeBackend, CudaBackend])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_forwards_of_a_gpu_give_the_tokens_of_one_rank_and_are_recorded_by_all(
@@ -351,20 +391,10 @@ def test_forwards_of_a_gpu_give_the_tokens_of_one_rank_and_are_recorded_by_all(
 ) -> None:
     """Library products and our operators' torch bodies, greedy; half of the shapes find the recorder full."""
 
-    def engine_over(ranks: GroupRanks | None) -> Engine:
-        model, draft = llama(1), dealt(llama(8, num_hidden_layers=1), None)
-        config, tensors = config_of(model), dict(unique_tensors(model))
-        assert config is not None
-        target = LlamaModel(config, torch.float32, make_backend(CPU), ranks=ranks)
-        target.load(tensors, [tensors])
-        settings = EngineConfig(device="cpu", numerics="fast", attention="sdpa", max_running_samples=6)
-        plan = PLANS["chain"]
-        return build_engine(target, draft, engine=settings, speculation=plan, max_total_tokens=96)
-
     wanted = requests(8, temperature=0.0)
-    expected = [one.token_ids.tolist() for one in engine_over(None).generate(wanted)]
+    expected = [one.token_ids.tolist() for one in fast_engine(make_backend(CPU), None).generate(wanted)]
     with threads(tmp_path, num_ranks) as group:
-        engine = engine_over(group.ranks)
+        engine = fast_engine(make_backend(CPU), group.ranks)
         engine.generate(requests(1))
         recorders = [_Again() for _ in range(num_ranks)]
         runners = [engine.runner, *(each._runner for each in group.followers)]
