@@ -320,9 +320,11 @@ class MemoryNeeds:
         target, ranks = self._target, self._config.cluster.generation.tensor_parallel
         if ranks == 1:
             return 0
-        # embeddings are whole everywhere
-        table = target.vocab_size * target.hidden_size * DTYPE_BYTES[self._dtype]
-        weights = target.decoding_bytes(self._dtype, on_gpu=True) - table
+        # embeddings are whole everywhere, and planned twice
+        table, num_params = target.vocab_size * target.hidden_size, target.num_params
+        weights = (
+            target.decoding_bytes(self._dtype, on_gpu=True) * (num_params - table) // (num_params + table)
+        )
         each = [shape.kv.token_bytes for shape in (target, self._draft) if shape is not None]
         cells, heads = kv_pool * each[0] // sum(each), target.kv.num_kv_heads
         kept = len(Share(ranks=ranks).of(heads))
