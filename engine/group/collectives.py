@@ -46,10 +46,18 @@ class Collectives(Protocol):
 class ProcessGroupCollectives:
     """By a process group of torch's."""
 
-    def __init__(self, group: Any, *, num_ranks: int, device: torch.device, timeout_s: float) -> None:
-        """`timeout_s`: of one call; on a GPU the host waits for none."""
+    def __init__(
+        self,
+        group: Any,
+        *,
+        num_ranks: int,
+        device: torch.device,
+        timeout_s: float,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`timeout_s`: of one call, and `watch` is called meanwhile; on a GPU the host waits for none."""
         self._group, self._num_ranks, self.device = group, num_ranks, device
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout, self._watch = timedelta(seconds=timeout_s), watch
 
     def gather(self, mine: Tensor) -> Tensor:
         """See `Collectives`."""
@@ -66,8 +74,20 @@ class ProcessGroupCollectives:
         self._finish(self._group.broadcast([bytes_of(tensor)], options), timeout)
 
     def _finish(self, work: Any, timeout: timedelta) -> None:
-        # a GPU's stream is ordered behind it, and may be recorded
-        work.wait() if self.device.type == "cuda" else work.wait(timeout)
+        if self.device.type == "cuda":
+            # its stream is ordered behind it, and may be recorded
+            work.wait()
+            return
+        ends_s = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                work.wait(timedelta(seconds=_WATCH_S))
+                return
+            except RuntimeError:
+                # Gloo tells some ranks of a group, not all of them, that another is gone
+                if work.is_completed() or time.monotonic() > ends_s:
+                    raise
+                self._watch()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -87,7 +107,8 @@ def meet(
 ) -> tuple[Collectives, Collectives]:
     """Meet the other ranks in a folder of this machine; return what serves hosts, and what serves this device.
 
-    `watch` is called about every second until all have come. Raises TimeoutError: not all came in time; what it raises.
+    `watch` is called about every second of waiting, now and later. Raises TimeoutError: not all came in time; what it
+    raises.
     """
     store = _dist.FileStore(str(folder / "ranks"), num_ranks)
     _await_all(store, rank, num_ranks, timeout_s=start_timeout_s, watch=watch)
@@ -97,7 +118,7 @@ def meet(
         options._threads = 1
         options._timeout = timedelta(seconds=start_timeout_s)
         group = _dist.ProcessGroupGloo(_dist.PrefixStore("host", store), rank, num_ranks, options)
-        made = {"num_ranks": num_ranks, "timeout_s": step_timeout_s}
+        made: dict[str, Any] = {"num_ranks": num_ranks, "timeout_s": step_timeout_s, "watch": watch}
         hosts = ProcessGroupCollectives(group, device=torch.device("cpu"), **made)
         if device.type == "cpu":
             return hosts, hosts

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -196,5 +197,12 @@ def _join(
     )
 
 
+def _require_leader(leader: int) -> None:
+    """Raise GroupError where the process that started this one is gone."""
+    if os.getppid() != leader:
+        raise GroupError("the leader of a group is gone")
+
+
 if __name__ == "__main__":
-    Follower(_join(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])).follow()
+    watched = partial(_require_leader, os.getppid())
+    Follower(_join(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], watched)).follow()

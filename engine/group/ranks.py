@@ -242,8 +242,8 @@ def joined(
 ) -> GroupRanks:
     """Meet the other ranks in a folder of this machine; seconds until all are there, and for a step.
 
-    `device`: of this rank; the CPU by default. Raises TimeoutError: not all came in time; what `watch` raises, which is
-    called meanwhile.
+    `device`: of this rank; the CPU by default. `watch`: called about every second of waiting, now and later. Raises
+    TimeoutError: not all came in time; what `watch` raises.
     """
     timeouts = {"start_timeout_s": start_timeout_s, "step_timeout_s": step_timeout_s}
     device = device or torch.device("cpu")
