@@ -244,7 +244,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 MAX_SOURCE_FILES = 567
 MAX_LINES_OF_A_ROOM = {
     "core": 2559,
-    "core/settings": 2722,
+    "core/settings": 2721,
     "core/surfaces": 177,
     "profiles": 1106,
     "policies": 6,
