@@ -81,7 +81,7 @@ class GenerationSpec:
     gpu_mapped_bytes: int = 0
     "of these, pages of caches (`engine.kv_cache_mb`)"
     gpu_share: float = 1.0
-    "of a GPU that is its own"
+    "of a GPU that is its own; of each rank's"
     spot: SpotSpec | None = None
     "None: it trains no draft head"
     stop_strings: StopStrings | None = None

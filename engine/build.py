@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from ..core.config import EngineConfig, SpeculationConfig
@@ -17,7 +16,6 @@ from ..policies.drafting.draft_policy import DraftPolicy
 from ..profiles.profile import Profile
 from .admission import MB
 from .cache.kv_pool import KVPool
-from .cache.shared_memory import SharedFile
 from .decode_step import DecodeStep, decode_step
 from .draft_policies import build_policy
 from .drafters.drafter import Drafter, part_of
@@ -36,7 +34,7 @@ from .drafters.suffix_drafter import SuffixDrafter
 from .engine import Engine
 from .group.dealing import require_dealt
 from .group.group_probe import require_bits_of_one_rank
-from .model.compute_backend import ComputeBackend
+from .model.compute_backend import ComputeBackend, PoolAttention
 from .model.cuda_graphs import CudaRecorder
 from .model.invariance_probe import (
     KeptVerdicts,
@@ -44,7 +42,6 @@ from .model.invariance_probe import (
     check_invariance,
     facts_of,
 )
-from .model.linears import Ranks
 from .model.llama_model import LlamaModel, known_config
 from .model.runner import ModelRunner
 from .model.support import not_held
@@ -58,6 +55,7 @@ from .numerics import (
     resolve_numerics,
     use_threads,
 )
+from .parts import Ranks
 from .recorded_step import StepRecordings
 from .weights.causal_lm import DTYPES, CausalLM, max_context_tokens
 from .weights.chunks import model_checksum
@@ -99,8 +97,9 @@ def published_model(
     config = None if stock else known_config(manifest.hf_config_json, shapes)
     if ranks is not None:
         require_dealt(manifest.hf_config_json, config, ranks.share.ranks, vocab_size)
-        require_bits_of_one_rank(manifest.hf_config_json, dtype, backend=backend, ranks=ranks)
-        ranks.order("model", hf_config_json=manifest.hf_config_json, dtype=dtype, vocab_size=vocab_size)
+        # library products have no parts: what they add up depends on the ranks
+        if isinstance(backend.attention, PoolAttention):
+            require_bits_of_one_rank(manifest.hf_config_json, dtype, backend=backend, ranks=ranks)
     if config is not None:
         own = LlamaModel(
             config, DTYPES[dtype], backend, keeps_head=keeps_head, ranks=ranks, vocab_size=vocab_size
@@ -203,15 +202,10 @@ def build_engine(
         max_kept_bytes=int(engine.turn_cache_mb * MB),
         numerics=runners.numerics,
         promise=describe_numerics(engine, runner.device, refused=refused),
-        decode=_decode(engine, runner.device),
+        decode=_decode(engine, runner),
     )
     made.drafter_checksum = _checksum(draft) if part_of(drafter, LevelDrafter) else ""
     return made
-
-
-def is_dealt(model: CausalLM) -> bool:
-    """Whether a model's ranks are several."""
-    return isinstance(model, LlamaModel) and model.ranks is not None
 
 
 def _checksum(draft: CausalLM | HeadWeights | None) -> str:
@@ -223,11 +217,12 @@ def _checksum(draft: CausalLM | HeadWeights | None) -> str:
     return model_checksum(draft) if isinstance(draft, nn.Module) else ""
 
 
-def _decode(engine: EngineConfig, device: torch.device) -> DecodeStep:
+def _decode(engine: EngineConfig, runner: ModelRunner) -> DecodeStep:
     graph_bytes = engine.graph_memory_mb * MB
-    if device.type != "cuda" or not graph_bytes:
+    # the ranks of a group replay forwards, and are told of each
+    if runner.device.type != "cuda" or not graph_bytes or runner.ranks is not None:
         return decode_step
-    return StepRecordings(CudaRecorder(device), max_bytes=graph_bytes)
+    return StepRecordings(CudaRecorder(runner.device), max_bytes=graph_bytes)
 
 
 def build_scoring_runner(
@@ -280,7 +275,7 @@ class _Runners:
         """A model with its cache. Raises as `build_engine`."""
         engine, device = self.engine, self.backend.device
         graph_bytes = engine.graph_memory_mb * MB
-        return ModelRunner(
+        runner = ModelRunner(
             model.to(device) if isinstance(model, nn.Module) else model,  # type: ignore[arg-type]
             num_slots=engine.max_running_samples,
             capacity=self.max_total_tokens + self.max_nodes + 1,
@@ -292,8 +287,14 @@ class _Runners:
             recorder=CudaRecorder(device) if device.type == "cuda" and graph_bytes else None,
             graph_bytes=graph_bytes,
             who=f"{role} weights of {self.instance}",
-            cells=SharedFile.new("rlhfspec-cache") if is_dealt(model) else None,
         )
+        if runner.ranks is not None and self.numerics == "invariant" and not runner.is_fused:
+            raise ConfigError(
+                "cluster.generation.tensor_parallel gives the bits of one rank by forwards of our own on CPUs, one "
+                "thread each: engine.forward and engine.attention auto, engine.num_threads 1, llvmlite installed (pip "
+                f"install 'rlhfspec[cpu]'); {runner.who} run otherwise; set engine.numerics=fast to do without"
+            )
+        return runner
 
     def checked(self, target: CausalLM, verdicts: KeptVerdicts | None) -> tuple[ModelRunner, str]:
         """The target's runner, whose numerics hold, and why `auto` promises less than it would, if it does."""

@@ -145,7 +145,9 @@ def forward_and_accept(
     lengths = batch.inputs().lengths
     ancestors = None if tree.is_chain else ancestors_or_self(tree)
     # a node at depth d chooses the token of depth d + 1
-    answers, hidden = _target_answers(runner, batch, tree, ancestors, lengths - 1, noise, mark)
+    answers, hidden = _target_answers(
+        runner, batch, tree, ancestors, lengths - 1, noise, budget.deepest + 1, mark
+    )
     verdict = verify(answers.token_ids, tree, ancestors, min(budget.deepest, tree.num_nodes))
     if refinement is not None:
         refinement.conclude(tree, verdict, batch.requests)
@@ -183,6 +185,7 @@ def _target_answers(
     ancestors: Tensor | None,
     base: Tensor,
     noise: Noise,
+    num_levels: int,
     mark: Callable[[], None],
 ) -> tuple[Answers, Tensor | None]:
     """Run root and nodes of every sample; return its answers, and hidden states [B, n, k H] where tapped."""
@@ -217,6 +220,6 @@ def _target_answers(
         mark()
         answers: Answers = WholeAnswers(logits, noise, tree.levels, batch.sampling)
     else:
-        answers = split_answers(runner, ids, positions, plan, Wanted.of(batch, tree.levels))
+        answers = split_answers(runner, ids, positions, plan, Wanted.of(batch, tree.levels, num_levels))
         mark()
     return answers, None if runner.taps is None else by_sample(runner.taps.rows(len(ids)))

@@ -17,7 +17,7 @@ from ..core.sample_state import SampleState
 from .admission import KVAdmission
 from .cache.kept_caches import CachePiece, KeptCaches
 from .cache.kv_pool import KVPool
-from .cache.leases import Lease, Leases, as_cells
+from .cache.leases import Lease, Leases
 from .decoding.running_batch import RunningBatch
 from .drafters.drafter import Drafter
 from .model.prefill import fill_committed
@@ -99,7 +99,7 @@ class SampleExchange:
             raise RlhfSpecError(
                 f"sample {key.sample_index} does not run here; only a running sample is leased"
             )
-        return self._leases.give(slot)
+        return self._leases.give(slot, self.cached_tokens(key) or {})
 
     def end_lease(self, lease: Lease) -> None:
         """Give a lease back; ending it twice is harmless."""
@@ -209,7 +209,7 @@ class SampleExchange:
         """Set what a running sample may have written to zeros: masked positions must be finite for the next one."""
         length = self._batch.lengths[slot : slot + 1]
         for pool in self._pools.values():
-            pool.range_of(slot, 0, int(pool.extents(length)[0])).zero_()
+            pool.clear(slot, 0, int(pool.extents(length)[0]))
 
     def vacate(self, slot: int) -> None:
         """Free a slot; the last sample moves in."""
@@ -234,8 +234,7 @@ class SampleExchange:
     def _piece(self, part: str, slot: int, start: int, stop: int) -> CachePiece:
         pool = self._pools[part]
         frame = np.empty((stop - start) * pool.token_bytes, dtype=np.uint8)
-        cells = pool.range_of(slot, start, stop)
-        as_cells(frame, cells.dtype).view(cells.shape).copy_(cells)
+        pool.in_frame(frame).copy_(pool.read(slot, start, stop))
         return CachePiece(part=part, start=start, stop=stop, cells=frame)
 
     def _store(self, part: str, slot: int, pieces: Sequence[CachePiece]) -> int:
@@ -243,7 +242,7 @@ class SampleExchange:
         held = 0
         for piece in sorted((p for p in pieces if p.part == part), key=lambda p: p.start):
             if part in self._pools and piece.start == held:
-                cells = self._pools[part].range_of(slot, piece.start, piece.stop)
-                cells.copy_(as_cells(piece.cells, cells.dtype).view(cells.shape))
+                pool = self._pools[part]
+                pool.store(slot, piece.start, pool.in_frame(piece.cells))
                 held = piece.stop
         return held

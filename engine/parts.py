@@ -7,7 +7,12 @@ Source of the idea: tree-based invariant kernels, arXiv 2511.17826.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
 
 PARTS = 4
 "Leaves of the tree: the largest group."
@@ -47,3 +52,33 @@ class Share:
 def part_width(vocab_size: int) -> int:
     """Return how many token ids a part of a vocabulary has; the last has what is left."""
     return -(-vocab_size // PARTS)
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """The ranks of a group, as forwards and caches see them (`engine.group.ranks`)."""
+
+    share: Share
+    "this rank's"
+
+    def add_up(self, x: Float[Tensor, "M N"], part: Float[Tensor, "M N"]) -> None:
+        """Add all ranks' parts to x, in place, as (a + b) + (c + d). All ranks call it at once, with the same x."""
+        ...
+
+    def exchange(self, mine: Tensor) -> Tensor:
+        """Return what all ranks have of the same shape, [ranks, ...]. All call it at once."""
+        ...
+
+    def order(self, kind: str, *tensors: Tensor, **what: Any) -> None:
+        """On the leader: tell the other ranks what to do next; nothing on those."""
+        ...
+
+    def later(self, kind: str, *tensors: Tensor, **what: Any) -> None:
+        """The same with the next order, ahead of it: for what only that one's results depend on."""
+        ...
+
+    def hand_on(
+        self, names: Collection[str], parts: Iterable[Mapping[str, Tensor]]
+    ) -> Generator[Mapping[str, Tensor]]:
+        """On the leader: show a version of these weights to the other ranks, part by part as it comes."""
+        ...

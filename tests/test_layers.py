@@ -241,7 +241,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 572
+MAX_SOURCE_FILES = 571
 MAX_LINES_OF_A_ROOM = {
     "core": 2587,
     "core/settings": 2722,
@@ -255,16 +255,16 @@ MAX_LINES_OF_A_ROOM = {
     "policies/scheduling": 1848,
     "policies/simulate": 3295,
     "policies/staleness": 768,
-    "engine": 2440,
+    "engine": 2478,
     "engine/attention": 542,
-    "engine/cache": 1054,
+    "engine/cache": 1169,
     "engine/calibration": 765,
-    "engine/cpu": 2677,
+    "engine/cpu": 2676,
     "engine/cuda": 766,
     "engine/decoding": 1964,
     "engine/drafters": 3174,
-    "engine/group": 955,
-    "engine/model": 3948,
+    "engine/group": 920,
+    "engine/model": 3896,
     "engine/weights": 2059,
     "learning": 6,
     "learning/data": 4928,
@@ -276,7 +276,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/tasks": 251,
     "learning/training": 6967,
     "actors": 384,
-    "actors/generation": 1968,
+    "actors/generation": 1988,
     "actors/migration": 874,
     "actors/remote": 1477,
     "actors/reward_server": 542,
@@ -289,7 +289,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/jobs": 1543,
     "cluster/observe": 2515,
     "cluster/ray_start": 839,
-    "cluster/plan": 2903,
+    "cluster/plan": 2924,
     "cluster/report": 652,
     "cluster/resume": 1326,
     "cluster/run": 2371,

@@ -1,7 +1,7 @@
 """The other ranks of an instance: Ray actors that the leader starts beside itself, and that end with it.
 
-They are of the leader's own bundle, so of its machine: the ranks share one cache's memory. An instance is lost as one:
-where a follower dies the leader ends too, where the leader dies Ray ends the actors that it owns.
+They are of the leader's own bundle, so of its machine, and have a GPU each where the leader has one. An instance is
+lost as one: where a follower dies the leader ends too, where the leader dies Ray ends the actors that it owns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...core.errors import InstanceLost, PlacementError, WaitTimeout
 from ..actor_messages import GenerationSpec
 from ..remote.actor_start import begin_actor
+from ..remote.assigned_device import assigned_gpus, resolve_device
 from ..remote.deaths import DEATHS, cause_of
 from ..remote.remote import Handle, remote
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ...engine.group.ranks import GroupRanks
 
 logger = logging.getLogger(__name__)
+DeviceWish = Literal["auto", "cpu", "cuda"]
 START_TIMEOUT_S = 240.0
 "Until all ranks of an instance have met; less than the default of `cluster.order_timeout_s`."
 STEP_TIMEOUT_S = 120.0
@@ -43,12 +45,12 @@ class RankActor:
         self._instance = instance
         begin_actor(f"{instance}-rank-{rank}")
 
-    def follow(self, folder: str, rank: int, num_ranks: int) -> None:
+    def follow(self, folder: str, rank: int, num_ranks: int, device: DeviceWish) -> None:
         """Compute this rank's share until the leader says stop. Raises GroupError: the leader is gone."""
         from ...engine.group.follower import Follower
 
         try:
-            with closing(_join(folder, rank, num_ranks, instance=self._instance)) as ranks:
+            with closing(_join(folder, rank, num_ranks, device, instance=self._instance)) as ranks:
                 # whatever ends it: the others see closed sockets, and wait no longer
                 Follower(ranks).follow()
         except Exception:
@@ -71,11 +73,16 @@ class RankActors:
         try:
             with tempfile.TemporaryDirectory(prefix=f"{spec.instance}-ranks-") as folder:
                 self._following += [
-                    actor.follow.remote(folder, rank, spec.num_ranks)
+                    actor.follow.remote(folder, rank, spec.num_ranks, spec.engine.device)
                     for actor, rank in zip(self._actors, numbers, strict=True)
                 ]
                 self.ranks: GroupRanks = _join(
-                    folder, 0, spec.num_ranks, instance=spec.instance, watch=self._require_following
+                    folder,
+                    0,
+                    spec.num_ranks,
+                    spec.engine.device,
+                    instance=spec.instance,
+                    watch=self._require_following,
                 )
         except TimeoutError as error:
             self._end()
@@ -151,7 +158,12 @@ class RankActors:
 def _started(spec: GenerationSpec, rank: int) -> Handle:
     """A rank's actor in the leader's bundle; its environment is the leader's."""
     name = f"{spec.instance}-rank-{rank}"
-    options: dict[str, Any] = {"name": name, "namespace": spec.namespace, "num_cpus": spec.rank_cpus}
+    options: dict[str, Any] = {
+        "name": name,
+        "namespace": spec.namespace,
+        "num_cpus": spec.rank_cpus,
+        "num_gpus": spec.gpu_share if assigned_gpus() else 0.0,
+    }
     group = ray.util.get_current_placement_group()
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -162,12 +174,19 @@ def _started(spec: GenerationSpec, rank: int) -> Handle:
 
 
 def _join(
-    folder: str, rank: int, num_ranks: int, *, instance: str, watch: Callable[[], None] = lambda: None
+    folder: str,
+    rank: int,
+    num_ranks: int,
+    device: DeviceWish,
+    *,
+    instance: str,
+    watch: Callable[[], None] = lambda: None,
 ) -> GroupRanks:
-    """Meet the others. Raises TimeoutError, and what `watch` raises, which is called meanwhile."""
+    """Meet the others. Raises TimeoutError, ConfigError as `resolve_device`, and what `watch` raises meanwhile."""
     # the driver and the scheduler import this module, and have no use for torch
     from ...engine.group.ranks import joined
 
+    assigned = assigned_gpus()
     return joined(
         folder,
         rank,
@@ -175,5 +194,6 @@ def _join(
         instance=instance,
         start_timeout_s=START_TIMEOUT_S,
         step_timeout_s=STEP_TIMEOUT_S,
+        device=resolve_device(device, assigned=assigned, key="engine.device", pool="cluster.generation"),
         watch=watch,
     )

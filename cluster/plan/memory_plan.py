@@ -32,6 +32,7 @@ from ...engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from ...engine.draft_policies import most_nodes
 from ...engine.model.prefill_plan import MAX_BIAS_TOGETHER
 from ...engine.model.runner import LOGITS_TOGETHER
+from ...engine.parts import Share
 from ...engine.weights.chunks import CHUNK_BYTES
 from ...learning.training.batching import PATHS_PER_TOKEN
 from ...learning.training.engine_scoring import MOST_SLOTS
@@ -229,9 +230,10 @@ class MemoryNeeds:
         kept_mb += config.speculation.suffix_memory_mb if config.speculation.remembers else 0.0
         # of recorded steps, and of recorded forwards of each model; a head's are not recorded
         num_recorded = 3 if self._draft is not None and config.speculation.drafter == "model" else 2
+        elsewhere = self._on_other_gpus(kv_pool)
         on_gpu = {
-            "weights and logits": engine,
-            "KV pool": kv_pool,
+            "weights and logits": engine - elsewhere[0],
+            "KV pool": kv_pool - elsewhere[1],
             "recordings": int(config.engine.graph_memory_mb * MB * num_recorded),
             "prefill and bucket": self._on_device_alone(),
         }
@@ -288,7 +290,7 @@ class MemoryNeeds:
         return weights + logits
 
     def _ranks(self) -> int:
-        """What an instance's other ranks hold, and what all see: places for sums and logits, a bucket of weights."""
+        """What an instance's other ranks hold, and what each receives: sums and logits of all, a bucket of weights."""
         ranks, engine = self._config.cluster.generation.tensor_parallel, self._config.engine
         if ranks == 1:
             return 0
@@ -298,8 +300,21 @@ class MemoryNeeds:
         tokens = max(engine.max_prefill_tokens, engine.max_running_samples * (self._num_nodes + 1))
         sums = max(tokens * self._target.hidden_size, LOGITS_TOGETHER) * ranks
         bucket = max(table * DTYPE_BYTES[self._dtype], CHUNK_BYTES)
-        # two places a rank, and the smaller ones before them
-        return others + 2 * 2 * 4 * sums + min(bucket, self._target_bytes)
+        # Gloo lays out once more what it has gathered
+        return others + ranks * (2 * 4 * sums + min(bucket, self._target_bytes))
+
+    def _on_other_gpus(self, kv_pool: int) -> tuple[int, int]:
+        """Of weights and of caches what lies on the GPUs of an instance's other ranks: all but the leader's heads."""
+        target, ranks = self._target, self._config.cluster.generation.tensor_parallel
+        if ranks == 1:
+            return 0, 0
+        # embeddings are whole everywhere
+        table = target.vocab_size * target.hidden_size * DTYPE_BYTES[self._dtype]
+        weights = target.decoding_bytes(self._dtype, on_gpu=True) - table
+        each = [shape.kv.token_bytes for shape in (target, self._draft) if shape is not None]
+        cells, heads = kv_pool * each[0] // sum(each), target.kv.num_kv_heads
+        kept = len(Share(ranks=ranks).of(heads))
+        return weights * (ranks - 1) // ranks, cells * (heads - kept) // heads
 
     def _on_device_alone(self) -> int:
         """Of a GPU: one prefill's activations and mask (made in float32), the bucket of weights that comes."""

@@ -42,11 +42,12 @@ class PlacementSlot:
     num_gpus: float
     num_threads: int
     num_ranks: int = 1
-    "actors that stand there, each with so many CPUs: an instance's ranks"
+    "actors that stand there, each with so many CPUs and GPUs: an instance's ranks"
 
     def resources(self) -> dict[str, float]:
         """The bundle in Ray's words."""
-        return {"CPU": self.num_cpus * self.num_ranks} | ({"GPU": self.num_gpus} if self.num_gpus else {})
+        gpus = {"GPU": self.num_gpus * self.num_ranks} if self.num_gpus else {}
+        return {"CPU": self.num_cpus * self.num_ranks} | gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,16 +352,22 @@ def _check_ranks(
     pool: GenerationPoolConfig, engine: EngineConfig, speculation: SpeculationConfig, *, trains_head: bool
 ) -> None:
     """Raise ConfigError for what an instance of several ranks does not do yet."""
-    num_ranks = pool.tensor_parallel
+    num_ranks, on_gpus = pool.tensor_parallel, pool.num_gpus > 0
     if num_ranks == 1:
         return
-    gpus = f"cluster.generation.num_gpus={pool.num_gpus:g}, expected 0 (ranks are of CPUs so far)"
+    gpus = f"cluster.generation.num_gpus={pool.num_gpus:g}, expected 0 or 1, which each rank has"
     wrong = {
-        gpus: pool.num_gpus > 0,
-        f"engine.device={engine.device}, expected auto or cpu": engine.device == "cuda",
+        gpus: pool.num_gpus not in (0, 1),
+        f"engine.device={engine.device}, expected {'auto or cuda' if on_gpus else 'auto or cpu'}": engine.device
+        == ("cpu" if on_gpus else "cuda"),
         f"engine.num_threads={engine.num_threads}, expected 1": engine.num_threads > 1,
         "engine.forward=stock, expected auto": engine.forward == "stock",
-        f"engine.attention={engine.attention}, expected auto": engine.attention not in ("auto", "ordered"),
+        f"engine.attention={engine.attention}, expected auto": not on_gpus
+        and engine.attention not in ("auto", "ordered"),
+        "engine.numerics=invariant on GPUs, whose products have no order of their own": on_gpus
+        and engine.numerics == "invariant",
+        "speculation.policy=goodput on GPUs, whose profile no group of them can measure yet": on_gpus
+        and speculation.needs_profile,
         "speculation.drafter=mtp, whose layer needs the whole output matrix": speculation.drafter == "mtp",
         "drafter_training.spot, which learns from the whole output matrix": trains_head,
     }

@@ -31,7 +31,7 @@ class GenerationPoolConfig(PoolConfig):
     max_actors: int | None = Field(default=None, ge=1, le=MAX_ACTORS)
     "null: num_actors"
     tensor_parallel: Literal[1, 2, 4] = 1
-    "ranks of an instance, num_cpus each, to which the target is dealt on one machine; tokens do not depend on it"
+    "ranks of an instance, num_cpus and num_gpus each, on one machine; on CPUs tokens do not depend on it"
     idle_timeout_s: Seconds = 120.0
     "an instance above min_actors that has had nothing to do for so long leaves"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -44,8 +43,6 @@ class PoolShape:
     "tokens of one slot, at least"
     head_size: int
     dtype: torch.dtype
-    file: int | None = None
-    "descriptor of memory that several processes see (`engine.cache.shared_memory`)"
 
 
 @runtime_checkable
@@ -152,12 +149,7 @@ class PagedHostMemory(OnPages):
         self._num_slots, self._num_heads = shape.num_slots, shape.num_kv_heads
         self._blocks = shape.num_layers * 2
         num_bytes = shape.num_slots * per_slot * self._run_bytes
-        if shape.file is None:
-            flags, self._unwanted = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.MADV_DONTNEED
-        else:
-            flags, self._unwanted = mmap.MAP_SHARED, mmap.MADV_REMOVE
-            os.ftruncate(shape.file, num_bytes)
-        self._map = mmap.mmap(shape.file or -1, num_bytes, flags=flags | _UNRESERVED)
+        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
         with contextlib.suppress(OSError):  # a kernel without huge pages does not know the wish
             # a huge page would hold many samples' tokens
             self._map.madvise(mmap.MADV_NOHUGEPAGE)
@@ -185,5 +177,5 @@ class PagedHostMemory(OnPages):
             first = (block * self._num_slots + slot) * self._num_heads
             for run in range(first, first + runs):
                 self._map.madvise(
-                    self._unwanted, run * self._run_bytes + start, length * self._run_bytes - start
+                    mmap.MADV_DONTNEED, run * self._run_bytes + start, length * self._run_bytes - start
                 )

@@ -97,7 +97,6 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         reach: int | None = None,
-        file: int | None = None,
     ) -> None:
         """Lay out the cells.
 
@@ -109,11 +108,12 @@ class KVPool:
             device: where they lie.
             reach: tokens that a decode step may put behind the committed ones. Given: memory comes with the
                 samples' length, when `hold` asks for it. None: all slots have it from the start.
-            file: descriptor of memory in which all ranks of a group have these cells, each writing its own heads'.
         """
         self.shape = shape
         self.num_slots = num_slots
         self.device = device
+        self.frame_heads = shape.num_kv_heads
+        "of what is read and stored: more than are here where other ranks have the rest"
         self.memory = memory_for(
             PoolShape(
                 num_layers=shape.num_layers,
@@ -122,10 +122,9 @@ class KVPool:
                 capacity=capacity,
                 head_size=shape.head_size,
                 dtype=dtype,
-                file=file,
             ),
             device,
-            paged=reach is not None or file is not None,
+            paged=reach is not None,
         )
         self.cells = self.memory.cells
         self.capacity = self.cells.shape[4]
@@ -222,14 +221,36 @@ class KVPool:
         return self.cells[:, :, slot, :, start:stop]
 
     @property
+    def is_dealt(self) -> bool:
+        """Whether other ranks have heads of these slots."""
+        return self.frame_heads != self.shape.num_kv_heads
+
+    def in_frame(self, frame: np.ndarray) -> Float[Tensor, "L 2 H T E"]:
+        """View bytes as cells of all heads, without a copy."""
+        cells = torch.from_numpy(frame).view(self.cells.dtype)
+        return cells.view(self.shape.num_layers, 2, self.frame_heads, -1, self.shape.head_size)
+
+    def read(self, slot: int, start: int, stop: int) -> Float[Tensor, "L 2 H T E"]:
+        """Return the cells of a token range, of all heads; not to be written."""
+        return self.range_of(slot, start, stop)
+
+    def store(self, slot: int, start: int, cells: Float[Tensor, "L 2 H T E"]) -> None:
+        """Put cells of all heads behind the first `start` tokens of a slot."""
+        self.range_of(slot, start, start + cells.shape[3]).copy_(cells)
+
+    def clear(self, slot: int, start: int, stop: int) -> None:
+        """Set a token range to zeros."""
+        self.range_of(slot, start, stop).zero_()
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        return self.cells.nbytes // (self.num_slots * self.capacity)
+        return self.num_bytes // (self.num_slots * self.capacity)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots at full length."""
-        return self.cells.nbytes
+        return self.cells.nbytes // self.shape.num_kv_heads * self.frame_heads
 
 
 def memory_for(shape: PoolShape, device: torch.device, *, paged: bool) -> KVMemory:

@@ -57,11 +57,17 @@ class Lease:
     """The right to read the first tokens of a sample's caches, wherever they lie."""
 
     def __init__(
-        self, lock: threading.Lock, pools: Mapping[str, KVPool], readers: Mapping[str, CellReader], slot: int
+        self,
+        lock: threading.Lock,
+        pools: Mapping[str, KVPool],
+        readers: Mapping[str, CellReader],
+        slot: int,
+        copies: Mapping[str, Tensor],
     ) -> None:
         self._lock = lock
         self._pools = pools
         self._readers = readers
+        self._copies = copies
         self.slot: int | None = slot
         "None once the sample is gone"
 
@@ -75,9 +81,12 @@ class Lease:
                 raise LeaseEnded(
                     "the sample whose caches were being read has finished or left, or was preempted"
                 )
-            cells = self._pools[part].range_of(self.slot, start, stop)
-            cells = self._readers[part].read(cells)
-            as_cells(out, cells.dtype).view(cells.shape).copy_(cells)
+            pool, copy = self._pools[part], self._copies.get(part)
+            if copy is None:
+                cells = self._readers[part].read(pool.range_of(self.slot, start, stop))
+            else:
+                cells = copy[:, :, :, start:stop]
+            pool.in_frame(out).copy_(cells)
 
 
 class Leases:
@@ -89,9 +98,17 @@ class Leases:
         self._lock = threading.Lock()
         self._given: list[Lease] = []
 
-    def give(self, slot: int) -> Lease:
-        """Lease the committed prefix in a slot."""
-        lease = Lease(self._lock, self._pools, self._readers, slot)
+    def give(self, slot: int, counts: Mapping[str, int]) -> Lease:
+        """Lease the committed prefix in a slot, of so many tokens in each cache.
+
+        What other ranks have is asked for at once, and held on the host: they are asked by the decode thread alone.
+        """
+        copies = {
+            part: pool.read(slot, 0, counts[part]).cpu()
+            for part, pool in self._pools.items()
+            if pool.is_dealt and counts.get(part)
+        }
+        lease = Lease(self._lock, self._pools, self._readers, slot, copies)
         self._given.append(lease)
         return lease
 
@@ -115,8 +132,3 @@ class Leases:
                 elif lease.slot == last:
                     lease.slot = freed
         self._given = [lease for lease in self._given if lease.slot is not None]
-
-
-def as_cells(frame: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """View bytes as cache cells, without a copy."""
-    return torch.from_numpy(frame).view(dtype)

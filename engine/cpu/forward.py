@@ -85,7 +85,6 @@ class NativeForward:
         self._final_gain = _scaled(decoder.final_gain)
         self._head = head
         self._heads, self._queries, self._size = decoder.heads, decoder.queries, decoder.size
-        self._first_head = decoder.first_head
         self._eps = decoder.eps
         self._scale = decoder.size**-0.5 * LOG2_E
         self._code = native_code(decoder.size)
@@ -201,7 +200,7 @@ class NativeForward:
     def _add_attention(self, program: Program, layer: NativeLayer, pool: KVPool, of_layer: Tensor) -> int:
         """Append what lies before the product behind attention; return before which operation cells are stored."""
         lanes, normed, qkv = self._queries + 2, self._normed, self._qkv
-        cells = of_layer[0, 0, self._first_head].data_ptr()
+        cells = of_layer.data_ptr()
         self._product(program, layer.qkv, normed, qkv)
         if layer.head_gain is not None:
             self._norm_heads(program, layer.head_gain)

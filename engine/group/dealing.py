@@ -1,6 +1,6 @@
 """Which models can be dealt to how many ranks; a group of processes without Ray, and dealing a model to it.
 
-A rank of it is `python -m rlhfspec.engine.group.dealing FOLDER RANK RANKS`.
+A rank of it is `python -m rlhfspec.engine.group.dealing FOLDER RANK RANKS DEVICE`; on "cuda" each has its own GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,6 @@ from ..model.llama_model import INNER_STEP, LlamaModel, config_of
 from ..model.support import not_held
 from ..numerics import choose_backend
 from ..parts import PARTS, Share
-from ..weights.causal_lm import DTYPES
 from ..weights.chunks import unique_tensors
 from ..weights.llama_config import LlamaConfig, weight_shapes
 from .follower import Follower
@@ -91,12 +91,10 @@ def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | No
     Raises ModelError as `require_dealt`, WeightsError for a copy that is not what was dealt.
     """
     tensors = dict(unique_tensors(model))
-    text = model.config.to_json_string(use_diff=False)
     config = config_of(model)
-    dtype = next(name for name, kind in DTYPES.items() if kind == model.dtype)
     if ranks is not None:
+        text = model.config.to_json_string(use_diff=False)
         require_dealt(text, config, ranks.share.ranks, vocab_size)
-        ranks.order("model", hf_config_json=text, dtype=dtype, vocab_size=vocab_size)
     assert config is not None
     backend = choose_backend(torch.device("cpu"), num_threads=1)
     own = LlamaModel(config, model.dtype, backend, ranks=ranks, vocab_size=vocab_size)
@@ -110,7 +108,7 @@ def dealt(model: PreTrainedModel, ranks: GroupRanks | None, vocab_size: int | No
 class LocalRanks:
     """A group whose leader is this process."""
 
-    def __init__(self, folder: Path, num_ranks: int) -> None:
+    def __init__(self, folder: Path, num_ranks: int, device: str = "cpu") -> None:
         """Start the other ranks and meet them. Raises TimeoutError: not all came; GroupError: one has ended."""
         meeting = folder / f"ranks_{num_ranks}"
         meeting.mkdir()
@@ -121,13 +119,13 @@ class LocalRanks:
         for rank, log in enumerate(self._logs, 1):
             with log.open("w") as file:
                 follower = subprocess.Popen(
-                    [*command, str(rank), str(num_ranks)],
+                    [*command, str(rank), str(num_ranks), device],
                     stderr=file,
                     env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
                 )
             self.followers.append(follower)
         try:
-            self.ranks = _join(str(meeting), 0, num_ranks, watch=self._require_running)
+            self.ranks = _join(str(meeting), 0, num_ranks, device, watch=self._require_running)
         except BaseException:
             self.kill()
             raise
@@ -184,10 +182,27 @@ def local_ranks(num_ranks: int) -> Iterator[GroupRanks | None]:
             group.kill()
 
 
-def _join(folder: str, rank: int, num_ranks: int, watch: Callable[[], None] = lambda: None) -> GroupRanks:
-    timeouts = {"start_timeout_s": TIMEOUT_S, "step_timeout_s": TIMEOUT_S}
-    return joined(folder, rank, num_ranks, instance="gen-0", watch=watch, **timeouts)
+def _join(
+    folder: str, rank: int, num_ranks: int, device: str, watch: Callable[[], None] = lambda: None
+) -> GroupRanks:
+    return joined(
+        folder,
+        rank,
+        num_ranks,
+        instance="gen-0",
+        start_timeout_s=TIMEOUT_S,
+        step_timeout_s=TIMEOUT_S,
+        device=torch.device(f"cuda:{rank}" if device == "cuda" else device),
+        watch=watch,
+    )
+
+
+def _require_leader(leader: int) -> None:
+    """Raise GroupError where the process that started this one is gone."""
+    if os.getppid() != leader:
+        raise GroupError("the leader of a group is gone")
 
 
 if __name__ == "__main__":
-    Follower(_join(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))).follow()
+    watched = partial(_require_leader, os.getppid())
+    Follower(_join(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], watched)).follow()

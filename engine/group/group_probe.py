@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...core.errors import NumericsError
 from ...core.records import SamplingParams
-from ..cache.shared_memory import SharedFile
 from ..decoding.answers import Answers, WholeAnswers
 from ..decoding.draft_tree import DraftTree, chain
 from ..decoding.noise import row_words
@@ -23,9 +22,9 @@ from ..decoding.verify import verify
 from ..model.comparison import tree_plan
 from ..model.compute_backend import ComputeBackend
 from ..model.invariance_probe import PATH_TOKENS, PROBE_SEED, plain_logits
-from ..model.linears import Ranks
 from ..model.llama_model import LlamaModel
 from ..model.runner import ModelRunner
+from ..parts import Ranks
 from ..weights.causal_lm import DTYPES
 from ..weights.llama_config import LlamaConfig, weight_shapes
 from .split_answers import Wanted, split_answers
@@ -66,8 +65,6 @@ def _said(
     ranks: Ranks | None,
 ) -> dict[str, Tensor]:
     """Logits behind a prompt, and what is sampled at each of them, by what it is."""
-    if ranks is not None:
-        ranks.order("model", hf_config_json=text, dtype=dtype, vocab_size=IDS)
     model = LlamaModel(LlamaConfig.of(text), DTYPES[dtype], backend, ranks=ranks, vocab_size=IDS)
     model.load(tensors, [tensors])
     runner = ModelRunner(
@@ -77,7 +74,6 @@ def _said(
         backend=backend,
         vocab_size=IDS,
         who="the probe of a group",
-        cells=None if ranks is None else SharedFile.new("rlhfspec-probe"),
     )
     said = {"logits": plain_logits(runner, ids, CONTEXT)}
     tree = chain(ids[None, CONTEXT + 1 :], torch.ones(1, PATH_TOKENS - 1))
@@ -99,10 +95,5 @@ def _answers(runner: ModelRunner, ids: Tensor, tree: DraftTree, temperature: flo
     if runner.ranks is None:
         noise = runner.backend.noise.of_words(torch.from_numpy(words), IDS)
         return WholeAnswers(runner.logits(path, positions, plan)[None], noise, levels, rows)
-    wanted = Wanted(
-        words=words,
-        levels=levels.numpy(),
-        divisors=rows.divisor.numpy(),
-        factors=rows.noise_factor.numpy(),
-    )
+    wanted = Wanted(torch.from_numpy(words), levels, rows.divisor, rows.noise_factor)
     return split_answers(runner, path, positions, plan, wanted)

@@ -6,9 +6,8 @@ one (score, id, logit) of every node and the logs of their parts' sums of expone
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,30 +19,29 @@ from ..decoding.verify import Verdict
 from ..model.forward_plan import ForwardPlan, TreePlan
 from ..model.runner import ModelRunner
 from ..parts import PARTS, Share, part_width
+from ..upload import upload
 
 SCORE, TOKEN_ID, LOGIT, SUMS = 0, 1, 2, 3
 "Columns of what a rank says of a node; in float64, which holds float32 and ids."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the rule needs beside logits, as the leader sends it."""
+class Wanted(NamedTuple):
+    """What the rule needs beside logits, on the device."""
 
-    words: np.ndarray
-    "two hash words of each (sample, level), int32 [2, B, D]"
-    levels: np.ndarray
-    "of each node's noise, int64 [B, n]"
-    divisors: np.ndarray
-    "of the logits, float32 [B]"
-    factors: np.ndarray
-    "of the noise, float32 [B]"
+    words: Int[Tensor, "2 B D"]
+    "two hash words of each (sample, level), int32"
+    levels: Int[Tensor, "B n"]
+    "of each node's noise"
+    divisors: Float[Tensor, " B"]
+    "of the logits"
+    factors: Float[Tensor, " B"]
+    "of the noise; 0 where sampling is greedy"
 
     @staticmethod
-    def of(batch: RunningBatch, levels: Int[Tensor, "B n"]) -> Wanted:
-        """For the running samples and the levels of their nodes."""
-        words = batch.host_words(int(levels.max()) + 1)
-        divisors, factors = batch.sampling.divisor.numpy(), batch.sampling.noise_factor.numpy()
-        return Wanted(words=words, levels=levels.numpy(), divisors=divisors, factors=factors)
+    def of(batch: RunningBatch, levels: Int[Tensor, "B n"], num_levels: int) -> Wanted:
+        """For the running samples and the levels of their nodes, of which there are at most so many."""
+        (words,) = upload([batch.host_words(num_levels)], batch.device)
+        return Wanted(words, levels, batch.sampling.divisor, batch.sampling.noise_factor)
 
 
 def split_answers(
@@ -51,25 +49,21 @@ def split_answers(
 ) -> SplitAnswers:
     """Run the tokens of a plan's trees over all ranks and choose a token at every node. All ranks call it at once."""
     assert runner.ranks is not None and isinstance(plan, TreePlan)
-    rows = runner.own_logits(ids, positions, plan, **asdict(wanted))
+    rows = runner.own_logits(ids, positions, plan, *wanted)
     if plan.ragged is not None:
         rows = plan.ragged.unpack(rows)
     logits = rows.view(len(plan.base), plan.num_tokens, -1)
     mine = of_this_rank(logits, wanted, runner.backend.noise, runner.ranks.share, runner.vocab_size)
-    return SplitAnswers(runner.ranks.exchange(mine), torch.from_numpy(wanted.factors))
+    return SplitAnswers(runner.ranks.exchange(mine), wanted.factors)
 
 
 def of_this_rank(
     logits: Float[Tensor, "B n W"], wanted: Wanted, source: NoiseSource, share: Share, vocab_size: int
 ) -> Float[Tensor, "B n columns"]:
     """Return the best of this rank's token ids for every node, and its part of the normalizer."""
-    ids = share.of_vocabulary(vocab_size)
-    noise = source.of_words(torch.from_numpy(wanted.words), vocab_size).of_ids(
-        torch.arange(ids.start, ids.stop)
-    )
-    levels, divisors, factors = (
-        torch.from_numpy(each) for each in (wanted.levels, wanted.divisors, wanted.factors)
-    )
+    ids, (words, levels, divisors, factors) = share.of_vocabulary(vocab_size), wanted
+    own = torch.arange(ids.start, ids.stop, device=logits.device)
+    noise = source.of_words(words, vocab_size).of_ids(own)
     scaled = logits.float() / divisors[:, None, None]
     found = noise.leaders(logits, levels, divisors, factors, count=1, share=0.0)
     if found is None:
@@ -91,8 +85,8 @@ class SplitAnswers:
     def __init__(self, said: Float[Tensor, "ranks B n columns"], factors: Float[Tensor, " B"]) -> None:
         """`factors`: of the noise; 0 where sampling is greedy."""
         # the first of equal ones, which has the smaller ids
-        first = said[..., SCORE].numpy().argmax(0)
-        chosen = said.gather(0, torch.from_numpy(first)[None, ..., None].expand(1, -1, -1, said.shape[-1]))[0]
+        first = said[..., SCORE].argmax(0)
+        chosen = said.gather(0, first[None, ..., None].expand(1, -1, -1, said.shape[-1]))[0]
         self.token_ids: Int[Tensor, "B n"] = chosen[..., TOKEN_ID].long()
         nodes = self.token_ids.shape
         sums = said[..., SUMS:].movedim(0, 2).float().reshape(nodes.numel(), -1)
@@ -102,5 +96,4 @@ class SplitAnswers:
     def logprobs(self, verdict: Verdict, *, is_chain: bool) -> tuple[Tensor, Tensor]:
         """See `Answers.logprobs`."""
         policy = self._logprobs if is_chain else self._logprobs.gather(1, verdict.path)
-        is_greedy = bool((self._factors == 0.0).any())
-        return policy, policy * self._factors[:, None] if is_greedy else policy
+        return policy, policy * self._factors[:, None]

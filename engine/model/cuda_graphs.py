@@ -134,6 +134,10 @@ class Recordings(Generic[Shape, Recorded]):
         """Whether nothing more is recorded."""
         return self._recorder.held_bytes >= self._max_bytes
 
+    def close(self) -> None:
+        """Record nothing more."""
+        self._max_bytes = 0
+
     def keep(self, shape: Shape, recording: Recorded) -> Recorded:
         """Keep what was recorded, and say so where it is the last."""
         self._recordings[shape] = recording

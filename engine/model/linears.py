@@ -10,17 +10,16 @@ The operators behind the first are private to torch: where they are missing, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cache.shared_memory import SharedFile
-from ..parts import Share
+from ..parts import Ranks
 
 Same = bool | Tensor
 "Whether bits are the same; of a GPU's as a tensor, bool [], that nobody has waited for."
@@ -86,36 +85,6 @@ LayOut = Callable[[Tensor, Tensor | None], Linear]
 "Weight [N, K] and bias [N] to what multiplies by them."
 
 
-@runtime_checkable
-class Ranks(Protocol):
-    """The ranks of a group, as a product sees them."""
-
-    share: Share
-    "this rank's"
-
-    def add_up(self, x: Float[Tensor, "M N"], part: Float[Tensor, "M N"]) -> None:
-        """Add all ranks' parts to x, in place, as (a + b) + (c + d). All ranks call it at once, with the same x."""
-        ...
-
-    def exchange(self, mine: Tensor) -> Tensor:
-        """Return what all ranks have of the same shape, [ranks, ...]. All call it at once."""
-        ...
-
-    def order(self, kind: str, **what: Any) -> None:
-        """On the leader: tell the other ranks what to do next; nothing on those."""
-        ...
-
-    def give(self, file: SharedFile) -> None:
-        """On the leader: let the other ranks open a file; nothing on those."""
-        ...
-
-    def hand_on(
-        self, names: Collection[str], parts: Iterable[Mapping[str, Tensor]]
-    ) -> Generator[Mapping[str, Tensor]]:
-        """On the leader: show a version of these weights to the other ranks, part by part as it comes."""
-        ...
-
-
 class ReducedLinear:
     """A product over this rank's columns of a weight, whose results are added up over the ranks of its group."""
 
@@ -179,8 +148,6 @@ class Decoder:
     head: Linear
     heads: int
     "KV heads"
-    first_head: int = 0
-    "among those of the cache"
     queries: int
     "that share one"
     size: int

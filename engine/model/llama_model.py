@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ...core.errors import ModelError
 from ..cache.kv_pool import KVShape, cell_size
-from ..parts import Share
+from ..parts import Ranks, Share
 from ..weights.chunks import require_fit, require_names, unique_tensors
 from ..weights.llama_config import (
     EMBEDDING,
@@ -37,7 +37,6 @@ from .linears import (
     Layer,
     Linear,
     MatrixLinear,
-    Ranks,
     ReducedLinear,
     Rows,
     Same,
@@ -108,7 +107,8 @@ class LlamaModel:
             dtype: that weights are published in.
             backend: what computes.
             keeps_head: `output_weight` is asked for.
-            ranks: the group that the model is dealt to; heads, inner columns and token ids are then this rank's.
+            ranks: the group that the model is dealt to; heads, inner columns and token ids are then this rank's. The
+                leader's lets the others make theirs.
             vocab_size: token ids that are dealt; all by default.
         """
         self.config, self.dtype, self.backend = config, dtype, backend
@@ -120,6 +120,8 @@ class LlamaModel:
         self._held_dtype = dtype if backend.widens_bfloat16 else self.compute_dtype
         self._folds = self._held_dtype == torch.float32
         self.ranks, self._share = ranks, Share() if ranks is None else ranks.share
+        if ranks is not None:
+            ranks.order("model", config=config, dtype=dtype, backend=type(backend), vocab_size=vocab_size)
         heads = self._share.of(config.num_key_value_heads)
         self.attends = len(heads) > 0
         "whether this rank has KV heads; one without holds the first's weights, and adds nothing"
@@ -194,7 +196,6 @@ class LlamaModel:
             final_gain=self.final_gain,
             head=self.head,
             heads=self.kv_heads,
-            first_head=self._heads.start,
             queries=self.queries,
             size=self.size,
             eps=self.config.rms_norm_eps,

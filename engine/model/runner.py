@@ -6,24 +6,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.errors import ConfigError, ModelError, NumericsError
+from ...core.errors import ModelError, NumericsError
 from ..attention.backends import Attention
+from ..cache.dealt_pool import LeaderPool, RankPool
 from ..cache.kv_pool import KVPool, KVShape
-from ..cache.shared_memory import SharedFile
-from ..parts import PARTS, part_width
+from ..parts import PARTS, Ranks, part_width
 from ..weights.causal_lm import CausalLM
 from .comparison import Comparison, failing_is_refused, require_finite_logits
 from .compute_backend import ComputeBackend, FusedChain, PoolAttention
 from .cuda_graphs import SAMPLE_COUNTS, ForwardGraphs, Recorder, at_least
 from .forward_plan import ForwardPlan, TreePlan
 from .hidden_taps import HiddenTaps
-from .linears import Ranks
 from .llama_forward import LlamaForward
 from .llama_model import LlamaModel, can_serve
 from .sent_plans import as_sent
@@ -97,7 +95,6 @@ class ModelRunner:
         recorder: Recorder | None = None,
         graph_bytes: int = 0,
         who: str = "the model",
-        cells: SharedFile | None = None,
     ) -> None:
         """Build pool and forward, and compare the forward with the model's own, where it has one.
 
@@ -113,11 +110,9 @@ class ModelRunner:
             recorder: records decode forwards to replay them; none: every forward runs as it comes.
             graph_bytes: device memory that recordings may hold.
             who: in errors.
-            cells: memory of the pool that the ranks of a group share; needed for a model that is dealt to them.
 
         Raises:
             ModelError: the architecture cannot be served.
-            ConfigError: a group whose forwards are not one call each.
             NotFiniteError: the model's weights or logits are not finite.
         """
         refuse_unsupported(model, capacity)
@@ -128,18 +123,17 @@ class ModelRunner:
         self.device = model.device
         # CPU attention runs in float32: bfloat16 products sum in pairs, which decoys would split
         dtype = torch.float32 if self.device.type == "cpu" else model.dtype
-        self.pool = KVPool(
-            KVShape.of(model.config),
-            num_slots=num_slots,
-            capacity=capacity,
-            dtype=dtype,
-            device=self.device,
-            reach=reach,
-            file=None if cells is None else cells.descriptor,
-        )
-        self._cells = cells
-        self.ranks: Ranks | None = model.ranks if isinstance(model, LlamaModel) else None
+        self.ranks: Ranks | None = None
         "the group that the model is dealt to"
+        room = {"num_slots": num_slots, "capacity": capacity, "reach": reach, "dtype": dtype}
+        if isinstance(model, LlamaModel) and (ranks := model.ranks) is not None:
+            self.ranks = ranks
+            self._tell_of_runner(num_slots, capacity, reach, graph_bytes if recorder is not None else 0)
+            kind = LeaderPool if ranks.share.rank == 0 else RankPool
+            whole = KVShape.of(model.config)
+            self.pool: KVPool = kind(model.kv_shape, whole=whole, ranks=ranks, device=self.device, **room)
+        else:
+            self.pool = KVPool(KVShape.of(model.config), device=self.device, **room)
         comparison = (
             None if isinstance(model, LlamaModel) else Comparison(model, self.pool, vocab_size=vocab_size)
         )
@@ -153,7 +147,6 @@ class ModelRunner:
             )
         self.model = model
         self._require_held(self._forward.altered_copy())
-        self._meet_ranks(num_slots, capacity, reach)
         self._chain: FusedChain | None = None
         self._one_thread = torch.get_num_threads() == 1
         self.graphs: ForwardGraphs | None = None
@@ -166,6 +159,11 @@ class ModelRunner:
     def is_own(self) -> bool:
         """Whether our own forward serves the model."""
         return isinstance(self._forward, LlamaForward)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the back end computes the whole of a forward in one call: groups give the bits of one rank then."""
+        return self._fused_forward is not None
 
     @property
     def recorded_samples(self) -> tuple[int, ...]:
@@ -279,13 +277,13 @@ class ModelRunner:
         input_ids: Int[Tensor, " M"],
         position_ids: Int[Tensor, " M"],
         plan: ForwardPlan,
-        **wanted: np.ndarray,
+        *wanted: Tensor,
     ) -> Float[Tensor, "M W"]:
         """In a group: run the packed tokens and return logits of this rank's token ids.
 
         `wanted` goes to the other ranks with the order.
         """
-        self._order("answers", input_ids, position_ids, plan, wanted=wanted)
+        self._order("answers", input_ids, position_ids, plan, *wanted)
         return self._logits(input_ids, position_ids, plan)
 
     def _logits(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
@@ -303,9 +301,6 @@ class ModelRunner:
         self._order("fill", input_ids, position_ids, plan)
         self._require_same_threads()
         self._forward.fill(*self._padded(input_ids, position_ids), plan)
-        if self.ranks is not None:
-            # whoever reads cells next reads all ranks'
-            self.ranks.exchange(torch.zeros(1))
 
     @torch.inference_mode()
     def output_logits(self, x: Float[Tensor, "M H"]) -> Float[Tensor, "M V"]:
@@ -341,26 +336,19 @@ class ModelRunner:
         else:
             comparison.require_equal(self)
 
-    def _meet_ranks(self, num_slots: int, capacity: int, reach: int | None) -> None:
+    def _tell_of_runner(self, num_slots: int, capacity: int, reach: int | None, graph_bytes: int) -> None:
         """Let the other ranks make runners like this one."""
-        if self.ranks is None:
-            return
-        if self._fused_forward is None or self._cells is None:
-            raise ConfigError(
-                "cluster.generation.tensor_parallel needs forwards of our own on CPUs, one thread each: engine.forward "
-                "and engine.attention auto, engine.num_threads 1, llvmlite installed (pip install 'rlhfspec[cpu]'); "
-                f"{self.who} run otherwise"
-            )
+        assert self.ranks is not None
         sizes = {"num_slots": num_slots, "capacity": capacity, "reach": reach, "vocab_size": self.vocab_size}
-        self.ranks.order("runner", sizes=sizes)
-        self.ranks.give(self._cells)
+        attention = None if isinstance(self.attention, PoolAttention) else self.attention
+        self.ranks.order("runner", sizes=sizes, attention=attention, graph_bytes=graph_bytes)
 
     def _order(
-        self, kind: str, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan, **what: Any
+        self, kind: str, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan, *wanted: Tensor
     ) -> None:
         if self.ranks is not None:
-            ids, positions = input_ids.numpy(), position_ids.numpy()
-            self.ranks.order(kind, ids=ids, positions=positions, plan=as_sent(plan), **what)
+            (sent, tensors), is_full = as_sent(plan), self.graphs is not None and self.graphs.is_full
+            self.ranks.order(kind, input_ids, position_ids, *wanted, *tensors, plan=sent, is_full=is_full)
 
     def _require_held(self, altered: str | None) -> None:
         if altered is not None:

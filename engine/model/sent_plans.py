@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ..attention.backends import Attention
@@ -16,44 +15,33 @@ from .forward_plan import ForwardPlan, TreePlan
 from .prefill_plan import PrefillPlan
 
 
-def as_sent(plan: ForwardPlan) -> dict[str, Any]:
-    """Return what a plan says, in arrays. Raises TypeError for a plan of another kind."""
+def as_sent(plan: ForwardPlan) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return what a plan says, on the host and on the device. Raises TypeError for a plan of another kind."""
     if isinstance(plan, PrefillPlan):
-        return {"pieces": plan.pieces}
+        return {"pieces": plan.pieces}, []
     if not isinstance(plan, TreePlan):
         raise TypeError(f"expected a plan of a tree or a prefill, got {type(plan).__name__}")
-    return {
-        "base": _array(plan.base),
+    on_host = {
         "num_tokens": plan.num_tokens,
         "num_earlier": plan.num_earlier,
-        "seen": _array(plan.seen),
-        "depth": _array(plan.depth),
         "view_tokens": plan.view_tokens,
         "counts": None if plan.ragged is None else plan.ragged.counts,
+        "has": [name for name in _TENSORS if getattr(plan, name) is not None],
     }
+    return on_host, [getattr(plan, name) for name in on_host["has"]]
 
 
-def as_planned(sent: dict[str, Any], pool: KVPool, attention: Attention | PoolAttention) -> ForwardPlan:
-    """Return the same plan over another rank's view of the pool."""
+def as_planned(
+    sent: dict[str, Any], tensors: Sequence[Tensor], pool: KVPool, attention: Attention | PoolAttention
+) -> ForwardPlan:
+    """Return the same plan over another rank's pool."""
     if "pieces" in sent:
         return PrefillPlan(pool=pool, attention=attention, pieces=sent["pieces"])
-    counts = sent["counts"]
-    return TreePlan(
-        pool=pool,
-        attention=attention,
-        base=torch.from_numpy(sent["base"]),
-        num_tokens=sent["num_tokens"],
-        num_earlier=sent["num_earlier"],
-        seen=_tensor(sent["seen"]),
-        depth=_tensor(sent["depth"]),
-        view_tokens=sent["view_tokens"],
-        ragged=None if counts is None else RaggedRows.of(counts, pool.device),
-    )
+    said = dict[str, Any](sent)
+    said.update(zip(said.pop("has"), tensors, strict=True))
+    counts = said.pop("counts")
+    ragged = None if counts is None else RaggedRows.of(counts, pool.device)
+    return TreePlan(pool=pool, attention=attention, ragged=ragged, **said)
 
 
-def _array(tensor: Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.numpy()
-
-
-def _tensor(array: np.ndarray | None) -> Tensor | None:
-    return None if array is None else torch.from_numpy(array)
+_TENSORS = ("base", "seen", "depth")

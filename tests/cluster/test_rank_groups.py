@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import ray
 from loop_hooks import before_updates
 from ray.exceptions import RayActorError
 
+from rlhfspec.actors.actor_messages import GenerationSpec
+from rlhfspec.actors.generation import rank_actors
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.plan.run_check import check_run
@@ -19,7 +22,7 @@ from rlhfspec.cluster.plan.topology import plan_topology
 from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system
-from rlhfspec.core.config import Config
+from rlhfspec.core.config import Config, EngineConfig, SpeculationConfig
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import ConfigError
 
@@ -91,6 +94,42 @@ def test_a_group_has_one_bundle_with_room_for_all_its_ranks() -> None:
     assert "2 x 1 CPU, 1 thread(s) in each of 4 ranks (tensor_parallel)" in topology.describe()
 
 
+def test_ranks_on_gpus_have_one_each_of_one_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = {"num_actors": 1, "num_cpus": 0.5, "num_gpus": 1, "tensor_parallel": 4}
+    (instance,) = plan_topology(config_of(4, cluster={"generation": generation})).generation
+    assert instance.resources() == {"CPU": 2.0, "GPU": 4.0}
+    spec = GenerationSpec(
+        instance="gen-0",
+        engine=EngineConfig(),
+        speculation=SpeculationConfig(drafter="none"),
+        dtype="bfloat16",
+        max_total_tokens=64,
+        vocab_size=300,
+        report_interval_s=1.0,
+        gpu_share=1.0,
+        num_ranks=4,
+        rank_cpus=0.5,
+    )
+    asked: list[dict[str, Any]] = []
+
+    class Actor:
+        @staticmethod
+        def options(**options: Any) -> Any:
+            asked.append(options)
+            return SimpleNamespace(remote=lambda *named: named)
+
+    monkeypatch.setattr(rank_actors, "RankActor", Actor)
+    monkeypatch.setattr(rank_actors, "ray", SimpleNamespace(util=ray_util_without_group()))
+    for assigned in ((), ("3",)):
+        monkeypatch.setattr(rank_actors, "assigned_gpus", lambda gpus=assigned: gpus)
+        assert rank_actors._started(spec, 2) == ("gen-0", 2)
+    assert [(one["num_cpus"], one["num_gpus"]) for one in asked] == [(0.5, 0.0), (0.5, 1.0)]
+
+
+def ray_util_without_group() -> Any:
+    return SimpleNamespace(get_current_placement_group=lambda: None)
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
@@ -98,7 +137,25 @@ def test_a_group_has_one_bundle_with_room_for_all_its_ranks() -> None:
         ({"engine": {"attention": "sdpa", "numerics": "fast"}}, "engine.attention=sdpa, expected auto"),
         ({"engine": {"forward": "stock"}}, "engine.forward=stock, expected auto"),
         ({"speculation": {"drafter": "mtp"}}, "speculation.drafter=mtp"),
-        ({"cluster": {"generation": {"tensor_parallel": 2, "num_gpus": 2}}}, "num_gpus=2, expected 0"),
+        ({"cluster": {"generation": {"tensor_parallel": 2, "num_gpus": 2}}}, "num_gpus=2, expected 0 or 1"),
+        (
+            {"cluster": {"generation": {"tensor_parallel": 2, "num_gpus": 1}}, "engine": {"device": "cpu"}},
+            "engine.device=cpu, expected auto or cuda",
+        ),
+        (
+            {
+                "cluster": {"generation": {"tensor_parallel": 2, "num_gpus": 1}},
+                "engine": {"numerics": "invariant"},
+            },
+            "engine.numerics=invariant on GPUs",
+        ),
+        (
+            {
+                "cluster": {"generation": {"tensor_parallel": 2, "num_gpus": 1}},
+                "speculation": {"policy": "goodput"},
+            },
+            "speculation.policy=goodput on GPUs",
+        ),
     ],
 )
 def test_what_a_group_does_not_do_yet_is_refused(sections: dict[str, Any], said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,11 @@ from rlhfspec.cluster.plan.model_files import model_shape
 from rlhfspec.cluster.plan.model_sizes import ModelShapes
 from rlhfspec.core.config import TrainerConfig
 from rlhfspec.core.config_io import config_from_dict
+from rlhfspec.engine.cache.kv_pool import KVPool
+from rlhfspec.engine.model.compute_backend import ComputeBackend
+from rlhfspec.engine.model.llama_model import LlamaModel
+from rlhfspec.engine.parts import Share
+from rlhfspec.engine.weights.llama_config import LlamaConfig
 from rlhfspec.learning.training.batching import PackedSequences
 from rlhfspec.learning.training.trainer_core import optimizer_of
 from rlhfspec.learning.training.training_forward import prepare_for_training, response_statistics
@@ -135,3 +141,46 @@ def test_an_optimizer_keeps_what_the_plan_says_within_a_twentieth(optim: str) ->
     plan = planned(config, "float32", checkpointing=False, optim=optim)["learned"]
     assert plan == pytest.approx(gradients + kept, rel=0.05)
     assert plan < 2.6 * gradients, "AdamW's are 3"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_other_gpus_of_a_group_hold_is_planned_by_its_tensors(ranks: int) -> None:
+    """Weights and cells of one rank less those of a leader: eight layers of Qwen2.5-32B, on the meta device."""
+    described = AutoConfig.for_model(
+        "qwen2",
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        num_hidden_layers=8,
+        vocab_size=152064,
+        tie_word_embeddings=False,
+        # which a config of a checkpoint has
+        architectures=["Qwen2ForCausalLM"],
+    )
+    meta, own = torch.device("meta"), LlamaConfig.of(described.to_json_string(use_diff=False))
+
+    def held(num_ranks: int) -> int:
+        group: Any = SimpleNamespace(share=Share(ranks=num_ranks), order=lambda *_, **__: None)
+        with Made() as made:
+            model = LlamaModel(
+                own, torch.bfloat16, ComputeBackend(meta), ranks=None if num_ranks == 1 else group
+            )
+            pool = KVPool(model.kv_shape, num_slots=64, capacity=1600, dtype=torch.bfloat16, device=meta)
+        assert pool.cells.device == meta
+        return made.alive_bytes()
+
+    def planned(num_ranks: int) -> int:
+        settings = config_from_dict(
+            {
+                "data": {"task": "chain"},
+                "models": {"target": "x", "dtype": "bfloat16"},
+                "speculation": {"drafter": "none", "policy": "off"},
+                "engine": {"max_running_samples": 64},
+                "cluster": {"generation": {"num_gpus": 1, "tensor_parallel": num_ranks}},
+            }
+        )
+        shapes = ModelShapes(target=model_shape(described))
+        return MemoryNeeds(settings, shapes, max_total_tokens=1599).plan(object_store_bytes=0).gpu_bytes
+
+    assert planned(1) - planned(ranks) == pytest.approx(held(1) - held(ranks), rel=0.1)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +19,20 @@ from rlhfspec.core.errors import ConfigError, ModelError, NumericsError, Weights
 from rlhfspec.core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.cpu import products
+from rlhfspec.engine.cuda.cuda_backend import CudaBackend
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.exchange import TARGET
-from rlhfspec.engine.group import rank_sockets
+from rlhfspec.engine.group import collectives
 from rlhfspec.engine.group.dealing import PANEL, LocalRanks, dealt, require_dealt, require_module_dealt
+from rlhfspec.engine.group.follower import Follower
 from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
 from rlhfspec.engine.group.ranks import GroupError, GroupRanks, joined
 from rlhfspec.engine.model.compute_backend import ComputeBackend
-from rlhfspec.engine.model.llama_model import LlamaModel, known_config
+from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Run
+from rlhfspec.engine.model.llama_model import LlamaModel, config_of, known_config
 from rlhfspec.engine.numerics import choose_backend
 from rlhfspec.engine.weights.chunks import unique_tensors
+from tests.engine.test_exchange import read
 from tests.helpers.backends import CPU
 
 VOCABULARY, LAYERS = 203, 2
@@ -58,8 +61,40 @@ def llama(seed: int, **changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(SIZES | changes))).eval()  # type: ignore[arg-type]
 
 
-def joined_in_test(folder: Path, rank: int) -> GroupRanks:
-    return joined(str(folder), rank, 4, instance="gen-0", start_timeout_s=60.0, step_timeout_s=60.0)
+def joined_in_test(folder: Path, rank: int, num_ranks: int = 4) -> GroupRanks:
+    return joined(str(folder), rank, num_ranks, instance="gen-0", start_timeout_s=60.0, step_timeout_s=60.0)
+
+
+class Threads:
+    """The ranks of a group as threads of this process: they meet as processes do."""
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self.followers: list[Follower] = []
+        self._folder, self._num_ranks = folder, num_ranks
+        self._pool = ThreadPoolExecutor(num_ranks - 1)
+        self._running = [self._pool.submit(self._follow, rank) for rank in range(1, num_ranks)]
+        self.ranks = joined_in_test(folder, 0, num_ranks)
+
+    def _follow(self, rank: int) -> None:
+        with closing(joined_in_test(self._folder, rank, self._num_ranks)) as ranks:
+            self.followers.append(Follower(ranks))
+            self.followers[-1].follow()
+
+    def stop(self) -> None:
+        """Let them end; what they raised is raised."""
+        self.ranks.order("stop")
+        for running in self._running:
+            running.result(timeout=60.0)
+        self.ranks.close()
+
+
+@contextmanager
+def threads(folder: Path, num_ranks: int) -> Iterator[Threads]:
+    group = Threads(folder, num_ranks)
+    try:
+        yield group
+    finally:
+        group.stop()
 
 
 def engine_of(plan: str, ranks: GroupRanks | None = None, seed: int = 1, **changes: object) -> Engine:
@@ -102,12 +137,8 @@ def bits(completions: list[Completion]) -> list[tuple]:
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GroupRanks]:
-    processes = LocalRanks(tmp_path, request.param)
-    try:
-        yield processes.ranks
-        processes.stop()
-    finally:
-        processes.kill()
+    with threads(tmp_path, request.param) as group:
+        yield group.ranks
 
 
 @pytest.mark.parametrize("group", [2, 4], indirect=True)
@@ -172,15 +203,27 @@ def test_the_published_width_of_weights_changes_nothing(group: GroupRanks) -> No
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
-def test_a_step_is_one_order_one_exchange_and_two_sums_a_layer(group: GroupRanks) -> None:
+def test_a_step_is_one_order_one_exchange_and_two_sums_a_layer(
+    group: GroupRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of("tree", group)
     for request in requests(3, max_new_tokens=40):
         engine.submit(request)
     engine.step()
+    calls: list[str] = []
+    for name in ("gather", "broadcast"):
+        usual = getattr(group._devices, name)
+        monkeypatch.setattr(
+            group._devices,
+            name,
+            lambda one, called=name, usual=usual, **how: calls.append(called) or usual(one, **how),
+        )
     before = group.num_orders, group.num_sums, group.num_exchanges
     engine.step()
     after = group.num_orders, group.num_sums, group.num_exchanges
     assert tuple(np.subtract(after, before)) == (1, 2 * LAYERS, 1)
+    # what the order says of tensors comes by one broadcast, behind its header
+    assert calls == ["broadcast", "broadcast", *["gather"] * (2 * LAYERS + 1)]
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
@@ -194,14 +237,18 @@ def test_a_sample_moves_between_groups_of_other_sizes(group: GroupRanks, outward
         source.submit(request)
     for _ in range(4):
         source.step()
-    for request in wanted:
-        left = source.exchange.detach(
-            request.key, weight_version=0, shipped=dict.fromkeys(source.exchange.token_bytes, 0)
-        )
+    counts = [source.exchange.cached_tokens(request.key) or {} for request in wanted]
+    leases = [source.exchange.lease(request.key) for request in wanted]
+    source.step()
+    for request, held, lease in zip(wanted, counts, leases, strict=True):
+        # read while decoding goes on; the rest comes as the sample leaves
+        leased = read(lease, source, held)
+        source.exchange.end_lease(lease)
+        left = source.exchange.detach(request.key, weight_version=0, shipped=held)
         assert left is not None
         state, pieces = left
         assert any(piece.part == TARGET for piece in pieces)
-        assert to.exchange.attach(state, pieces) == 0
+        assert to.exchange.attach(state, [*leased, *pieces]) == 0
     done = {}
     while to.has_work:
         done |= {completion.key: completion for completion in to.step()}
@@ -219,7 +266,7 @@ def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, number: i
         engine.step()
         processes.followers[number].kill()
         processes.followers[number].wait()
-        with pytest.raises(GroupError, match=r"instance gen-0: rank 0 of 4 waited for rank \d"):
+        with pytest.raises(GroupError, match=r"rank 0 of 4 waited for another rank|a rank ended with -9"):
             while engine.has_work:
                 engine.step()
     finally:
@@ -229,20 +276,19 @@ def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, number: i
 def test_the_folder_where_ranks_met_may_go_once_the_leader_has_met_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached = rank_sockets._reached
+    met = collectives._await_all
 
-    def slowly(place: str, rank: int, ends_s: float) -> socket.socket:
+    def slowly(store: object, rank: int, num_ranks: int, **how: object) -> None:
+        met(store, rank, num_ranks, **how)  # type: ignore[arg-type]
         # the leader first: it has met everybody long before they have met each other
-        if not place.endswith("/0"):
-            time.sleep(0.5)
-        return reached(place, rank, ends_s)
+        time.sleep(0.5 if rank else 0.0)
 
-    monkeypatch.setattr(rank_sockets, "_reached", slowly)
+    monkeypatch.setattr(collectives, "_await_all", slowly)
     (tmp_path / "meeting").mkdir()
 
     def follow(rank: int) -> None:
         with closing(joined_in_test(tmp_path / "meeting", rank)) as ranks:
-            assert ranks.next_order() == ("stop", {})
+            assert ranks.next_order() == ("stop", (), {})
 
     with ThreadPoolExecutor(3) as threads:
         followers = [threads.submit(follow, rank) for rank in (1, 2, 3)]
@@ -298,6 +344,112 @@ def test_models_that_cannot_be_dealt_are_refused_by_name() -> None:
         require_module_dealt(llama(1, attention_bias=True), 2, None)
 
 
+def fast_engine(backend: ComputeBackend, ranks: GroupRanks | None) -> Engine:
+    """As on a GPU: library products, or operators of a GPU in torch's own calls."""
+    model, draft = llama(1), dealt(llama(8, num_hidden_layers=1), None)
+    config, tensors = config_of(model), dict(unique_tensors(model))
+    assert config is not None
+    target = LlamaModel(config, torch.float32, backend, ranks=ranks)
+    target.load(tensors, [tensors])
+    settings = EngineConfig(
+        device=backend.device.type,  # type: ignore[arg-type]
+        numerics="fast",
+        attention="sdpa",
+        max_running_samples=6,
+    )
+    drafts = "look_up" if backend.device.type == "cuda" else "chain"
+    return build_engine(
+        target,
+        None if drafts == "look_up" else draft,
+        engine=settings,
+        speculation=PLANS[drafts],
+        max_total_tokens=96,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_tokens_of_one(tmp_path: Path) -> None:
+    backend = choose_backend(torch.device("cuda", 0))
+    wanted = requests(8, temperature=0.0)
+    expected = [one.token_ids.tolist() for one in fast_engine(backend, None).generate(wanted)]
+    processes = LocalRanks(tmp_path, 2, "cuda")
+    try:
+        engine = fast_engine(backend, processes.ranks)
+        # recorded, then replayed
+        for _ in range(2):
+            assert [one.token_ids.tolist() for one in engine.generate(wanted)] == expected
+        processes.stop()
+    finally:
+        processes.kill()
+
+
+@pytest.mark.parametrize("make_backend", [ComputeBackend, CudaBackend])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_forwards_of_a_gpu_give_the_tokens_of_one_rank_and_are_recorded_by_all(
+    tmp_path: Path, make_backend: type[ComputeBackend], num_ranks: int
+) -> None:
+    """Library products and our operators' torch bodies, greedy; half of the shapes find the recorder full."""
+
+    wanted = requests(8, temperature=0.0)
+    expected = [one.token_ids.tolist() for one in fast_engine(make_backend(CPU), None).generate(wanted)]
+    with threads(tmp_path, num_ranks) as group:
+        engine = fast_engine(make_backend(CPU), group.ranks)
+        engine.generate(requests(1))
+        recorders = [_Again() for _ in range(num_ranks)]
+        runners = [engine.runner, *(each._runner for each in group.followers)]
+        for runner, recorder, limit in zip(runners, recorders, [4, *[1000] * num_ranks], strict=False):
+            assert runner is not None
+            runner.graphs = ForwardGraphs(recorder, max_bytes=limit)
+        assert [one.token_ids.tolist() for one in engine.generate(wanted)] == expected
+    first = recorders[0]
+    assert first.held_bytes == 4 and first.replays > 10
+    assert all((one.held_bytes, one.replays) == (first.held_bytes, first.replays) for one in recorders)
+
+
+class _Again:
+    """Runs again what it was given, over the tensors that it had."""
+
+    def __init__(self) -> None:
+        self.held_bytes = self.replays = 0
+
+    def record(self, run: Run) -> Run:
+        run()
+        self.held_bytes += 1
+
+        def replay() -> torch.Tensor:
+            self.replays += 1
+            return run()
+
+        return replay
+
+
+def test_a_gpu_waits_for_no_collective_call_on_the_host() -> None:
+    waits: list[tuple] = []
+
+    class Work:
+        def wait(self, *timeout: object) -> None:
+            waits.append(timeout)
+
+    class Group:
+        def _allgather_base(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
+            everyone.copy_(mine.repeat(2))
+            return Work()
+
+        def broadcast(self, tensors: list[torch.Tensor], options: object) -> Work:
+            return Work()
+
+    mine = torch.arange(6, dtype=torch.float64).view(2, 3).t()
+    for device, number in (("cuda", 0), ("cpu", 1)):
+        waits.clear()
+        calls = collectives.ProcessGroupCollectives(
+            Group(), num_ranks=2, device=torch.device(device), timeout_s=5.0
+        )
+        assert torch.equal(calls.gather(mine), torch.stack([mine, mine]))
+        calls.broadcast(mine.contiguous())
+        assert [len(timeout) for timeout in waits] == [number, number]
+
+
 @pytest.mark.parametrize("group", [2], indirect=True)
 def test_library_forwards_are_refused(group: GroupRanks) -> None:
     model = llama(1)
@@ -305,8 +457,9 @@ def test_library_forwards_are_refused(group: GroupRanks) -> None:
     text = model.config.to_json_string(use_diff=False)
     config = known_config(text, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     assert config is not None
-    plain = LlamaModel(config, torch.float32, ComputeBackend(CPU), ranks=_Silent(group))
-    with pytest.raises(ConfigError, match="needs forwards of our own on CPUs"):
+    plain = LlamaModel(config, torch.float32, ComputeBackend(CPU), ranks=group)
+    plain.load(tensors, [tensors])
+    with pytest.raises(ConfigError, match="gives the bits of one rank by forwards of our own on CPUs"):
         build_engine(
             plain,
             None,
@@ -314,15 +467,3 @@ def test_library_forwards_are_refused(group: GroupRanks) -> None:
             speculation=PLANS["plain"],
             max_total_tokens=96,
         )
-
-
-class _Silent:
-    """Ranks that hear of nothing: what is tried is refused before they would."""
-
-    def __init__(self, ranks: GroupRanks) -> None:
-        self.share = ranks.share
-
-    def order(self, kind: str, **what: object) -> None:
-        raise AssertionError(kind)
-
-    add_up = exchange = hand_on = give = order  # type: ignore[assignment]
