@@ -289,7 +289,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/jobs": 1543,
     "cluster/observe": 2515,
     "cluster/ray_start": 839,
-    "cluster/plan": 2924,
+    "cluster/plan": 2925,
     "cluster/report": 652,
     "cluster/resume": 1326,
     "cluster/run": 2371,
