@@ -75,7 +75,7 @@ class Wayward(Parrot):
 class Calls:
     """Every turn is a call of the tool that it names."""
 
-    def events(self, text: str, *, prompt: str, tools: Tools) -> list[TurnEvent]:
+    def of_episode(self, text: str, *, prefill: str, tools: Tools) -> list[TurnEvent]:
         return [TurnEvent("call", call=ToolCall(text, {}))]
 
 
