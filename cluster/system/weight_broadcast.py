@@ -21,6 +21,7 @@ from ...actors.remote.waiting import awake_s, get
 from ...core.config import ClusterConfig
 from ...core.errors import InstanceLost, NumericsError, RlhfSpecError, WeightsError
 from ...core.weight_records import DEVICE_BUCKET_BYTES, WORDS, WeightManifest
+from ...engine.weights.chunks import CHUNK_BYTES
 from ..weights.publish import PublishedWeights, confirm, part_seconds
 from .trainer_pool import TrainerPool
 
@@ -66,13 +67,14 @@ class Broadcast:
         if not (self._is_on or self._may_share or self._tries_nccl) or not instances:
             return None
         announced = replace(layout.manifest, weight_version=weight_version, checksum=self._checksums)
-        buckets = announced.in_chunks_of(DEVICE_BUCKET_BYTES)
         try:
             if self._members != tuple(instances):
-                self._gather(buckets, instances)
+                self._gather(announced.in_chunks_of(DEVICE_BUCKET_BYTES), instances)
             if not self._served:
                 return None
-            return self._send(announced if self._form_now == "gloo" else buckets, instances)
+            # the trainer packs by this rule: the sizes of an earlier version need not tell what its limit was
+            most = CHUNK_BYTES if self._form_now == "gloo" else DEVICE_BUCKET_BYTES
+            return self._send(announced.in_chunks_of(most), instances)
         except NumericsError:
             raise
         except RlhfSpecError as error:
@@ -174,7 +176,9 @@ class Broadcast:
         failed: list[RlhfSpecError] = []
         for name, ref in refs.items():
             try:
-                answers[name] = self._ask(ref, name, order)
+                answers[name] = get(
+                    ref, waiter="the loop", waited_for=name, order=order, timeout_s=self._timeout_s + _GRACE_S
+                )
             except RlhfSpecError as error:
                 failed.append(error)
         if failed:
@@ -182,10 +186,6 @@ class Broadcast:
                 (error for error in failed if isinstance(error, InstanceLost | NumericsError)), failed[0]
             )
         return answers
-
-    def _ask(self, ref: Any, waited_for: str, order: str) -> Any:
-        timeout_s = self._timeout_s + _GRACE_S
-        return get(ref, waiter="the loop", waited_for=waited_for, order=order, timeout_s=timeout_s)
 
 
 def beside_trainers(

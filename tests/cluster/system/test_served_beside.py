@@ -19,7 +19,7 @@ from rlhfspec.cluster.system.weight_broadcast import Broadcast
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.weight_records import WORDS
-from rlhfspec.engine.weights.chunks import model_checksum, pack_weights
+from rlhfspec.engine.weights.chunks import CHUNK_BYTES, model_checksum, pack_weights
 from tests.helpers import tiny_pool
 from tests.helpers.served_beside import (
     Instance,
@@ -51,10 +51,19 @@ class Sitting:
 class Run:
     """Trainers and instances on made-up GPUs, and what went through the host."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, trainers: str, instances: str) -> None:
-        """Each digit is the GPU of one."""
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        trainers: str,
+        instances: str,
+        *,
+        transport: str = "auto",
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """Each digit is the GPU of one; `chunk_bytes`: of the version that was published before."""
         torch.set_num_threads(1)
-        manifest, _ = weights = pack_weights(tiny_pool.target(), name="target", weight_version=0)
+        weights = pack_weights(tiny_pool.target(), name="target", weight_version=0, chunk_bytes=chunk_bytes)
+        manifest = weights[0]
         self.layout = PublishedWeights(manifest=manifest, chunk_refs=())
         self.trainers = {
             f"trainer-{i}": Sitting(trainer_of(i, weights), seat) for i, seat in enumerate(trainers)
@@ -64,7 +73,9 @@ class Run:
         }
         self.notes: list[str] = []
         share = {"num_gpus": 0.5}
-        cluster = ClusterConfig.model_validate({"trainer": share, "generation": share})
+        cluster = ClusterConfig.model_validate(
+            {"trainer": share, "generation": share, "publication": {"transport": transport}}
+        )
         self._loop = Broadcast(cluster, TrainerPool(self.trainers, cluster), self.notes.append)
         self.on_host = OnTheHost(monkeypatch)
 
@@ -118,6 +129,18 @@ def test_gpus_of_their_own_are_served_from_device_to_device(monkeypatch: pytest.
     published = run.publish(1)
     assert published is not None and not run.notes and opened == [("nccl", ("gen-0", "gen-1"))]
     assert run.on_host.copied == [], "to the host"
+
+
+def test_a_tensor_larger_than_a_chunk_is_broadcast_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an embedding of more than 32 MiB is; the version before has it in one chunk, larger than all others."""
+    most = 4096
+    monkeypatch.setattr(weight_broadcast, "CHUNK_BYTES", most)
+    run = Run(monkeypatch, "0", "11", transport="broadcast", chunk_bytes=most)
+    assert max(run.layout.manifest.chunk_num_bytes) > most
+    run.learn()
+    published = run.publish(1)
+    assert published is not None and not run.notes, run.notes
+    assert max(run.on_host.carried) <= most
 
 
 def test_a_trainer_that_learned_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
