@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from rlhfspec.benchmarks.pages import site
 from rlhfspec.benchmarks.pages.reference import COMMAND, pages
 from rlhfspec.core.settings.algorithm import ALGORITHMS, AlgorithmConfig
 from rlhfspec.core.settings.correction import CORRECTIONS, CorrectionConfig
@@ -185,3 +187,27 @@ def test_a_change_is_one_short_line_of_the_changelog() -> None:
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
     changes = [line for line in lines[lines.index("## [Unreleased]") :] if line and not line.startswith("#")]
     assert [line for line in changes if not line.startswith("- ") or len(line) > 160] == []
+
+
+def test_the_site_has_every_page_as_markdown_and_a_list_of_them(tmp_path: Path) -> None:
+    """As `mkdocs build` calls the hook; mkdocs itself is not needed for the tests."""
+    pages_there = ["index.md", "how-to/gpus.md", "how-to/lora.md"]
+    how_to = SimpleNamespace(title="How to")
+    nav = [
+        SimpleNamespace(
+            title=source.removesuffix(".md"),
+            parent=how_to if "/" in source else None,
+            file=SimpleNamespace(src_uri=source, abs_src_path=str(ROOT / "docs" / source)),
+        )
+        for source in pages_there
+    ]
+    config = SimpleNamespace(site_dir=str(tmp_path), site_name="name", site_description="what", extra={})
+    site.on_nav(SimpleNamespace(pages=nav), config, None)
+    site.on_post_build(config)
+    listed = (tmp_path / "llms.txt").read_text()
+    assert listed.startswith(
+        "# name\n\n> what\n\n## Start\n\n- [index](index.md)\n\n## How to\n\n- [how-to/gpus]"
+    )
+    for source in pages_there:
+        assert f"({source})" in listed
+        assert (tmp_path / source).read_text() == (ROOT / "docs" / source).read_text()
