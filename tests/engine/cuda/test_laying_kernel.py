@@ -36,8 +36,9 @@ from rlhfspec.engine.cuda import laying_kernel
 
 for compares in (False, True):
     x = "*i16"
-    types = [x, x, x, x, *["i32"] * 8, "*i64", x, "*i32" if compares else x, "i32", "i32"]
-    built(f"lay {compares}", laying_kernel._lay, types, {"has_order": True, "compares": compares, "block": 64},
+    # queries, keys, values, and a row that fills up
+    types = [(x,) * 4, ("i32",) * 4, ("i32",) * 4, "*i64", x, "*i32" if compares else x, "i32", "i32"]
+    built(f"lay {compares}", laying_kernel._lay, types, {"num_parts": 4, "compares": compares, "block": 64},
           num_warps=8)
 print(json.dumps(found))
 """
