@@ -5,8 +5,9 @@ moves something is one launch; operators that torch takes apart are counted by t
 (its parts are joined). Views and new memory are none. Whoever looks at a number is refused. Bars: a layer at most 10
 launches, plain and verifying, four of them products; a level of a tree of 16 at most 12 beside the draft's layers.
 Outside recordings a plain step at most 12, a chain of 8 at most 20, a tree of 8 at most 30, of 16 at most 40; one copy
-up and one down a step, waited for once. A prefill of fresh prompts: one call of attention a layer, no mask. An update:
-one copy up and one call of attention a layer for each pack, at most two waits a minibatch.
+up and one down a step, waited for once. A publication: one wait for all its checksums on either side, and one for what
+is laid out. A prefill of fresh prompts: one call of attention a layer, no mask. An update: one copy up and one call of
+attention a layer for each pack, at most two waits a minibatch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ..actors.generation.engine_host import received
 from ..core.config import AlgorithmConfig, SpeculationConfig, TrainerConfig
 from ..core.records import (
     Prompt,
@@ -38,6 +41,7 @@ from ..core.records import (
     WeightSpan,
     as_asked,
 )
+from ..core.weight_records import WORDS
 from ..engine.attention.by_length import split_attention
 from ..engine.cuda.cuda_backend import CudaBackend, CudaLinear
 from ..engine.decode_step import decode_step
@@ -53,7 +57,8 @@ from ..engine.model.prefill import fill_committed
 from ..engine.model.prefill_plan import PrefillPiece
 from ..engine.model.runner import ModelRunner
 from ..engine.recorded_step import StepRecordings
-from ..engine.weights.chunks import unique_tensors
+from ..engine.weights import digests
+from ..engine.weights.chunks import WeightPacker, unique_tensors
 from ..engine.weights.loading import freeze
 from ..learning.training import packed_attention
 from ..learning.training.learner import Learner
@@ -123,6 +128,12 @@ class DeviceCalls(TorchDispatchMode):
         """Count what is no operator of torch."""
         self.counts["launches"] += launches
         self.by_name[name] += launches
+
+    def read(self, tensor: Tensor, name: str) -> Tensor:
+        """Count a kernel that reads a tensor for two numbers."""
+        self.note(name)
+        self.counts["bytes"] += tensor.nbytes
+        return torch.empty(2, dtype=torch.int64, device=META)
 
     def _computes(self, func: Any, name: str, given: list[Tensor], found: Any) -> bool:
         made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.device.type == "meta"]
@@ -258,19 +269,54 @@ def prefill(*, layers: int = 3) -> dict[str, float]:
     return {"attention_calls_a_layer_prefill": attention, "mask_bytes_prefill": sum(calls.masks.values())}
 
 
-def publication(*, layers: int = 2) -> dict[str, float]:
-    """Return what a version on the device costs until it decodes: bytes read and written by one of it, and waits.
+PUBLICATION_BUCKET_BYTES = 1 << 17
 
-    What is held as it is published is copied, and its comparison is left out: its tensors have no addresses.
+
+def publication(*, layers: int = 2) -> dict[str, float]:
+    """Return what a version costs an instance on the trainer's GPU: bytes read and written by one of it, and waits.
+
+    The trainer waits and the instance waits beside what orders them, once a bucket: when it may be read, and written
+    over. What is held as it is published is copied, and its comparison is left out: its tensors have no addresses.
     """
     calls, model, on_host = DeviceCalls(read_as=1.0), _model(layers), Tensor.tolist
     version = dict(unique_tensors(model))
-    config = llama_model.LlamaConfig.of(model.config.to_json_string(use_diff=False))
-    own = llama_model.LlamaModel(config, model.dtype, CudaBackend(META))
-    with calls, patch.object(Tensor, "tolist", lambda self: on_host(self.cpu())):
-        own.load(version, [version])
-    moved = calls.counts["bytes"] / sum(tensor.nbytes for tensor in version.values())
-    return {"bytes_moved_a_byte_publication": moved, "waits_publication": calls.counts["waits"]}
+    packer = WeightPacker(
+        name="target",
+        weight_version=1,
+        hf_config_json=model.config.to_json_string(use_diff=False),
+        chunk_bytes=PUBLICATION_BUCKET_BYTES,
+        cuts=True,
+        device=META,
+        kind="words",
+    )
+    own = llama_model.LlamaModel(
+        llama_model.LlamaConfig.of(packer.manifest().hf_config_json), model.dtype, CudaBackend(META)
+    )
+    with (
+        calls,
+        patch.object(Tensor, "tolist", lambda self: on_host(self.cpu())),
+        patch.object(digests, "word_sums", lambda tensor, first: calls.read(tensor, "word_sums")),
+    ):
+        sent = list(packer.buckets(version.items()))
+        packer.sums()
+        by_trainer = calls.counts["waits"]
+        calls.counts.clear()
+        announced = replace(packer.manifest(), checksum=WORDS)
+        buckets = iter(sent)
+        # the trainer's window, as a member on its GPU reads it; checksums as every number of the device is read
+        group: Any = SimpleNamespace(
+            device=META,
+            receive=lambda into, what: next(buckets),
+            release=lambda what: None,
+            of_trainer=lambda table, what: torch.ones_like(table),
+        )
+        own.load(version, received(announced, group, digests.Digest("words"), "gen-0"))
+    return {
+        "bytes_moved_a_byte_publication": calls.counts["bytes"] / announced.num_bytes,
+        "buckets_publication": len(sent),
+        "waits_publication_trainer": by_trainer,
+        "waits_publication_instance": calls.counts["waits"],
+    }
 
 
 def update(*, layers: int = 2) -> dict[str, float]:

@@ -7,6 +7,9 @@ from typing import Any
 
 from ..core.decode_records import GenerationStats, StepRecord
 
+_OF_STEP = {field.name for field in fields(GenerationStats)} & {field.name for field in fields(StepRecord)}
+"Sums of what every decode step has by the same name."
+
 
 class Tally:
     """`GenerationStats` in the making. Every decode step adds to it: copies would take longer than what they count."""
@@ -21,21 +24,8 @@ class Tally:
 
     def add_step(self, record: StepRecord, num_completions: int) -> None:
         """Add a decode step that ended so many samples."""
-        self.add(
-            num_decode_steps=1,
-            num_sample_steps=record.num_samples,
-            num_draft_tokens=record.num_draft_tokens,
-            num_accepted_tokens=record.num_accepted_tokens,
-            num_accepted_rank2_plus=record.num_accepted_rank2_plus,
-            num_accepted_looked_up=record.num_accepted_looked_up,
-            num_emitted_tokens=record.num_emitted_tokens,
-            num_completions=num_completions,
-            draft_s=record.draft_s,
-            verify_s=record.verify_s,
-            accept_s=record.accept_s,
-            other_s=record.other_s,
-            select_s=record.select_s,
-        )
+        self.add(num_decode_steps=1, num_sample_steps=record.num_samples, num_completions=num_completions)
+        self.add(**{name: getattr(record, name) for name in _OF_STEP})
 
     def __getitem__(self, name: str) -> Any:
         """One sum as of now."""

@@ -8,7 +8,7 @@ With an empty tree the same lines are plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -98,26 +98,41 @@ def decode_step(
     phases.mark()
 
     found = forward_and_accept(runner, drafter, batch, budget, noise, tree, phases.mark, refinement)
-    on_host = _to_host(*found.tensors)
+    # on a GPU these copies are under way until `concluded` has waited for the stream
+    on_host = [tensor.to("cpu", non_blocking=True).numpy() for tensor in found.tensors]
+    output = concluded(drafter, batch, budget, on_host, phases, looked_up=tree.looked_up)
+    if runner.taps is not None and found.hidden is not None:
+        runner.taps.note_verified(batch, found.hidden, output.token_ids, output.num_accepted)
+    return output
+
+
+def concluded(
+    drafter: Drafter | None,
+    batch: RunningBatch,
+    budget: Budget,
+    on_host: Sequence[np.ndarray],
+    phases: Phases,
+    *,
+    looked_up: np.ndarray | None = None,
+    recording_s: float = 0.0,
+) -> StepOutput:
+    """Wait for what a step has decided (`Accepted.tensors`), let the drafter learn. `looked_up`: drafts that were."""
     draft_s, verify_s, accept_s = phases.finish()
-    token_ids, policy_logprobs, sampling_logprobs, num_accepted, num_draft_tokens, rank2_plus, *num_kept = (
-        on_host
-    )
+    token_ids, policy, sampling, num_accepted, num_drafted, rank2_plus, *num_kept = on_host
     if drafter is not None and not budget.is_plain:
         drafter.learn(batch, token_ids, num_accepted, num_kept[0] if num_kept else None)
-    if runner.taps is not None and found.hidden is not None:
-        runner.taps.note_verified(batch, found.hidden, token_ids, num_accepted)
     return StepOutput(
         token_ids=token_ids,
-        policy_logprobs=policy_logprobs,
-        sampling_logprobs=sampling_logprobs,
+        policy_logprobs=policy,
+        sampling_logprobs=sampling,
         num_accepted=num_accepted,
-        num_draft_tokens=int(num_draft_tokens.sum()),
+        num_draft_tokens=int(num_drafted.sum()),
         num_accepted_rank2_plus=int(rank2_plus.sum()),
-        num_accepted_looked_up=0 if tree.looked_up is None else int(num_accepted[tree.looked_up].sum()),
+        num_accepted_looked_up=0 if looked_up is None else int(num_accepted[looked_up].sum()),
         draft_s=draft_s,
         verify_s=verify_s,
         accept_s=accept_s,
+        recording_s=recording_s,
     )
 
 
@@ -171,11 +186,6 @@ def forward_and_accept(
         ),
         hidden=hidden,
     )
-
-
-def _to_host(*tensors: Tensor) -> list[np.ndarray]:
-    """Return the tensors as arrays. On a GPU the copies are under way until the stream has been waited for."""
-    return [tensor.to("cpu", non_blocking=True).numpy() for tensor in tensors]
 
 
 def _target_answers(

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from ..core.decode_records import Budget
-from .attention.by_length import takes_lengths
-from .decode_step import StepOutput, decode_step, forward_and_accept
+from ..core.records import SamplingParams
+from .attention.by_length import SplitAttention
+from .decode_step import StepOutput, concluded, decode_step, forward_and_accept
 from .decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only, select_best
 from .decoding.noise import Noise
 from .decoding.running_batch import LAST_TOKENS, RunningBatch, StepInputs
@@ -40,6 +41,7 @@ from .upload import pack, unpack
 
 CATCH_UPS = (2, LAST_TOKENS)
 "Committed tokens that the drafter runs of each sample: rounded up, a recording for each."
+_GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,14 +76,8 @@ class FixedBatch(RunningBatch):
         self._packed = pack(like, pinned=False).to(self.device)
         on_device = unpack(self._packed, like)
         self._fixed_inputs = StepInputs(lengths=on_device[0], last_tokens=on_device[1], words=on_device[2])
-        temperature, divisor, noise_factor, top_k, top_p, min_p = on_device[3:]
-        self._fixed_sampling = RowSampling(
-            temperature=temperature,
-            divisor=divisor,
-            noise_factor=noise_factor,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
+        self._fixed_sampling = RowSampling.of_rates(
+            on_device[3:],
             unit_temperature=shape.unit_temperature,
             any_greedy=shape.any_greedy,
             any_filter=shape.any_filter,
@@ -107,20 +103,14 @@ class FixedBatch(RunningBatch):
 
     def _filled_up(self, batch: RunningBatch, num_words: int) -> list[np.ndarray]:
         """A running batch's arrays, with rows for padding samples: greedy, token 0, as short as they may be."""
-        rates = RowSampling.host_rates([request.sampling for request in batch.requests])
         lengths, last_tokens, words = batch.host_inputs(num_words)
         missing = self._count - len(lengths)
-        temperature, divisor, noise_factor, top_k, top_p, min_p = rates
+        samplings = [request.sampling for request in batch.requests] + [_GREEDY] * missing
         return [
             np.pad(lengths, (0, missing), constant_values=LAST_TOKENS),
             np.pad(last_tokens, ((0, missing), (0, 0))),
             np.pad(words, ((0, 0), (0, missing), (0, 0))),
-            np.pad(temperature, (0, missing)),
-            np.pad(divisor, (0, missing), constant_values=1.0),
-            np.pad(noise_factor, (0, missing)),
-            np.pad(top_k, (0, missing)),
-            np.pad(top_p, (0, missing), constant_values=1.0),
-            np.pad(min_p, (0, missing)),
+            *RowSampling.host_rates(samplings),
         ]
 
 
@@ -166,25 +156,9 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
         phases.mark()
         packed = recording.accept().to("cpu", non_blocking=True)
         phases.mark()
-        draft_s, verify_s, accept_s = phases.finish()
-        live = len(batch)
-        found = [rows[:live] for rows in _unpacked(packed, recording.results)]
-        token_ids, policy, sampling, num_accepted, num_drafted, rank2_plus, *num_kept = found
-        if drafter is not None and not budget.is_plain:
-            drafter.learn(batch, token_ids, num_accepted, num_kept[0] if num_kept else None)
-        return StepOutput(
-            token_ids=token_ids,
-            policy_logprobs=policy,
-            sampling_logprobs=sampling,
-            num_accepted=num_accepted,
-            num_draft_tokens=int(num_drafted.sum()),
-            num_accepted_rank2_plus=int(rank2_plus.sum()),
-            num_accepted_looked_up=0,
-            draft_s=draft_s,
-            verify_s=verify_s,
-            accept_s=accept_s,
-            recording_s=recording_s,
-        )
+        # behind one another on the host too; there once `concluded` has waited
+        found = [rows[: len(batch)] for rows in _unpacked(packed, recording.results)]
+        return concluded(drafter, batch, budget, found, phases, recording_s=recording_s)
 
     def _shape(
         self,
@@ -198,22 +172,22 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
         drafts = not budget.is_plain and drafter is not None
         if refinement is not None or runner.taps is not None or batch.noise_source.ahead:
             return None
-        by_length = [takes_lengths(runner.attention)]
-        catch_up, capacity, longest = 0, runner.pool.capacity, int(batch.lengths[: len(batch)].max())
+        runners, catch_up, longest = [runner], 0, int(batch.lengths[: len(batch)].max())
         if drafts:
             if not isinstance(drafter, ModelDrafter) or drafter.fused_chain is not None:
                 return None
             catch_up = next((few for few in CATCH_UPS if few >= drafter.catch_up(batch)), 0)
             if not 0 < catch_up <= int(batch.lengths[: len(batch)].min()):
                 return None
-            capacity = min(capacity, drafter.pool.capacity)
-            by_length.append(takes_lengths(drafter.runner.attention))
+            runners.append(drafter.runner)
+        capacity = min(one.pool.capacity for one in runners)
+        by_length = all(isinstance(one.attention, SplitAttention) for one in runners)
         reach = longest + _columns(budget)
         if reach > capacity:
             return None
         shape = StepShape(
             num_samples=min(at_least(len(batch), SAMPLE_COUNTS), runner.pool.num_slots),
-            reach_tokens=capacity if all(by_length) else min(at_least(reach, VIEW_LENGTHS), capacity),
+            reach_tokens=capacity if by_length else min(at_least(reach, VIEW_LENGTHS), capacity),
             catch_up=catch_up,
             nodes=budget.num_nodes if drafts else 0,
             depth=budget.depth if drafts else 0,

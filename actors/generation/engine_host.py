@@ -32,8 +32,8 @@ from ...engine.engine import Engine
 from ...engine.model.compute_backend import ComputeBackend
 from ...engine.model.invariance_probe import KeptVerdicts
 from ...engine.weights.causal_lm import CausalLM
-from ...engine.weights.chunks import buckets_of, digest_of, weight_views
-from ...engine.weights.digests import Digest, HostMirror, read_once
+from ...engine.weights.chunks import buckets_of, weight_views
+from ...engine.weights.digests import Digest, read_once
 from ...engine.weights.llama_config import MODEL_TYPES
 from ..actor_messages import (
     GenerationSpec,
@@ -73,10 +73,7 @@ class ManifestHost:
         "trains the head in idle time"
         self._torn: set[str] = set()
         "models of which a version failed on the way: what is in place may be of two, or damaged"
-        self._whole = Digest("xxh3")
-        "takes the buckets of a broadcast version"
-        self._all_here_s = 0.0
-        "when the last bucket of a broadcast version came"
+        self._all_here_s = 0.0  # when the last bucket of a version came
 
     @property
     def engine(self) -> Engine | None:
@@ -120,7 +117,7 @@ class ManifestHost:
         whole = Digest(kind)
         tensors = weight_views(manifest, chunks, whole if kind == "xxh3" else None)
         if manifest.model == "draft" and self._spec.speculation.drafter in ("head", "mtp"):
-            return self._load_head(manifest, tensors)
+            return self._confirmed(manifest, self._load_head(manifest, tensors), began_s)
         parts = [tensors] if kind == "xxh3" else self._summed(tensors, whole)
         if self._engine is not None:
             self._decode_from(manifest, parts)
@@ -139,7 +136,7 @@ class ManifestHost:
             self._models[manifest.model] = model
             self._versions[manifest.model] = manifest.weight_version
             self._build_when_complete()
-        return self._confirmed(manifest, whole, began_s)
+        return self._confirmed(manifest, whole.text(), began_s)
 
     def _decode_from(self, manifest: WeightManifest, parts: Iterable[Mapping[str, Tensor]]) -> None:
         """Let the engine load a version; where that fails on the way, nothing decodes until one is whole."""
@@ -151,6 +148,7 @@ class ManifestHost:
     def _torn_by(self, parts: Iterable[Mapping[str, Tensor]], model: str) -> Iterator[Mapping[str, Tensor]]:
         for part in parts:
             self._torn.add(model)
+            self._all_here_s = time.perf_counter()
             yield part
 
     def _summed(self, tensors: Mapping[str, Tensor], whole: Digest) -> Iterator[dict[str, Tensor]]:
@@ -160,8 +158,8 @@ class ManifestHost:
             whole.add(here)
             yield {name: here}
 
-    def _load_head(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> LoadedWeights:
-        """Load one version of the head or MTP layer; it is kept as it was published, the drafter has its own copy."""
+    def _load_head(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> str:
+        """Load one version of the head or MTP layer; kept as published beside the drafter's own; its checksum."""
         head = published_head(manifest, tensors)
         if self._engine is not None:
             self._engine.load_weights(manifest, dict(head.tensors))
@@ -172,12 +170,7 @@ class ManifestHost:
             self._build_when_complete()
         # read back from what drafts, where that is there already
         drafter = None if self._engine is None else part_of(self._engine.drafter, HeadDrafter)
-        return LoadedWeights(
-            instance=self._spec.instance,
-            model=manifest.model,
-            weight_version=manifest.weight_version,
-            checksum=head_checksum(head) if drafter is None else drafter.checksum(),
-        )
+        return head_checksum(head) if drafter is None else drafter.checksum()
 
     def numerics(self) -> InstanceNumerics:
         """What the engine promises of tokens, and by what it rounds. Raises RlhfSpecError before it has weights."""
@@ -197,24 +190,22 @@ class ManifestHost:
         return InstanceNumerics(promise=self._engine.promise, rounds_by=rounds_by)
 
     def receive_weights(self, layout: WeightManifest, group: BroadcastGroup) -> LoadedWeights:
-        """Load the target's next version bucket by bucket, as it comes; nothing decodes until one version is whole.
-
-        Raises WeightsError, naming the bucket that does not match, and what the group raises.
-        """
+        """Load the target's next version as it comes; nothing decodes until one is whole. Raises as `received`."""
         if self._engine is None:
             raise WeightsError(
                 f"{self._spec.instance} has no engine yet: its first weights come by the object store"
             )
-        self._decode_from(layout, self._received(layout, group))
-        return self._confirmed(layout, self._whole, self._all_here_s)
+        whole = Digest(kind_of(layout.checksum))
+        self._decode_from(layout, received(layout, group, whole, self._spec.instance))
+        return self._confirmed(layout, whole.text(), self._all_here_s)
 
-    def _confirmed(self, manifest: WeightManifest, whole: Digest, here_s: float) -> LoadedWeights:
+    def _confirmed(self, manifest: WeightManifest, checksum: str, here_s: float) -> LoadedWeights:
         """The checksum of what decodes now, of the manifest's kind, and how long it took since all was here."""
         return LoadedWeights(
             instance=self._spec.instance,
             model=manifest.model,
             weight_version=manifest.weight_version,
-            checksum=whole.text(),
+            checksum=checksum,
             load_s=time.perf_counter() - here_s,
         )
 
@@ -249,34 +240,6 @@ class ManifestHost:
         """Train on from what was learned here."""
         if self._spot is not None:
             self._spot.train_on()
-
-    def _received(self, layout: WeightManifest, group: BroadcastGroup) -> Iterator[dict[str, Tensor]]:
-        """The tensors of one bucket after the other, checked; views of one buffer, where cut ones are put together."""
-        buckets, count = buckets_of(layout), len(layout.chunk_num_bytes)
-        # beside the weights, where the group brings them there: nothing but a checksum's copy comes to the host
-        most = max(bucket.begins_at + bucket.num_bytes for bucket in buckets)
-        room = torch.empty(most, dtype=torch.uint8, device=group.device)
-        mirror = None if group.device is None else HostMirror()
-        for index, bucket in enumerate(buckets):
-            flat = room[bucket.begins_at :][: bucket.num_bytes]
-            what = f"chunk {index} of {count} of {layout.model} version {layout.weight_version}"
-            expected = group.receive(flat, what)
-            views = bucket.views(room)
-            if index == 0:
-                self._whole = Digest(kind_of(expected))
-            if kind_of(expected) == "words":
-                pieces = [flat[: bucket.piece_bytes]] if bucket.piece_bytes else [*views.values()]
-                got = digest_of(pieces, bucket.begins_at, self._whole).text()
-            else:
-                here = flat.numpy() if mirror is None else mirror.of(flat)
-                got, _ = read_once(here, (), self._whole)
-            if got != expected:
-                raise WeightsError(
-                    f"{self._spec.instance}: {what} has checksum {got}, expected {expected}; re-send"
-                )
-            self._all_here_s = time.perf_counter()
-            if views:
-                yield views
 
     def remember(self, responses: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Let a drafter that looks tokens up know these responses: token ids of prompt and response."""
@@ -366,3 +329,40 @@ class ManifestHost:
             dtype=self._spec.dtype,
         )
         measured.require_match(running, where=f"the profile given to {self._spec.instance}", weights=False)
+
+
+def received(
+    layout: WeightManifest, group: BroadcastGroup, whole: Digest, instance: str
+) -> Iterator[dict[str, Tensor]]:
+    """Return the tensors of one bucket after the other, views until the next is asked for; `whole` takes them.
+
+    Raises WeightsError when all is here, naming what is not as it was sent, and what the group raises.
+    """
+    buckets, version = buckets_of(layout), f"{layout.model} version {layout.weight_version}"
+    # beside the weights, where the group brings them there; cut tensors are put together in it
+    most = max(bucket.begins_at + bucket.num_bytes for bucket in buckets)
+    room = torch.empty(most, dtype=torch.uint8, device=group.device)
+    compared = list[str]()
+    for index, bucket in enumerate(buckets):
+        what = f"chunk {index} of {len(buckets)} of {version}"
+        flat = room[bucket.begins_at :][: bucket.num_bytes]
+        came = group.receive(flat, what)
+        if bucket.piece_bytes:
+            flat.copy_(came)
+        views = bucket.views(room if bucket.piece_bytes else came)
+        if kind_of(layout.checksum) == "words":
+            pieces = {"a piece of it": flat[: bucket.piece_bytes]} if bucket.piece_bytes else views
+            for name, piece in pieces.items():
+                whole.add(piece, bucket.begins_at)
+                compared.append(f"{what} ({name})")
+        else:
+            read_once(came.numpy(), (), whole)
+            compared.append(what)
+        yield views
+        group.release(what)
+    table = torch.zeros(len(compared), 2, dtype=torch.int64)
+    mine, sent = whole.read(group.of_trainer(table, f"the checksums of {version}"))
+    if odd := [one for one, differs in zip(compared, (mine != sent).any(1), strict=True) if differs]:
+        raise WeightsError(
+            f"{instance}: {odd[0]} is not what was sent: {len(odd)} of {len(mine)} checksums differ; re-send"
+        )

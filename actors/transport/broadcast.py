@@ -1,9 +1,9 @@
 """A process group in which rank 0, a trainer, hands buckets of weights to all its instances at once.
 
-Each bucket goes out as a header (its size and its XXH3 digest) and its bytes, while the next is packed. The group is
-private: outside torch.distributed's global state, and given up at the first failure. Gloo carries buckets of the host;
-NCCL, where that is asked for and every member has a GPU of its own, carries them from device to device. Members that
-share one GPU read the trainer's buckets where they lie, and Gloo carries the headers and who has read.
+Buckets go out while the next is packed, and behind the last the checksums of all. The group is private: outside
+torch.distributed's global state, and given up at the first failure. Gloo carries buckets of the host; NCCL, where that
+is asked for and every member has a GPU of its own, carries them from device to device. Members that share one GPU read
+the trainer's buckets where they lie, and Gloo carries which one, and who has read it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from .device_group import abort, finish, open_nccl, within
 from .rendezvous import StarStore, accept, close_listener, open_listener, reach
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo
-_HEADER_BYTES = 64
-"Size as 16 decimal digits, the window's room as 2, then the digest with its kind, and spaces."
 _ADVICE = "the object store carries the weights instead"
 BroadcastForm = Literal["gloo", "nccl", "shared", "gloo_on_device"]
 """`shared` is of members on one GPU; the last is NCCL's way of going about it with Gloo in its place, for tests without
@@ -50,10 +48,9 @@ class BroadcastTicket:
     trainer: str = "trainer"
     "its name"
 
-    @property
-    def on_devices(self) -> bool:
-        """Whether buckets lie on each member's device, and not on the host."""
-        return self.form != "gloo"
+    def placed(self, device: torch.device | None) -> torch.device | None:
+        """Where a member's buckets lie, whose weights are on `device`; None: on the host."""
+        return None if self.form == "gloo" else device or torch.device("cpu")
 
 
 class BroadcastGroup:
@@ -90,7 +87,7 @@ class BroadcastGroup:
         """Where buckets are to be packed, in turn: buffers, uint8 [n] each, or so many of the packer's own."""
         return NUM_ROOMS if self._window is None else tuple(self._window)
 
-    def send(self, bucket: Tensor, digest: str, what: str) -> None:
+    def send(self, bucket: Tensor, what: str) -> None:
         """Begin to send a bucket, uint8 [n], when the one before has been taken; it must stay as it is until then.
 
         Raises WaitTimeout.
@@ -98,14 +95,14 @@ class BroadcastGroup:
         self.settle()
         room = 0
         if self._window is not None:
+            _synchronize(bucket.device)
             room = (bucket.data_ptr() - self._window.data_ptr()) // self._window.shape[1]
-        text = f"{len(bucket):016d}{room:02d}{digest}".ljust(_HEADER_BYTES)
-        header = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._place)
-        self._under_way.append((self._broadcast(header, what), header, what))
-        if self._window is None:
-            self._under_way.append((self._broadcast(bucket, what), bucket, what))
-        else:
-            self._under_way.append((self._all_have_read(what), bucket, what))
+        header = torch.tensor([len(bucket), room])
+        if self._is_hosts:
+            self._under_way.append((self._begin("broadcast", header, what), header, what))
+        # of a window nothing is sent: who has read a bucket joins the sum
+        how, sent = ("broadcast", bucket) if self._window is None else ("allreduce", torch.zeros(1))
+        self._under_way.append((self._begin(how, sent, what), bucket, what))
 
     def settle(self) -> None:
         """Wait until everything sent has been taken. Raises WaitTimeout."""
@@ -114,23 +111,33 @@ class BroadcastGroup:
             self._wait(work, what)
             self._under_way.pop(0)
 
-    def receive(self, into: Tensor, what: str) -> str:
-        """Fill `into`, uint8 [n], and return its digest as told. Raises WaitTimeout, WeightsError."""
-        header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device=self._place)
-        self._wait(self._broadcast(header, what), what)
-        text = bytes(header.tolist()).decode("ascii", "replace")
-        if not text[:18].isdigit() or int(text[:16]) != len(into):
-            raise WeightsError(
-                f"{self._me}: expected {what} of {len(into)} bytes, got '{text.rstrip()}'; {_ADVICE}"
-            )
-        if self._window is None:
-            self._wait(self._broadcast(into, what), what)
-        else:
-            into.copy_(self._window[int(text[16:18]), : len(into)])
-            if into.device.type == "cuda":
-                torch.cuda.current_stream(into.device).synchronize()
-            self._wait(self._all_have_read(what), what)
-        return text[18:].rstrip()
+    def receive(self, into: Tensor, what: str) -> Tensor:
+        """Return a bucket of the size of `into`: there, or where it lies until `release`.
+
+        Raises WaitTimeout, and on the host WeightsError for another size: Gloo would end the process.
+        """
+        size, room = len(into), 0
+        if self._is_hosts:
+            size, room = self.of_trainer(torch.zeros(2, dtype=torch.int64), what).tolist()
+        if size != len(into):
+            raise WeightsError(f"{self._me}: expected {what} of {len(into)} bytes, got {size}; {_ADVICE}")
+        if self._window is not None:
+            return self._window[room, :size]
+        self._wait(self._begin("broadcast", into, what), what)
+        return into
+
+    def release(self, what: str) -> None:
+        """Let the trainer write over the bucket that came last: all that reads it was called. Raises WaitTimeout."""
+        if self._window is not None:
+            _synchronize(self._window.device)
+            self._wait(self._begin("allreduce", torch.zeros(1), what), what)
+
+    def of_trainer(self, table: Tensor, what: str) -> Tensor:
+        """Return the trainer's table; members pass one of its shape. Raises WaitTimeout."""
+        self.settle()
+        here = table.to(self._place)
+        self._wait(self._begin("broadcast", here, what), what)
+        return here
 
     def close(self) -> None:
         """Leave the group; whoever waits in it is told."""
@@ -144,23 +151,11 @@ class BroadcastGroup:
         """Where what the group carries itself lies."""
         return torch.device("cpu") if self._is_hosts else self.device or torch.device("cpu")
 
-    def _all_have_read(self, what: str) -> Any:
-        """Begin to wait until every member has said that it has read the bucket."""
-        options: Any = torch.distributed.AllreduceOptions()  # type: ignore[attr-defined]
-        options.timeout = timedelta(seconds=self._timeout_s)
-        return self._begin("allreduce", torch.zeros(1), options, what)
-
-    def _broadcast(self, tensor: Tensor, what: str) -> Any:
-        options: Any = torch.distributed.BroadcastOptions()  # type: ignore[attr-defined]
-        options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=self._timeout_s)
-        return self._begin("broadcast", tensor, options, what)
-
-    def _begin(self, how: Literal["broadcast", "allreduce"], tensor: Tensor, options: Any, what: str) -> Any:
+    def _begin(self, how: Literal["broadcast", "allreduce"], tensor: Tensor, what: str) -> Any:
         if self._group is None:
             raise WeightsError(f"{self._me} has left the broadcast group before {what}; {_ADVICE}")
         try:
-            return getattr(self._group, how)([tensor], options)
+            return getattr(self._group, how)([tensor], _options(how, self._timeout_s))
         except RuntimeError as error:
             raise self._failed(what, error, 0.0) from error
 
@@ -243,7 +238,7 @@ class BroadcastHost:
             me=self.ticket.trainer,
             others=others,
             timeout_s=timeout_s,
-            device=_placed(self.ticket, self._device),
+            device=self.ticket.placed(self._device),
             window=self._window,
         )
 
@@ -265,7 +260,8 @@ def join_broadcast(
         link = reach(ticket.host, ticket.port, ticket.group, timeout_s)
         store = StarStore([link], is_hub=False, timeout_s=timeout_s)
         group = _group(store, rank, ticket, timeout_s, host=host, device=device)
-        window = device_window.reach(ticket.window, _placed(ticket, device)) if ticket.window else None
+        at = ticket.placed(device)
+        window = device_window.reach(ticket.window, at) if ticket.window else None
     except (OSError, RuntimeError, PlacementError) as error:
         raise WaitTimeout(
             waiter=me,
@@ -274,14 +270,13 @@ def join_broadcast(
             waited_s=timeout_s,
             advice=_ADVICE,
         ) from error
-    place = _placed(ticket, device)
-    return BroadcastGroup(
-        group, me=me, others=ticket.trainer, timeout_s=timeout_s, device=place, window=window
-    )
+    return BroadcastGroup(group, me=me, others=ticket.trainer, timeout_s=timeout_s, device=at, window=window)
 
 
-def _placed(ticket: BroadcastTicket, device: torch.device | None) -> torch.device | None:
-    return (device or torch.device("cpu")) if ticket.on_devices else None
+def _synchronize(device: torch.device) -> None:
+    """Wait for what was called here; transfers have streams of their own."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _group(
@@ -300,7 +295,7 @@ def _group(
             )
         else:
             group = _gloo(store, rank, ticket.size, host or ticket.host, timeout_s)
-        if ticket.form != "shared" and (place := _placed(ticket, device)) is not None:
+        if ticket.form != "shared" and (place := ticket.placed(device)) is not None:
             _meet(group, place, timeout_s)
         store.finish()
         return group
@@ -310,16 +305,20 @@ def _group(
 
 def _meet(group: Any, place: torch.device, timeout_s: float) -> None:
     """Let everyone take part once: NCCL makes its communicator with the first transfer, through the store."""
-    options: Any = torch.distributed.BroadcastOptions()  # type: ignore[attr-defined]
-    options.rootRank, options.rootTensor = 0, 0
-    options.timeout = timedelta(seconds=timeout_s)
+    one, options = torch.zeros(1, dtype=torch.uint8, device=place), _options("broadcast", timeout_s)
     try:
-        one = torch.zeros(1, dtype=torch.uint8, device=place)
         finish(within(lambda: group.broadcast([one], options), timeout_s, place), timeout_s)
     except RuntimeError:
         if place.type == "cuda":
             abort(group, place)
         raise
+
+
+def _options(how: Literal["broadcast", "allreduce"], timeout_s: float) -> Any:
+    """Of a collective call; rank 0 is the root."""
+    options = getattr(torch.distributed, f"{how.capitalize()}Options")()
+    options.timeout = timedelta(seconds=timeout_s)
+    return options
 
 
 def _gloo(store: StarStore, rank: int, size: int, host: str, timeout_s: float) -> Any:

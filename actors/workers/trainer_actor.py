@@ -248,15 +248,15 @@ class TrainerActor(GroupMember):
         began_s, waited_s = time.perf_counter(), 0.0
         with self._trainers.naming("gather weights"), closing(self._learner.weights()) as weights:
             for index, chunk in enumerate(packer.buckets(weights)):
+                what = f"chunk {index} of target version {version}"
                 if index >= len(layout.chunk_num_bytes) or len(chunk) != layout.chunk_num_bytes[index]:
-                    raise WeightsError(
-                        f"chunk {index} of target version {version} is not of the size that was agreed"
-                    )
+                    raise WeightsError(f"{what} is not of the size that was agreed")
                 waits_from_s = time.perf_counter()
-                self._broadcast.send(chunk, packer.last_digest, f"chunk {index} of target version {version}")
+                self._broadcast.send(chunk, what)
                 waited_s += time.perf_counter() - waits_from_s
+        sums = torch.tensor(packer.sums())
         pack_s = time.perf_counter() - began_s - waited_s
-        self._broadcast.settle()
+        self._broadcast.of_trainer(sums, f"the checksums of target version {version}")
         return SentWeights(manifest=packer.manifest(), pack_s=pack_s)
 
     def close_broadcast(self) -> None:

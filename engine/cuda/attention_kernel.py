@@ -35,8 +35,8 @@ def attend(
     values: Tensor,
     base: Tensor,
     seen: Tensor | None,
-    depth: Tensor | None,
-    own_depth: Tensor | None,
+    column_depth: Tensor | None,
+    token_depth: Tensor | None,
     tokens: int,
     window: int | None,
     scaling: float,
@@ -53,7 +53,7 @@ def attend(
     if parts > 1:
         partial = torch.empty(merged, rows, parts, size, dtype=torch.float32, device=q.device)
         sums = torch.empty(2, merged, rows, parts, dtype=torch.float32, device=q.device)
-    own = base if own_depth is None else own_depth
+    own = base if token_depth is None else token_depth
     of_samples = (base, own, own.stride(0))
     lengths = (tokens, tokens if seen is None else seen.shape[2], keys.shape[1], parts)
     model = {"heads": merged // len(base), "queries": rows // tokens, "window": window or 0, "size": size}
@@ -62,7 +62,7 @@ def attend(
         keys,
         values,
         base if seen is None else seen.view(torch.uint8),
-        base if depth is None else depth,
+        base if column_depth is None else column_depth,
         *of_samples,
         partial,
         sums,
@@ -100,7 +100,7 @@ def attend(
 
 @triton.jit
 @no_type_check
-def _extent(base, own_depth, own_stride, sample, columns, view, parts, window, is_tree):
+def _extent(base, token_depth, own_stride, sample, columns, view, parts, window, is_tree):
     """Where a sample's columns start, what its first token may see: from, to, and how much of it a part takes."""
     start = tl.load(base + sample).to(tl.int32)
     end = tl.minimum(start + columns, view)
@@ -108,7 +108,7 @@ def _extent(base, own_depth, own_stride, sample, columns, view, parts, window, i
     if window:
         begin = start - window + 1
         if is_tree:
-            begin += tl.load(own_depth + sample * own_stride).to(tl.int32)
+            begin += tl.load(token_depth + sample * own_stride).to(tl.int32)
         begin = tl.maximum(begin, 0)
     return start, begin, end, tl.maximum(tl.cdiv(tl.cdiv(end - begin, parts), BLOCK) * BLOCK, LEAST)
 
@@ -123,7 +123,7 @@ def _place(head, row, tokens, heads, queries):
 
 @triton.jit
 @no_type_check
-def _visible(seen, depth, own, token, has_row, behind, inside, columns, window, is_tree):
+def _visible(seen, column_depth, own, token, has_row, behind, inside, columns, window, is_tree):
     """Which positions each row sees; `behind` the first column they are columns, before it they count back."""
     if is_tree:
         is_column = (behind >= 0) & inside
@@ -131,7 +131,7 @@ def _visible(seen, depth, own, token, has_row, behind, inside, columns, window, 
         marked = tl.load(marks, mask=has_row[:, None] & is_column[None, :], other=0) != 0
         visible = marked | (behind < 0)[None, :]
         if window:
-            of_column = tl.load(depth + behind, mask=is_column, other=0).to(tl.int32)
+            of_column = tl.load(column_depth + behind, mask=is_column, other=0).to(tl.int32)
             behind = tl.where(is_column, of_column, behind)
     else:
         visible = behind[None, :] <= token[:, None]
@@ -158,9 +158,9 @@ def _attend(
     keys,
     values,
     seen,
-    depth,
+    column_depth,
     base,
-    own_depth,
+    token_depth,
     own_stride,
     out,
     sums,
@@ -187,7 +187,7 @@ def _attend(
     head = tl.program_id(0).to(tl.int64)
     sample, part = head // heads, tl.program_id(2)
     start, begin, end, stretch = _extent(
-        base, own_depth, own_stride, sample, columns, view, parts, window, is_tree
+        base, token_depth, own_stride, sample, columns, view, parts, window, is_tree
     )
     begin += part * stretch
     if begin >= end:
@@ -200,9 +200,9 @@ def _attend(
     query = tl.load(q + head * q_head + row[:, None] * q_row + column[None, :], mask=is_held, other=0.0)
     own = token
     if is_tree and window:
-        own = tl.load(own_depth + sample * own_stride + token, mask=has_row, other=0).to(tl.int32)
+        own = tl.load(token_depth + sample * own_stride + token, mask=has_row, other=0).to(tl.int32)
     seen += sample * tokens * columns
-    depth += sample * columns
+    column_depth += sample * columns
     cell = head * key_head + begin.to(tl.int64) * key_row
     cells = each[:, None] * key_row + column[None, :]
     largest, total = tl.full((block_rows,), float("-inf"), tl.float32), tl.zeros((block_rows,), tl.float32)
@@ -211,7 +211,7 @@ def _attend(
         inside, behind = first + each < end, first + each - start
         is_cell = inside[:, None] & has_column[None, :]
         key = tl.load(keys + cell + cells, mask=is_cell, other=0.0)
-        visible = _visible(seen, depth, own, token, has_row, behind, inside, columns, window, is_tree)
+        visible = _visible(seen, column_depth, own, token, has_row, behind, inside, columns, window, is_tree)
         scores = tl.where(visible, _scores(query, key, scaling, softcap), float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         # rows that have seen nothing so far
@@ -240,7 +240,7 @@ def _join(
     sums,
     out,
     base,
-    own_depth,
+    token_depth,
     own_stride,
     tokens,
     columns,
@@ -258,7 +258,7 @@ def _join(
     row = tl.program_id(0).to(tl.int64)
     head = row // (tokens * queries)
     _, begin, end, stretch = _extent(
-        base, own_depth, own_stride, head // heads, columns, view, parts, window, is_tree
+        base, token_depth, own_stride, head // heads, columns, view, parts, window, is_tree
     )
     part, column = tl.arange(0, block_parts), tl.arange(0, block_size)
     inside = begin + part * stretch < end

@@ -15,8 +15,6 @@ from torch import Tensor
 
 BLOCK = 64
 "Rows and columns of one program."
-MOST_PARTS = 4
-"Queries, keys, values, and a row that fills up."
 
 
 def lay_rows(parts: list[Tensor], order: Tensor | None, matrix: Tensor) -> None:
@@ -36,19 +34,16 @@ def _pass(
 ) -> None:
     words = {2: torch.int16, 4: torch.int32}[matrix.element_size()]
     width, rows = matrix.shape
-    # a part that is not there has no rows
-    given = [*(part.view(words) for part in parts), *[parts[0].view(words)] * (MOST_PARTS - len(parts))]
-    ends = [*accumulate(map(len, parts)), *[sum(map(len, parts))] * (MOST_PARTS - len(parts))]
     _lay[(triton.cdiv(rows, BLOCK), triton.cdiv(width, BLOCK))](
-        *given,
-        *(part.stride(0) for part in given),
-        *ends,
-        matrix if order is None else order,
+        tuple(part.view(words) for part in parts),
+        tuple(part.stride(0) for part in parts),
+        tuple(accumulate(map(len, parts))),
+        order,
         matrix.view(words),
         differ,
         rows,
         width,
-        has_order=order is not None,
+        num_parts=len(parts),
         compares=compares,
         block=BLOCK,
         num_warps=8,
@@ -57,33 +52,16 @@ def _pass(
 
 @triton.jit
 @no_type_check
-def _rows_of(part, stride, row, begin, end, column, inside):
-    """What lies in one part of some rows, 0 for the others'."""
-    place = (row - begin)[:, None] * stride + column[None, :]
-    return tl.load(part + place, mask=inside & ((row >= begin) & (row < end))[:, None], other=0)
-
-
-@triton.jit
-@no_type_check
 def _lay(
-    first,
-    second,
-    third,
-    fourth,
-    first_stride,
-    second_stride,
-    third_stride,
-    fourth_stride,
-    first_end,
-    second_end,
-    third_end,
-    fourth_end,
+    parts,
+    strides,
+    ends,
     order,
     matrix,
     differ,
     rows,
     width,
-    has_order: tl.constexpr,
+    num_parts: tl.constexpr,
     compares: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -92,12 +70,15 @@ def _lay(
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = (number < rows)[:, None] & (column < width)[None, :]
     row = number.to(tl.int64)
-    if has_order:
+    if order is not None:
         row = tl.load(order + number, mask=number < rows, other=0)
-    words = _rows_of(first, first_stride, row, 0, first_end, column, inside)
-    words |= _rows_of(second, second_stride, row, first_end, second_end, column, inside)
-    words |= _rows_of(third, third_stride, row, second_end, third_end, column, inside)
-    words |= _rows_of(fourth, fourth_stride, row, third_end, fourth_end, column, inside)
+    words = tl.zeros((block, block), matrix.dtype.element_ty)
+    begin = 0
+    for index in tl.static_range(num_parts):
+        is_of_part = inside & ((row >= begin) & (row < ends[index]))[:, None]
+        place = (row - begin)[:, None] * strides[index] + column[None, :]
+        words |= tl.load(parts[index] + place, mask=is_of_part, other=0)
+        begin = ends[index]
     place = matrix + column[None, :].to(tl.int64) * rows + number[:, None]
     if compares:
         held = tl.load(place, mask=inside, other=0)

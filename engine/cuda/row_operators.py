@@ -1,13 +1,11 @@
 """The parts of a decoder layer between its products, as operators of torch: kernels on CUDA, library calls elsewhere.
 
-One call is one launch; what counts calls (`rlhfspec bench device-ops`) counts the same on every device. Bodies of
-library calls say what is computed, and are what the kernels are compared with.
+What counts calls (`rlhfspec bench device-ops`) counts the same on every device. Bodies of library calls say what is
+computed, and are what the kernels are compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,20 +15,7 @@ from torch.nn import functional as F
 from ..attention.backends import sdpa_attention
 from ..attention.packing import unpack_queries
 from ..attention.visibility import as_bias, chain_visibility, tree_visibility
-
-_LIBRARY = torch.library.Library("rlhfspec", "DEF")
-_LIBRARY.define("norm(Tensor x, Tensor? gain, float eps) -> Tensor")
-_LIBRARY.define("gated(Tensor gate_up) -> Tensor")
-_LIBRARY.define(
-    "turn(Tensor qkv, Tensor positions, Tensor(a!) cells, Tensor rows, int num_tokens, Tensor rope, "
-    "Tensor? head_gain, float eps, int heads) -> Tensor"
-)
-_LIBRARY.define(
-    "attend(Tensor q, Tensor keys, Tensor values, Tensor base, Tensor? seen, Tensor? depth, Tensor? own_depth, "
-    "int tokens, int? window, float scaling, float? softcap) -> Tensor"
-)
-_LIBRARY.define("lay_rows(Tensor[] parts, Tensor? order, Tensor(a!) matrix) -> ()")
-_LIBRARY.define("hold_rows(Tensor[] parts, Tensor? order, Tensor matrix) -> Tensor")
+from ..triton_here import define
 
 
 def norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
@@ -79,19 +64,19 @@ def attend(
     values: Tensor,
     base: Tensor,
     seen: Tensor | None,
-    depth: Tensor | None,
-    own_depth: Tensor | None,
+    column_depth: Tensor | None,
+    token_depth: Tensor | None,
     tokens: int,
     window: int | None,
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attend as `engine.attention.by_length.attend_by_length` says."""
+    """Attend as `engine.attention.by_length.SplitAttention.by_length` says."""
     rows, view = q.shape[1], keys.shape[1]
     if seen is None:
         visible = chain_visibility(base, tokens, view, window=window)
     else:
-        visible = tree_visibility(base, seen, depth, view, window=window, own_depth=own_depth)
+        visible = tree_visibility(base, seen, column_depth, view, window=window, own_depth=token_depth)
     bias = as_bias(visible, heads=1, queries=rows // tokens).to(q.dtype)
     out = sdpa_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
     # a new tensor in any case, as of `turn`
@@ -131,22 +116,41 @@ def _turn_meta(
     return cells.new_empty(samples * heads, num_tokens * (qkv.shape[1] // (heads * size) - 2), size)
 
 
-def _kernel(name: str) -> Callable[..., Any]:
-    """A kernel by its name: Triton is there when it is called, on a GPU alone."""
-    module = {"attend": "attention_kernel", "lay_rows": "laying_kernel", "hold_rows": "laying_kernel"}.get(
-        name, "row_kernels"
-    )
-    return lambda *args: getattr(import_module(f"rlhfspec.engine.cuda.{module}"), name)(*args)
-
-
-for _name, _body, _meta in (
-    ("norm", norm, lambda x, gain, eps: x.new_empty(x.shape)),
-    ("gated", gated, lambda gate_up: gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)),
-    ("turn", turn, _turn_meta),
-    ("attend", attend, _attend_meta),
-    ("lay_rows", lay_rows, lambda parts, order, matrix: None),
-    ("hold_rows", hold_rows, lambda parts, order, matrix: matrix.new_empty((), dtype=torch.bool)),
-):
-    _LIBRARY.impl(_name, _body, "CPU")
-    _LIBRARY.impl(_name, _meta, "Meta")
-    _LIBRARY.impl(_name, _kernel(_name), "CUDA")
+define(
+    "norm(Tensor x, Tensor? gain, float eps) -> Tensor",
+    "cuda.row_kernels",
+    lambda x, *rest: x.new_empty(x.shape),
+    norm,
+)
+define(
+    "gated(Tensor gate_up) -> Tensor",
+    "cuda.row_kernels",
+    lambda x: x.new_empty(len(x), x.shape[1] // 2),
+    gated,
+)
+define(
+    "turn(Tensor qkv, Tensor positions, Tensor(a!) cells, Tensor rows, int num_tokens, Tensor rope, "
+    "Tensor? head_gain, float eps, int heads) -> Tensor",
+    "cuda.row_kernels",
+    _turn_meta,
+    turn,
+)
+define(
+    "attend(Tensor q, Tensor keys, Tensor values, Tensor base, Tensor? seen, Tensor? column_depth, "
+    "Tensor? token_depth, int tokens, int? window, float scaling, float? softcap) -> Tensor",
+    "cuda.attention_kernel",
+    _attend_meta,
+    attend,
+)
+define(
+    "lay_rows(Tensor[] parts, Tensor? order, Tensor(a!) matrix) -> ()",
+    "cuda.laying_kernel",
+    lambda parts, order, matrix: None,
+    lay_rows,
+)
+define(
+    "hold_rows(Tensor[] parts, Tensor? order, Tensor matrix) -> Tensor",
+    "cuda.laying_kernel",
+    lambda parts, order, matrix: matrix.new_empty((), dtype=torch.bool),
+    hold_rows,
+)

@@ -9,6 +9,7 @@ draft child iff it equals this token. Nothing else in the engine decides tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,17 +43,25 @@ class RowSampling:
     @staticmethod
     def of(params: list[SamplingParams], device: torch.device) -> RowSampling:
         """Collect the parameters of the running samples, in slot order."""
-        on_device = upload(RowSampling.host_rates(params), device)
-        return RowSampling(
-            temperature=on_device[0],
-            divisor=on_device[1],
-            noise_factor=on_device[2],
-            top_k=on_device[3],
-            top_p=on_device[4],
-            min_p=on_device[5],
+        return RowSampling.of_rates(
+            upload(RowSampling.host_rates(params), device),
             unit_temperature=all(p.temperature in (0.0, 1.0) for p in params),
             any_greedy=any(p.temperature == 0.0 for p in params),
             any_filter=any(p.filters for p in params),
+        )
+
+    @staticmethod
+    def of_rates(rates: Sequence[Tensor], **of_all: bool) -> RowSampling:
+        """Take over what `host_rates` returns, on the device, and what is the same for all."""
+        temperature, divisor, noise_factor, top_k, top_p, min_p = rates
+        return RowSampling(
+            temperature=temperature,
+            divisor=divisor,
+            noise_factor=noise_factor,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            **of_all,
         )
 
     @staticmethod

@@ -38,18 +38,14 @@ def grow(
     seen = torch.empty(batch, width, columns + width, dtype=torch.bool, device=scores.device)
     block_rows, block_count = triton.next_power_of_2(rows), triton.next_power_of_2(count)
     block_best = triton.next_power_of_2(num_blocks * count)
+    parents = None
+    if frontier is not None and frontier_seen is not None:
+        parents = (frontier, frontier_score, frontier_seen.view(torch.uint8))
     _grow[(batch,)](
-        best,
-        best_ids,
-        sums,
-        candidates if frontier is None else frontier,
-        scores if frontier_score is None else frontier_score,
-        candidates if frontier_seen is None else frontier_seen.view(torch.uint8),
-        candidates,
-        scores,
-        following,
-        score,
-        seen.view(torch.uint8),
+        (best, best_ids, sums),
+        parents,
+        (candidates, scores),
+        (following, score, seen.view(torch.uint8)),
         rows,
         num_blocks,
         columns,
@@ -58,7 +54,6 @@ def grow(
         width,
         batch,
         count=count,
-        has_frontier=frontier is not None,
         block_rows=block_rows,
         block_count=block_count,
         block_best=block_best,
@@ -141,17 +136,10 @@ def _num_before(other, other_at, score, at):
 @triton.jit(do_not_specialize=("rows", "num_blocks", "columns", "offset", "total", "width", "batch"))
 @no_type_check
 def _grow(
-    best,
-    best_ids,
-    sums,
+    level,
     frontier,
-    frontier_score,
-    frontier_seen,
-    candidates,
-    scores,
-    following,
-    following_score,
-    following_seen,
+    written,
+    expanded,
     rows,
     num_blocks,
     columns,
@@ -160,14 +148,20 @@ def _grow(
     width,
     batch,
     count: tl.constexpr,
-    has_frontier: tl.constexpr,
     block_rows: tl.constexpr,
     block_count: tl.constexpr,
     block_best: tl.constexpr,
     block_parts: tl.constexpr,
     block_columns: tl.constexpr,
 ):
-    """A level of one sample: its children, their scores, and the best of them, which the next level expands."""
+    """A level of one sample: its children, their scores, and the best of them, which the next level expands.
+
+    `frontier` and `expanded`: the nodes that this level and the next expand (token, number and parent), their scores,
+    and which columns each sees; of the root none.
+    """
+    best, best_ids, sums = level
+    candidates, scores = written
+    following, following_score, following_seen = expanded
     sample = tl.program_id(0)
     row = tl.arange(0, block_rows)
     has_row = row < rows
@@ -179,9 +173,9 @@ def _grow(
     values = tl.load(best + of_best, mask=is_best, other=float("-inf"))
     number = row * 0
     path = tl.full((block_rows,), 1.0, tl.float32)
-    if has_frontier:
-        number = tl.load(frontier + batch * rows + place, mask=has_row, other=0).to(tl.int32)
-        path = tl.load(frontier_score + place, mask=has_row, other=0.0)
+    if frontier is not None:
+        number = tl.load(frontier[0] + batch * rows + place, mask=has_row, other=0).to(tl.int32)
+        path = tl.load(frontier[1] + place, mask=has_row, other=0.0)
     child = tl.arange(0, block_count)[None, :]
     all_scores = tl.full((block_rows, block_count), float("-inf"), tl.float32)
     all_ids = tl.zeros((block_rows, block_count), tl.int64)
@@ -215,8 +209,8 @@ def _grow(
     tl.store(following_score + spot, score, mask=chosen)
     column = tl.arange(0, block_columns)[None, :]
     is_seen = column - columns == order[:, None]
-    if has_frontier:
-        above = frontier_seen + (sample * rows + parent[:, None]) * columns + column
+    if frontier is not None:
+        above = frontier[2] + (sample * rows + parent[:, None]) * columns + column
         is_seen = is_seen | (tl.load(above, mask=chosen[:, None] & (column < columns), other=0) != 0)
     into = following_seen + spot[:, None] * (columns + width) + column
     tl.store(into, is_seen.to(tl.uint8), mask=chosen[:, None] & (column < columns + width))

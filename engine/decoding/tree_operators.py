@@ -12,29 +12,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("rlhfspec", "FRAGMENT")
-_LIBRARY.define(
-    "leaders(Tensor logits, Tensor words, Tensor divisors, Tensor factors, int level, int count) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "grow(Tensor best, Tensor best_ids, Tensor sums, Tensor? frontier, Tensor? frontier_score, "
-    "Tensor? frontier_seen, Tensor(a!) candidates, Tensor(b!) scores, int offset, int width) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "pick(Tensor token_ids, Tensor parents, Tensor slots, Tensor depth, Tensor rank, Tensor scores, int count) "
-    "-> (Tensor, Tensor)"
-)
-_LIBRARY.define("ancestors(Tensor parents) -> Tensor")
-_LIBRARY.define(
-    "descend(Tensor choices, Tensor token_ids, Tensor parents, Tensor rank, int levels) -> (Tensor, Tensor)"
-)
+from ..triton_here import define
 
 
 def _leaders_meta(
@@ -68,16 +49,27 @@ def _descend_meta(choices: Tensor, *args: Tensor | int) -> tuple[Tensor, Tensor]
     return choices.new_empty(2, len(choices), args[-1]), choices.new_empty(2, len(choices))  # type: ignore[call-overload]
 
 
-for _name, _meta in (
-    ("leaders", _leaders_meta),
-    ("grow", _grow_meta),
-    ("pick", _pick_meta),
-    ("ancestors", _ancestors_meta),
-    ("descend", _descend_meta),
+for _schema, _meta in (
+    (
+        "leaders(Tensor logits, Tensor words, Tensor divisors, Tensor factors, int level, int count) "
+        "-> (Tensor, Tensor, Tensor)",
+        _leaders_meta,
+    ),
+    (
+        "grow(Tensor best, Tensor best_ids, Tensor sums, Tensor? frontier, Tensor? frontier_score, "
+        "Tensor? frontier_seen, Tensor(a!) candidates, Tensor(b!) scores, int offset, int width) "
+        "-> (Tensor, Tensor, Tensor)",
+        _grow_meta,
+    ),
+    (
+        "pick(Tensor token_ids, Tensor parents, Tensor slots, Tensor depth, Tensor rank, Tensor scores, int count) "
+        "-> (Tensor, Tensor)",
+        _pick_meta,
+    ),
+    ("ancestors(Tensor parents) -> Tensor", _ancestors_meta),
+    (
+        "descend(Tensor choices, Tensor token_ids, Tensor parents, Tensor rank, int levels) -> (Tensor, Tensor)",
+        _descend_meta,
+    ),
 ):
-    _LIBRARY.impl(_name, _meta, "Meta")
-    _LIBRARY.impl(
-        _name,
-        lambda *args, name=_name: getattr(import_module("rlhfspec.engine.decoding.tree_cuda"), name)(*args),
-        "CUDA",
-    )
+    define(_schema, "decoding.tree_cuda", _meta)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention.backends import SHARE_BIAS, Attention, num_biases
-from ..attention.by_length import Marks, attend_by_length, takes_lengths
+from ..attention.by_length import Marks, SplitAttention
 from ..attention.packing import RaggedRows, pack_queries, unpack_queries
 from ..attention.visibility import as_bias, chain_visibility, tree_visibility
 from ..cache.kv_memory import round_up
@@ -139,7 +139,7 @@ class TreePlan(ForwardPlan):
     @property
     def by_length(self) -> bool:
         """Whether attention takes marks: then the view is the whole cache, of which it reads what there is."""
-        return takes_lengths(self.attention)
+        return isinstance(self.attention, SplitAttention)
 
     @property
     def marked_columns(self) -> int:
@@ -203,8 +203,8 @@ class TreePlan(ForwardPlan):
         return Marks(
             base=base,
             seen=self.seen.new_zeros(num_samples, self.num_tokens, columns),
-            depth=base.new_zeros(num_samples, columns),
-            own_depth=base.new_zeros(num_samples, self.num_tokens),
+            column_depth=base.new_zeros(num_samples, columns),
+            token_depth=base.new_zeros(num_samples, self.num_tokens),
         )
 
     def follow(self, plan: TreePlan) -> None:
@@ -226,8 +226,8 @@ class TreePlan(ForwardPlan):
         mine.base[live:].zero_()
         for into, of in (
             (mine.seen, marks.seen),
-            (mine.depth, marks.depth),
-            (mine.own_depth, marks.own_depth),
+            (mine.column_depth, marks.column_depth),
+            (mine.token_depth, marks.token_depth),
         ):
             if into is not None and of is not None:
                 into[:live, ..., : of.shape[-1]].copy_(of)
@@ -297,9 +297,9 @@ class TreePlan(ForwardPlan):
         batch, n = self.base.shape[0], self.num_tokens
         keys, values = self.pool.view(layer, 0, batch, self.view_tokens)
         how: Any = {"scaling": scaling, "softcap": softcap}
-        if self.by_length:
+        if isinstance(attention, SplitAttention):
             how |= {"tokens": n, "window": sliding_window}
-            return attend_by_length(queries[:, :rows], keys, values, self._marks, **how)
+            return attention.by_length(queries[:, :rows], keys, values, self._marks, **how)
         out = attention(queries, keys, values, self._bias_for(sliding_window), rows=rows, **how)
         return unpack_queries(out, batch, n, batch * n)
 
@@ -316,9 +316,9 @@ class TreePlan(ForwardPlan):
                 first = self.base + self.num_earlier if self.num_earlier else self.base
                 self._marks_once = Marks(base=first)
             else:
-                own_depth = self.depth[:, -self.num_tokens :]
                 seen, depth = self.seen.contiguous(), self.depth.contiguous()
-                self._marks_once = Marks(base=self.base, seen=seen, depth=depth, own_depth=own_depth)
+                own = self.depth[:, -self.num_tokens :]
+                self._marks_once = Marks(base=self.base, seen=seen, column_depth=depth, token_depth=own)
         return self._marks_once
 
     def _bias_for(self, window: int | None) -> Tensor:

@@ -45,9 +45,5 @@ class CausalLM(Protocol):
 
 def max_context_tokens(config: Any) -> int | None:
     """Return the longest context the model's positions allow, None when it has no limit."""
-    text = config.get_text_config()
-    for name in POSITION_LIMITS:
-        limit = getattr(text, name, None)
-        if isinstance(limit, int) and limit > 0:
-            return limit
-    return None
+    limits = (getattr(config.get_text_config(), name, None) for name in POSITION_LIMITS)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)

@@ -9,7 +9,7 @@ one of the whole (`engine.weights.digests`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...core.errors import NotFiniteError, WeightsError
@@ -67,7 +68,7 @@ class WeightPacker:
             rooms: buffers to write chunks into in turn, so that whoever takes one has done with it before `rooms`
                 more are asked for, or these buffers themselves; 0: each chunk has a buffer of its own.
             device: where buckets are packed, and lie when they are asked for as tensors; None: the host.
-            kind: of the checksum of the whole, and of a chunk that stays on the device.
+            kind: of the checksum of the whole, and of what `buckets` are compared by.
 
         Raises:
             WeightsError: `chunk_bytes` is less than 1.
@@ -86,6 +87,8 @@ class WeightPacker:
         self._digests: list[str] = []
         self._kind: DigestKind = kind
         self._whole = Digest(kind)
+        self._extremes: list[tuple[list[str], Tensor]] = []
+        "of each bucket that stayed on the device"
         self._begins_at = 0
         "where the piece in the bucket begins in its tensor"
 
@@ -98,14 +101,17 @@ class WeightPacker:
             yield self._to_host(bucket, views)
 
     def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
-        """Do as `chunks`, and yield each as a tensor, uint8 [n], on the packer's device."""
+        """Do as `chunks`, and yield each as a tensor, uint8 [n], on the packer's device.
+
+        With `words` nothing waits for the device: whoever takes them waits for `sums`, which raise what is raised.
+        """
         for bucket, views in self._packed(tensors):
             if self._kind == "xxh3":
                 self._to_host(bucket, views)
             else:
-                self._require_finite(views)
-                own = self._take(views)
-                self._note(len(bucket), own.text())
+                self._sizes.append(len(bucket))
+                self._take(views)
+                self._extremes.append(extremes(views))
             yield bucket
 
     def _packed(
@@ -172,37 +178,42 @@ class WeightPacker:
             self._rooms[turn] = room
         return room
 
-    @property
-    def last_digest(self) -> str:
-        """Of the chunk that was yielded last."""
-        return self._digests[-1]
+    def sums(self) -> Int[np.ndarray, "n 2"]:
+        """What buckets are compared by where they arrive: the XXH3 of each, or word sums of each tensor or piece.
 
-    def _require_finite(self, views: Sequence[tuple[str, Tensor]]) -> None:
-        if odd := not_finite(views):
+        Waits for the device once. Raises NotFiniteError as `chunks`.
+        """
+        names = [name for named, _ in self._extremes for name in named]
+        ends = torch.cat([ends for _, ends in self._extremes] or [torch.zeros(0, 2)])
+        sums, finite = self._whole.read(ends.isfinite().all(1))
+        self._require_finite([name for name, good in zip(names, finite, strict=True) if not good])
+        return sums
+
+    def _require_finite(self, odd: Collection[str]) -> None:
+        """Raise NotFiniteError where any tensor is named that is not."""
+        if odd:
             raise NotFiniteError(
                 f"the {self._name} weights of version {self._version} are not published: "
-                f"{describe_not_finite(odd)}; lower the learning rate"
+                f"{describe_not_finite([*dict.fromkeys(odd)])}; lower the learning rate"
             )
 
     def _to_host(self, bucket: Tensor, views: Sequence[tuple[str, Tensor]]) -> np.ndarray:
         """The bucket's bytes on the host, where they have their checksum."""
         chunk = bucket.numpy() if self._mirror is None else self._mirror.of(bucket)
         dtypes = {view.dtype for _, view in views}
-        digest, is_finite = read_once(chunk, dtypes, self._whole if self._kind == "xxh3" else None)
-        if not is_finite:
-            self._require_finite(views)
+        digest, is_sound = read_once(chunk, dtypes, self._whole if self._kind == "xxh3" else None)
+        if not is_sound:
+            self._require_finite(not_finite(views))
         if self._kind == "words":
             self._take(views)
-        self._note(len(chunk), digest)
+        self._sizes.append(len(chunk))
+        self._digests.append(digest)
         return chunk
 
-    def _take(self, views: Sequence[tuple[str, Tensor]]) -> Digest:
-        """Let the whole take these tensors; what they are together."""
-        return digest_of([view for _, view in views], self._begins_at, self._whole)
-
-    def _note(self, num_bytes: int, digest: str) -> None:
-        self._sizes.append(num_bytes)
-        self._digests.append(digest)
+    def _take(self, views: Sequence[tuple[str, Tensor]]) -> None:
+        """Let the whole take these tensors, or the one piece among them."""
+        for _, view in views:
+            self._whole.add(view, self._begins_at)
 
 
 def _rows(tensor: Tensor, at: int, num_bytes: int, tensor_bytes: int) -> Tensor:
@@ -211,47 +222,18 @@ def _rows(tensor: Tensor, at: int, num_bytes: int, tensor_bytes: int) -> Tensor:
     return tensor[at // row_bytes : (at + num_bytes) // row_bytes]
 
 
-def digest_of(views: Sequence[Tensor], begins_at: int, whole: Digest) -> Digest:
-    """Word sums of a bucket's tensors, or of its one piece, which begins at byte `begins_at` of its tensor.
-
-    `whole` takes them too.
-    """
-    own = Digest("words")
-    for view in views:
-        own.add(view, begins_at)
-    whole.add_sums(own, goes_on=begins_at > 0)
-    return own
-
-
-def pack_weights(
-    model: CausalLM,
-    *,
-    name: PublishedName,
-    weight_version: int,
-    chunk_bytes: int = CHUNK_BYTES,
-    kind: DigestKind = "xxh3",
-) -> tuple[WeightManifest, list[np.ndarray]]:
+def pack_weights(model: CausalLM, **how: Any) -> tuple[WeightManifest, list[np.ndarray]]:
     """Copy a model's weights, in the types they have, into chunks; see `pack_tensors`."""
-    return pack_tensors(
-        unique_tensors(model),
-        hf_config_json=model.config.to_json_string(use_diff=False),
-        name=name,
-        weight_version=weight_version,
-        chunk_bytes=chunk_bytes,
-        kind=kind,
-    )
+    config = model.config.to_json_string(use_diff=False)
+    return pack_tensors(unique_tensors(model), hf_config_json=config, **how)
 
 
 def pack_tensors(
-    tensors: Iterable[tuple[str, Tensor]],
-    *,
-    hf_config_json: str,
-    name: PublishedName,
-    weight_version: int,
-    chunk_bytes: int = CHUNK_BYTES,
-    kind: DigestKind = "xxh3",
+    tensors: Iterable[tuple[str, Tensor]], **how: Any
 ) -> tuple[WeightManifest, list[np.ndarray]]:
     """Copy named tensors into chunks and describe them; a whole copy of the model, where `WeightPacker` streams.
+
+    `how`: the arguments of `WeightPacker`.
 
     Returns:
         The manifest and the chunks, uint8 [n] each.
@@ -260,13 +242,7 @@ def pack_tensors(
         NotFiniteError: a weight is NaN or infinite; it names the tensor.
         WeightsError: `chunk_bytes` is less than 1.
     """
-    packer = WeightPacker(
-        name=name,
-        weight_version=weight_version,
-        hf_config_json=hf_config_json,
-        chunk_bytes=chunk_bytes,
-        kind=kind,
-    )
+    packer = WeightPacker(**how)
     chunks = list(packer.chunks(tensors))
     return packer.manifest(), chunks
 
@@ -435,17 +411,17 @@ def require_fit(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dt
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that hold a NaN or an infinity.
-
-    A sum tells at the cost of one read of the weights; only where it is not finite is each value looked at.
-    """
-    floats = [(name, tensor.detach()) for name, tensor in tensors if tensor.is_floating_point()]
-    if not floats:
-        return []
+    """Return the names of the tensors that hold a NaN or an infinity."""
+    names, ends = extremes(tensors)
     # one wait for the device, not one a tensor
-    sums = torch.stack([tensor.sum(dtype=torch.float32) for _, tensor in floats])
-    suspects = [pair for pair, good in zip(floats, sums.isfinite().tolist(), strict=True) if not good]
-    return [name for name, tensor in suspects if not bool(tensor.isfinite().all())]
+    return [name for name, good in zip(names, ends.isfinite().all(1).tolist(), strict=True) if not good]
+
+
+def extremes(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Float[Tensor, "n 2"]]:
+    """Return the names of those that hold floats, and the least and the largest of each, NaN where it has one."""
+    floats = [(name, one.detach()) for name, one in tensors if one.is_floating_point() and one.numel()]
+    ends = [end for _, one in floats for end in torch.aminmax(one)]
+    return [name for name, _ in floats], torch.stack(ends or [torch.zeros(0)]).view(-1, 2)
 
 
 def describe_not_finite(names: Sequence[str]) -> str:

@@ -44,7 +44,7 @@ def read_once(
     Returns:
         Their XXH3, and whether all numbers are known to be finite: False where types are mixed, or bytes are missing.
     """
-    own, sums = xxhash.xxh3_128(), []
+    own, ends = xxhash.xxh3_128(), []
     numbers = None
     if len(dtypes) == 1 and (dtype := next(iter(dtypes))).is_floating_point:
         # a damaged chunk may be of any length; its checksum says so
@@ -56,8 +56,10 @@ def read_once(
             whole.add_bytes(piece)
         if numbers is not None:
             size = numbers.element_size()
-            sums.append(numbers[at // size : (at + len(piece)) // size].sum(dtype=torch.float32))
-    return own.hexdigest(), numbers is not None and bool(torch.stack(sums).isfinite().all())
+            ends += torch.aminmax(numbers[at // size : (at + len(piece)) // size])
+    if whole is not None:
+        whole.note(own.digest())
+    return own.hexdigest(), numbers is not None and bool(torch.stack(ends).isfinite().all())
 
 
 def read_only(data: np.ndarray) -> Tensor:
@@ -80,7 +82,10 @@ class Digest:
         self._kind = kind
         self._bytes = xxhash.xxh3_128()
         self._sums: list[Tensor] = []
+        self._tensor_of: list[int] = []
+        "the number of the tensor that each of the sums is of, or of a piece of"
         self._sizes: list[int] = []
+        self._read: np.ndarray | None = None
 
     def add(self, tensor: Tensor, at: int = 0) -> None:
         """Take a tensor of any type, or a piece that begins at byte `at` of one; with `words` no wait for its device.
@@ -88,8 +93,11 @@ class Digest:
         A piece that others follow has a multiple of `ALIGNMENT_BYTES`.
         """
         if self._kind == "words":
+            if not at:
+                self._sizes.append(0)
+            self._sizes[-1] += tensor.nbytes
+            self._tensor_of.append(len(self._sizes) - 1)
             self._sums.append(word_sums(tensor, at // 8))
-            self._sizes.append(tensor.nbytes)
             return
         raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._bytes.update(raw.data)
@@ -99,21 +107,28 @@ class Digest:
         """Take bytes of the host that are whole tensors, each padded to `ALIGNMENT_BYTES`; of `xxh3` alone."""
         self._bytes.update(padded.data)
 
-    def add_sums(self, other: Digest, *, goes_on: bool = False) -> None:
-        """Take what another one of kind `words` has taken, once more; `goes_on`: its first is a piece of the last."""
-        sums, sizes = [*other._sums], [*other._sizes]
-        if goes_on:
-            sums[0], sizes[0] = self._sums.pop() + sums[0], self._sizes.pop() + sizes[0]
-        self._sums += sums
-        self._sizes += sizes
+    def note(self, digest: bytes) -> None:
+        """Note the XXH3 of a bucket whose bytes were taken."""
+        self._sums.append(torch.tensor(np.frombuffer(digest, dtype="<i8")))
+
+    def read(self, beside: Tensor) -> tuple[Int[np.ndarray, "n 2"], np.ndarray]:
+        """Bring to the host, in one wait: each tensor's or piece's word sums, else each bucket's XXH3, and integers."""
+        sums = torch.stack(self._sums) if self._sums else torch.zeros(0, 2, dtype=torch.int64)
+        beside = beside.to(sums.device, torch.int64, non_blocking=True)
+        found = torch.cat([sums.reshape(-1), beside.reshape(-1)]).cpu().numpy()
+        self._read = found[: sums.numel()].reshape(-1, 2)
+        return self._read, found[sums.numel() :].reshape(beside.shape)
 
     def text(self) -> str:
-        """The checksum with its kind; waits for the device once."""
+        """The checksum with its kind; of `words`, waits for the device unless the sums were read."""
         if self._kind == "xxh3":
             return self._bytes.hexdigest()
-        sums = torch.stack(self._sums).cpu().numpy() if self._sums else np.zeros((0, 2), np.int64)
-        table = np.concatenate([sums, np.array(self._sizes, dtype=np.int64).reshape(-1, 1)], axis=1)
-        return WORDS + digest(np.ascontiguousarray(table, dtype="<i8").reshape(-1).view(np.uint8))
+        sums = self.read(torch.zeros(0))[0] if self._read is None else self._read
+        table = np.zeros((len(self._sizes), 3), dtype="<i8")
+        table[:, 2] = self._sizes
+        # sums of pieces add up
+        np.add.at(table[:, :2], np.array(self._tensor_of, dtype=np.int64), sums)
+        return WORDS + digest(table.reshape(-1).view(np.uint8))
 
 
 def word_sums(tensor: Tensor, first: int = 0) -> Int[Tensor, " 2"]:

@@ -12,6 +12,7 @@ from rlhfspec.benchmarks.device_ops import (
     layer_launches,
     level_launches,
     prefill,
+    publication,
     update,
 )
 from rlhfspec.engine.attention import backends
@@ -50,6 +51,17 @@ def test_a_pack_of_an_update_is_sent_in_one_copy_and_a_minibatch_waits_twice_at_
     found = update()
     assert found["copies_up_a_pack_update"] == 1 and found["attention_calls_a_layer_update"] == 1
     assert 0 < found["waits_a_minibatch_update"] <= 2
+
+
+def test_a_publication_waits_for_no_bucket_and_reads_it_where_it_lies() -> None:
+    found = publication()
+    assert found["buckets_publication"] > 5
+    assert found["waits_publication_trainer"] == 1
+    # what came, and what was read back of what is laid out
+    assert found["waits_publication_instance"] == 2
+    assert 5 < found["bytes_moved_a_byte_publication"] < 6, (
+        "summed, laid out, compared; a cut tensor is copied"
+    )
 
 
 @pytest.mark.parametrize("inference", [False, True])

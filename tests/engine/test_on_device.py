@@ -12,7 +12,7 @@ import torch
 
 from rlhfspec.core.config import EngineConfig
 from rlhfspec.core.records import SampleKey, SampleRequest, SamplingParams
-from rlhfspec.engine.attention.by_length import Marks, attend_by_length
+from rlhfspec.engine.attention.by_length import Marks, split_attention
 from rlhfspec.engine.build import build_engine
 from rlhfspec.engine.cache.kv_pool import KVPool, KVShape
 from rlhfspec.engine.cuda.cuda_backend import CudaBackend
@@ -127,15 +127,15 @@ def test_attention_by_lengths_is_the_hosts(device: str, window: int | None, samp
     marks = Marks(
         base=torch.arange(samples) * 15 + 70,
         seen=seen,
-        depth=torch.tensor([[0, 1, 1, 1, 2]]).repeat(samples, 1),
-        own_depth=torch.tensor([[0, 1, 1, 1, 2]]).repeat(samples, 1),
+        column_depth=torch.tensor([[0, 1, 1, 1, 2]]).repeat(samples, 1),
+        token_depth=torch.tensor([[0, 1, 1, 1, 2]]).repeat(samples, 1),
     )
 
     def attended(where: str, dtype: torch.dtype) -> torch.Tensor:
         at = Marks(**{one.name: getattr(marks, one.name).to(where) for one in fields(Marks)})
         cells = (each.to(where, dtype) for each in (q, keys, values))
         how = {"tokens": 5, "window": window, "scaling": 0.125, "softcap": None}
-        return attend_by_length(*cells, at, **how).float().cpu()
+        return split_attention.by_length(*cells, at, **how).float().cpu()
 
     expected = attended("cpu", torch.float32)
     torch.testing.assert_close(attended(device, torch.bfloat16), expected, rtol=2e-2, atol=2e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,7 +18,13 @@ from rlhfspec.actors.transport.broadcast import BroadcastForm, BroadcastGroup, B
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.errors import WaitTimeout, WeightsError
 from rlhfspec.core.weight_records import WORDS, DigestKind, WeightManifest, kind_of
-from rlhfspec.engine.weights.chunks import WeightPacker, model_checksum, pack_weights, unique_tensors
+from rlhfspec.engine.weights.chunks import (
+    WeightPacker,
+    buckets_of,
+    model_checksum,
+    pack_weights,
+    unique_tensors,
+)
 from tests.helpers import tiny_pool
 from tests.helpers.windows import without_a_gpu
 
@@ -81,7 +88,7 @@ def send(
     chunk_bytes: int = CHUNK_BYTES,
     cuts: bool = False,
 ) -> WeightManifest:
-    """As the trainer does, two buffers in turn."""
+    """As the trainer does, two buffers in turn. `damaged`: on its way; `until`: then it falls silent."""
     packer = WeightPacker(
         name="target",
         weight_version=version,
@@ -96,9 +103,10 @@ def send(
         if index == damaged:
             bucket[5] ^= 1
         if index == until:
-            break
-        group.send(bucket, packer.last_digest, f"chunk {index}")
-    group.settle()
+            group.settle()
+            raise AssertionError("silent")
+        group.send(bucket, f"chunk {index}")
+    group.of_trainer(torch.tensor(packer.sums()), "the checksums")
     return packer.manifest()
 
 
@@ -142,23 +150,51 @@ def test_large_tensors_come_in_rows_and_no_bucket_is_larger_than_it_may_be(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("failure", ["damaged", "silent"])
-def test_a_broken_broadcast_leaves_nothing_that_decodes_until_a_version_is_whole(
-    host: ManifestHost, failure: str, form: BroadcastForm
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_byte_that_differs_in_a_middle_bucket_is_named_and_nothing_decodes_until_a_version_is_whole(
+    host: ManifestHost, form: BroadcastForm, cuts: bool
+) -> None:
+    root, member = pair(form)
+    layout = replace(published(1)[0], weight_version=2, checksum="" if member.device is None else WORDS)
+    layout = layout.in_chunks_of(2048) if cuts else layout
+    count = len(layout.chunk_num_bytes)
+    middle = next(
+        index for index, bucket in enumerate(buckets_of(layout)) if index >= count // 2 and bucket.ends
+    )
+    of = f"chunk {middle} of {count} of target version 2"
+    bucket = buckets_of(layout)[middle]
+    if member.device is not None:
+        of += f" ({'a piece of it' if bucket.piece_bytes else bucket.ends[0].name})"
+    how = {"chunk_bytes": max(layout.chunk_num_bytes), "cuts": cuts, "damaged": middle}
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send, root, 2, until=999, **how)
+        with pytest.raises(
+            WeightsError, match=re.escape(f"gen-0: {of}") + r" is not what was sent: 1 of \d+ checksums"
+        ):
+            host.receive_weights(layout, member)
+        assert host.engine is None, "weights of two versions"
+        assert sent.result(timeout=60).weight_version == 2
+    come_by_the_object_store(host)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_trainer_that_falls_silent_leaves_nothing_that_decodes_until_a_version_is_whole(
+    host: ManifestHost, form: BroadcastForm
 ) -> None:
     root, member = pair(form)
     layout = replace(published(1)[0], weight_version=2)
     with ThreadPoolExecutor(1) as pool:
-        how = {"damaged": 1} if failure == "damaged" else {"until": 1}
-        sent = pool.submit(send, root, 2, **how)
-        expected = {"damaged": WeightsError, "silent": WaitTimeout}[failure]
-        with pytest.raises(expected, match=r"gen-0.* chunk 1 of \d+ of target version 2"):
+        sent = pool.submit(send, root, 2, until=1)
+        with pytest.raises(WaitTimeout, match=r"gen-0.* chunk 1 of \d+ of target version 2"):
             host.receive_weights(layout, member)
         member.close()
         assert host.engine is None, "weights of two versions"
         root.close()
-        # whether the rest still got out is up to the moment
-        sent.exception(timeout=60)
+        assert isinstance(sent.exception(timeout=60), AssertionError)
+    come_by_the_object_store(host)
+
+
+def come_by_the_object_store(host: ManifestHost) -> None:
     manifest, chunks = published(2)
     assert host.load_weights(manifest, chunks).checksum == manifest.checksum
     assert host.engine is not None and host.engine.weight_version == 2

@@ -54,24 +54,49 @@ def group_of(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("members", [1, 3])
-def test_every_member_gets_every_bucket_and_its_digest(members: int, form: BroadcastForm) -> None:
+def test_every_member_gets_every_bucket_and_behind_the_last_what_they_are_compared_by(
+    members: int, form: BroadcastForm
+) -> None:
     root, others = group_of(members, form=form)
     assert {end.device for end in (root, *others)} == {None if form == "gloo" else CPU}
     buckets = [torch.arange(n, dtype=torch.uint8) for n in (200, 1, 77)]
-    digests = ["0" * 32, "words:" + "1" * 32, "2" * 32]
+    sums = torch.tensor([[1, 2], [-(1 << 63), (1 << 63) - 1]])
     with ThreadPoolExecutor(members) as pool:
 
-        def take(end: BroadcastGroup) -> list[tuple[str, bytes]]:
-            rooms = [bytes_of(len(bucket)) for bucket in buckets]
-            return [(end.receive(room, "a bucket"), room.numpy().tobytes()) for room in rooms]
+        def take(end: BroadcastGroup) -> tuple[list[bytes], list[list[int]]]:
+            came = []
+            for bucket in buckets:
+                came.append(end.receive(bytes_of(len(bucket)), "a bucket").numpy().tobytes())
+                end.release("a bucket")
+            return came, end.of_trainer(torch.zeros_like(sums), "the sums").tolist()
 
         taken = [pool.submit(take, end) for end in others]
-        for bucket, room, digest in zip(buckets, in_turn(root), digests, strict=False):
-            packed = room[: len(bucket)].copy_(bucket)
-            root.send(packed, digest, "a bucket")
-        root.settle()
-        want = [(digest, b.numpy().tobytes()) for digest, b in zip(digests, buckets, strict=True)]
+        for bucket, room in zip(buckets, in_turn(root), strict=False):
+            root.send(room[: len(bucket)].copy_(bucket), "a bucket")
+        root.of_trainer(sums, "the sums")
+        want = [bucket.numpy().tobytes() for bucket in buckets], sums.tolist()
         assert [each.result(timeout=60) for each in taken] == [want] * members
+
+
+def test_a_bucket_in_the_window_stays_until_every_member_has_released_it() -> None:
+    root, others = group_of(2, form="shared")
+    rooms = in_turn(root)
+    first, second, third = (next(rooms)[:1].fill_(value) for value in (1, 2, 3))
+    # in turn, there are two of them
+    assert third.data_ptr() == first.data_ptr()
+    first.fill_(1)
+    with ThreadPoolExecutor(3) as pool:
+        root.send(first, "chunk 0")
+        came = list(pool.map(lambda end: end.receive(bytes_of(1), "chunk 0"), others))
+        assert [one.data_ptr() for one in came] == [first.data_ptr()] * 2, "read where it lies"
+        released = pool.submit(others[0].release, "chunk 0")
+        later = pool.submit(root.send, second, "chunk 1")
+        with pytest.raises(TimeoutError):
+            later.result(timeout=0.2)
+        others[1].release("chunk 0")
+        released.result(timeout=60), later.result(timeout=60)
+        list(pool.map(lambda end: (end.receive(bytes_of(1), "chunk 1"), end.release("chunk 1")), others))
+        root.settle()
 
 
 def in_turn(root: BroadcastGroup) -> Iterator[torch.Tensor]:
@@ -105,10 +130,10 @@ def test_a_dead_member_ends_the_trainers_wait_by_name(form: BroadcastForm) -> No
     with pytest.raises(WaitTimeout, match=r"trainer waited .* for gen-0, gen-1 to answer 'pass on chunk \d"):
         # what fits the sockets' buffers is gone before anybody is missed
         for number in range(64):
-            root.send(bytes_of(1 << 20), "0" * 32, f"chunk {number}")
+            root.send(bytes_of(1 << 20), f"chunk {number}")
         root.settle()
     with pytest.raises(WeightsError, match="trainer has left the broadcast group"):
-        root.send(bytes_of(8), "0" * 32, "chunk 99")
+        root.send(bytes_of(8), "chunk 99")
     living.close()
 
 
@@ -124,12 +149,12 @@ def test_a_group_of_nccl_without_gpus_says_so() -> None:
             joins.result(timeout=60)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["gloo", "shared"])
 def test_a_bucket_of_another_size_is_refused(form: BroadcastForm) -> None:
     root, (member,) = group_of(1, timeout_s=2.0, form=form)
-    sender = threading.Thread(target=lambda: root.send(bytes_of(9), "0" * 32, "chunk 0"))
+    sender = threading.Thread(target=lambda: root.send(bytes_of(9), "chunk 0"))
     sender.start()
-    with pytest.raises(WeightsError, match="expected chunk 0 of 8 bytes, got '0000000000000009"):
+    with pytest.raises(WeightsError, match="expected chunk 0 of 8 bytes, got 9;"):
         member.receive(bytes_of(8), "chunk 0")
     sender.join()
     root.close()

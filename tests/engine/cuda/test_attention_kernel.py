@@ -67,7 +67,7 @@ from rlhfspec.engine.cuda import attention_kernel
 of_samples, lengths = ["*i64", "*i64", "i32"], ["i32"] * 4
 model = {"heads": 8, "queries": 4}
 # heads of 128 are whole vectors
-aligned = ("q", "keys", "values", "seen", "depth", "base", "own_depth", "out", "sums",
+aligned = ("q", "keys", "values", "seen", "column_depth", "base", "token_depth", "out", "sums",
            "q_head", "q_row", "key_head", "key_row")
 for dtype in ("fp16", "bf16"):
     x = "*" + dtype

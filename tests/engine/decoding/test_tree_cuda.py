@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np, torch
 from rlhfspec.core.decode_records import Budget
 from rlhfspec.core.records import SampleKey, SamplingParams, Stream
-from rlhfspec.engine.decoding import tree_cuda, tree_operators
+from rlhfspec.engine.decoding import tree_cuda
+from rlhfspec.engine.triton_here import OPERATORS
 from rlhfspec.engine.decoding.draft_tree import ancestors_or_self, select_best
 from rlhfspec.engine.decoding.verify import verify
 from rlhfspec.engine.decoding.noise import HashedNoise, Noise, gumbel_noise, key_words, row_words
@@ -18,7 +19,7 @@ from rlhfspec.engine.decoding.sampling_rule import RowSampling
 from rlhfspec.engine.drafters.level_drafter import LevelDrafter
 
 for name in ("leaders", "grow", "pick", "ancestors", "descend"):
-    tree_operators._LIBRARY.impl(name, getattr(tree_cuda, name), "CPU")
+    OPERATORS.impl(name, getattr(tree_cuda, name), "CPU")
 LevelDrafter.__abstractmethods__ = frozenset()
 
 class Pretended(LevelDrafter):
@@ -85,9 +86,9 @@ i64, f32 = "*i64", "*fp32"
 for count, rows in ((2, 8), (4, 8)):
     built(f"leaders {count}", noise_cuda._leaders, ["*bf16", "*i32", "*i32", f32, f32, f32, i64, f32, *["i32"] * 8],
           {"count": count, "block": noise_cuda.BLOCK})
-    frontier = [i64, f32, "*u8"]
-    built(f"grow {count}", tree_cuda._grow, [f32, i64, f32, *frontier, i64, f32, *frontier, *["i32"] * 7],
-          {"count": count, "has_frontier": True, "block_rows": rows, "block_count": count,
+    frontier = (i64, f32, "*u8")
+    built(f"grow {count}", tree_cuda._grow, [(f32, i64, f32), frontier, (i64, f32), frontier, *["i32"] * 7],
+          {"count": count, "block_rows": rows, "block_count": count,
            "block_best": 128 * count, "block_parts": 128, "block_columns": 64}, num_warps=8)
 built("pick", tree_cuda._pick, [i64, i64, i64, i64, i64, f32, i64, f32, *["i32"] * 3], {"block": 256, "chunk": 16},
       num_warps=8)

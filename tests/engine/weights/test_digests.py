@@ -8,16 +8,16 @@ import torch
 import xxhash
 from torch import Tensor
 
+from rlhfspec.core.errors import NotFiniteError
 from rlhfspec.core.weight_records import DigestKind, kind_of, pieces_of
 from rlhfspec.engine.weights.chunks import (
     WeightPacker,
     buckets_of,
     checksum_of,
-    digest_of,
     pack_tensors,
     weight_views,
 )
-from rlhfspec.engine.weights.digests import Digest, word_sums
+from rlhfspec.engine.weights.digests import Digest, read_once, word_sums
 from tests.helpers.devices import DEVICES
 
 WORD = (1 << 64) - 1
@@ -116,10 +116,26 @@ def test_a_bucket_that_stays_on_its_device_has_the_words_of_its_tensors() -> Non
         device=torch.device("cpu"),
         kind="words",
     )
-    names = iter(tensors())
-    for bucket in packer.buckets(tensors()):
-        assert len(bucket) % 16 == 0
-        assert packer.last_digest == checksum_of([next(names)[1]], like="words:"), "one a bucket here"
+    buckets = [bucket.clone() for bucket in packer.buckets(tensors())]
+    assert all(len(bucket) % 16 == 0 for bucket in buckets) and len(buckets) == 3
+    assert packer.sums().tolist() == [word_sums(tensor).tolist() for _, tensor in tensors()]
+    assert packer.manifest().checksum == checksum_of((t for _, t in tensors()), like="words:")
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_named_before_anything_is_compared(odd: float) -> None:
+    largest = torch.full((64,), 3e38)
+    cut = torch.ones(100, 5).bfloat16()
+    cut[99, 3] = odd
+    given = [("fine", largest), ("none", torch.zeros(0)), ("odd", cut), ("odd too", torch.tensor([odd]))]
+    packer = WeightPacker(
+        name="target", weight_version=7, hf_config_json="{}", chunk_bytes=256, cuts=True, kind="words"
+    )
+    assert len(list(packer.buckets(given))) > 4, "it is in the last piece"
+    with pytest.raises(
+        NotFiniteError, match=r"version 7 are not published: .*'odd' and 1 other tensors hold"
+    ):
+        packer.sums()
 
 
 @pytest.mark.parametrize(
@@ -158,13 +174,17 @@ def test_cut_tensors_have_the_checksum_that_whole_ones_have_and_come_together_ag
         flat.copy_(sent)
         views = bucket.views(room)
         if kind == "words":
-            pieces = [flat[: bucket.piece_bytes]] if bucket.piece_bytes else [*views.values()]
-            assert digest_of(pieces, bucket.begins_at, again).text() == packer.last_digest
+            for piece in [flat[: bucket.piece_bytes]] if bucket.piece_bytes else [*views.values()]:
+                again.add(piece, bucket.begins_at)
         else:
-            again.add_bytes(flat.numpy())
+            read_once(flat.numpy(), (), again)
         found |= {name: view.clone() for name, view in views.items()}
     assert [*found] == [name for name, _ in given]
     assert all(torch.equal(found[name], tensor) for name, tensor in given)
+    sums, _ = again.read(torch.zeros(0))
+    assert sums.tolist() == packer.sums().tolist()
+    pieces = [1 if kind == "xxh3" or one.piece_bytes else len(one.ends) for one in buckets]
+    assert len(sums) == sum(pieces)
     assert again.text() == packer.manifest().checksum == whole.checksum
     assert packer.manifest().chunk_num_bytes == layout.chunk_num_bytes
     assert packer.manifest().describes_what(whole)
