@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -64,6 +64,7 @@ from ..learning.training import packed_attention
 from ..learning.training.learner import Learner
 from ..learning.training.training_forward import forwards_made
 from .support.harness import Bench
+from .support.training_layer import has_liger, layer_update
 from .support.workload import demo_workload
 
 META = torch.device("meta")
@@ -81,10 +82,10 @@ class DeviceCalls(TorchDispatchMode):
     `masks`: bytes of the masks that attention read, by their memory. `counts["bytes"]`: read and written on the device.
     """
 
-    def __init__(self, read_as: float = 0.0) -> None:
-        """`read_as` is what every number of the device is on the host."""
+    def __init__(self, read_as: float = 0.0, device: str = "meta") -> None:
+        """`read_as` is what every number of the device is on the host; `device`: the kind that counts."""
         super().__init__()
-        self._read_as = read_as
+        self._read_as, self._device = read_as, device
         self.counts: Counter[str] = Counter()
         self.by_name: Counter[str] = Counter()
         self.masks: dict[int, int] = {}
@@ -94,7 +95,7 @@ class DeviceCalls(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         devices = {x.device.type for x in given}
-        if name in LOOKS and "meta" in devices:
+        if name in LOOKS and self._device in devices:
             raise AssertionError(f"{name} looks at numbers of the device, where a step may not wait")
         target = kwargs.get("device", next((x for x in args if isinstance(x, torch.device)), None))
         if name in ("_to_copy", "to") and target is not None and devices and target.type not in devices:
@@ -102,7 +103,7 @@ class DeviceCalls(TorchDispatchMode):
             if target.type == "cpu":
                 return torch.full(given[0].shape, self._read_as, dtype=kwargs.get("dtype") or given[0].dtype)
             return func(*args, **kwargs)
-        if name == "copy_" and devices == {"cpu", "meta"}:
+        if name == "copy_" and devices == {"cpu", self._device} and len(devices) > 1:
             down = given[0].device.type == "cpu"
             self._crosses(
                 "downs" if down else "ups", kwargs.get("non_blocking") or any(x is True for x in args)
@@ -110,19 +111,20 @@ class DeviceCalls(TorchDispatchMode):
             return given[0] if down else func(*args, **kwargs)
         if name in WHOLE and (mask := args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None:
             self.masks[mask.untyped_storage()._cdata] = mask.untyped_storage().nbytes()
-        if name not in WHOLE:
+        if name not in WHOLE and func.namespace != "prim":
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
         found = func(*args, **kwargs)
         if self._computes(func, name, given, found):
-            self.note(name, KERNELS.get(name, 1))
-            touched = {
-                x.untyped_storage()._cdata: x.nbytes for x in [*given, *tree_leaves(found)] if x is not None
-            }
-            self.counts["bytes"] += sum(touched.values())
+            self.note_kernel(name, [x for x in [*given, *tree_leaves(found)] if x is not None])
         return found
+
+    def note_kernel(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Count an operator, and the bytes of the tensors that it reads and writes."""
+        self.note(name, KERNELS.get(name, 1))
+        self.counts["bytes"] += sum({x.untyped_storage()._cdata: x.nbytes for x in tensors}.values())
 
     def note(self, name: str, launches: int = 1) -> None:
         """Count what is no operator of torch."""
@@ -136,9 +138,9 @@ class DeviceCalls(TorchDispatchMode):
         return torch.empty(2, dtype=torch.int64, device=META)
 
     def _computes(self, func: Any, name: str, given: list[Tensor], found: Any) -> bool:
-        made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.device.type == "meta"]
+        made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.device.type == self._device]
         if name in MADE or not (
-            made or (func._schema.is_mutable and "meta" in {x.device.type for x in given})
+            made or (func._schema.is_mutable and self._device in {x.device.type for x in given})
         ):
             return False
         known = {x.untyped_storage()._cdata for x in given}
@@ -333,6 +335,18 @@ def update(*, layers: int = 2) -> dict[str, float]:
     }
 
 
+def layer_of_an_update() -> dict[str, float]:
+    """Return launches and GiB read and written of one decoder layer's forward and backward, by torch and by Liger."""
+    figures = {}
+    for name, liger in (("", False), ("_liger", True)):
+        if not liger or has_liger():
+            calls = DeviceCalls(device="cpu")
+            layer_update(calls, calls.note_kernel, liger=liger)
+            figures[f"launches_a_layer_update{name}"] = calls.counts["launches"]
+            figures[f"gib_a_layer_update{name}"] = calls.counts["bytes"] / 2**30
+    return figures
+
+
 def _updated(layers: int, epochs: int) -> Counter[str]:
     """Count an update of 4 groups of 2 answers, two minibatches an epoch and two packs each."""
     calls = DeviceCalls(read_as=1.0)
@@ -448,7 +462,7 @@ def run(bench: Bench) -> int:
 
 def count() -> dict[str, float]:
     """Return launches a layer, and what a step asks for inside recordings and outside of them."""
-    figures = prefill() | update() | publication()
+    figures = prefill() | update() | layer_of_an_update() | publication()
     for name, kernels in (("", True), ("_library", False)):
         for what, plan in (("plain", "plain"), ("verify", "tree8")):
             figures[f"launches_a_layer_{what}{name}"] = layer_launches(plan, kernels=kernels)

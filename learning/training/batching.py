@@ -120,6 +120,12 @@ class PackedSequences:
             which_once=torch.from_numpy(which),
         )
 
+    @property
+    def inputs(self) -> dict[str, object]:
+        """What a model's forward is called with."""
+        rows = {"input_ids": self.ids[None], "position_ids": self.position_ids[None]}
+        return {**rows, "packed": self, "use_cache": False}
+
     def to(self, device: torch.device) -> PackedSequences:
         """The same for a forward on a device."""
         return self.sent(device)[0]
@@ -172,15 +178,7 @@ class PackedSequences:
         return found
 
 
-_SENT = (
-    "ids",
-    "position_ids",
-    "before_targets",
-    "targets",
-    "before_once",
-    "targets_once",
-    "which_once",
-)
+_SENT = ("ids", "position_ids", "before_targets", "targets", "before_once", "targets_once", "which_once")
 "What a forward reads on its device."
 
 

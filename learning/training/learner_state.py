@@ -189,14 +189,13 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_TABLES = (
+    "Metadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING TensorProperties TensorStorageMetadata "
+    "BytesStorageMetadata ChunkStorageMetadata"
+)
 _CLASSES = frozenset(
     {
-        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-        *(
-            (_METADATA, name)
-            for name in ("TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata")
-        ),
-        (_METADATA, "ChunkStorageMetadata"),
+        *((_METADATA, name) for name in _TABLES.split()),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),

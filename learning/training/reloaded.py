@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -190,15 +190,9 @@ def _require_config(where: str, expected: Any, got: Any) -> None:
 
 def _comparable(tree: Mapping[Any, Any]) -> dict[Any, Any]:
     """Without what saving sets, at any depth; JSON has no tuples."""
-    return {
-        key: _comparable(value)
-        if isinstance(value, dict)
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-        for key, value in tree.items()
-        if key not in _OF_SAVING and value is not None
-    }
+    kept = {key: one for key, one in tree.items() if key not in _OF_SAVING and one is not None}
+    lists = {key: list(one) if isinstance(one, tuple) else one for key, one in kept.items()}
+    return {key: _comparable(one) if isinstance(one, dict) else one for key, one in lists.items()}
 
 
 def _require_ends(where: str, folder: Path, expected: Sequence[int]) -> None:
@@ -210,7 +204,6 @@ def _require_ends(where: str, folder: Path, expected: Sequence[int]) -> None:
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
     """Let every module compute in float32, its own weights widened for the moment in which it is called."""
-    handles: list[Any] = []
 
     def widen(module: nn.Module, _: Any) -> None:
         module.__dict__["_narrow"] = [(one, one.data) for one in module.parameters(recurse=False)]
@@ -221,11 +214,9 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
         for one, data in module.__dict__.pop("_narrow"):
             one.data = data
 
-    for module in model.modules():
-        if any(one.dtype != torch.float32 for one in module.parameters(recurse=False)):
-            handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(narrow)]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if any(one.dtype != torch.float32 for one in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_pre_hook(widen))
+                hooks.enter_context(module.register_forward_hook(narrow))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -20,7 +20,7 @@ from ...engine.weights.chunks import describe_not_finite, not_finite
 from ...engine.weights.loading import load_hf_config
 from ...engine.weights.weight_files import first_line, require_all_weights
 from .batching import PackedSequences
-from .training_forward import autocast
+from .training_forward import run_packed
 
 HEAD = "score"
 "What Hugging Face calls the head of a sequence classifier over a causal LM."
@@ -125,14 +125,5 @@ def packed_scores(
         wanted = scores[0, places, 0].float()
         return wanted.expand(1, scores.shape[1], len(places))
 
-    handle = getattr(model, HEAD).register_forward_hook(only_wanted)
-    try:
-        with autocast(model.device, compute_dtype, keeps_casts=keeps_casts):
-            return model(
-                input_ids=there.ids[None],
-                position_ids=there.position_ids[None],
-                packed=there,
-                use_cache=False,
-            ).logits[0]
-    finally:
-        handle.remove()
+    with getattr(model, HEAD).register_forward_hook(only_wanted):
+        return run_packed(model, there, compute_dtype, keeps_casts)[0]

@@ -26,7 +26,7 @@ from .learner_state import LearnerState
 from .parallel import OneTrainer
 from .reloaded import Said, said_by
 from .sharded import copy_of
-from .training_forward import hold_linears_in, require_master_weights
+from .training_forward import hold_linears_in, require_master_weights, use_fused_rows
 
 
 @runtime_checkable
@@ -106,6 +106,7 @@ class Trainer:
             if not moves_reference:
                 hold_linears_in(self.reference, compute_dtype)
         self.trainers.shard(model, self.reference)
+        use_fused_rows(model, self.reference)
         self.laps = Laps(model.device)
         self.optimizer = optimizer_of(model, settings, head=head)
         every = self.adapter is None

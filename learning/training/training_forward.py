@@ -13,8 +13,11 @@ Source: Micikevicius et al. 2018, 'Mixed precision training', section 3.1 (a flo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -37,6 +40,8 @@ from .objectives.distillation import Divergence
 from .objectives.head_statistics import HeadSettings, TeacherLogits, head_statistics, token_statistics
 from .packed_attention import ATTENTION_NAME
 from .sharded import source_of
+
+logger = logging.getLogger(__name__)
 
 
 def response_logits(
@@ -62,11 +67,8 @@ def response_logits(
         kept.append(args[0][0, there.before_targets])
         return (kept[0][None] if with_logits else kept[0][None, :0],)
 
-    handle = _head_of(model).register_forward_pre_hook(keep_rows)
-    try:
-        logits = _forward(model, there, compute_dtype, keeps_casts)
-    finally:
-        handle.remove()
+    with _head_of(model).register_forward_pre_hook(keep_rows):
+        logits = run_packed(model, there, compute_dtype, keeps_casts)
     return logits[0, :, :vocab_size], kept[0]
 
 
@@ -113,14 +115,8 @@ def response_statistics(
     has_backward = torch.is_grad_enabled()
 
     def value(states: Tensor, weight: Tensor) -> Tensor:
-        settings = HeadSettings(
-            vocab_size=vocab_size,
-            dtype=_products_in(states, compute_dtype),
-            temperature=temperature,
-            entropy=entropy,
-            has_backward=has_backward,
-            teacher=teacher,
-        )
+        dtype = _products_in(states, compute_dtype)
+        settings = HeadSettings(vocab_size, dtype, temperature, entropy, has_backward, teacher)
         # leaves by the model's output, which is where shards of weights are waited for in the backward pass
         found = head_statistics(states, weight, there.targets_once, settings, chunks)
         logprobs, entropies, divergences = found
@@ -204,15 +200,8 @@ def _at_head(
         return kept[1]
 
     # before shards of the head are given back
-    handles = [
-        head.register_forward_pre_hook(keep_rows),
-        head.register_forward_hook(in_its_place, prepend=True),
-    ]
-    try:
-        found = _forward(model, there, compute_dtype, keeps_casts)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with head.register_forward_pre_hook(keep_rows), head.register_forward_hook(in_its_place, prepend=True):
+        found = run_packed(model, there, compute_dtype, keeps_casts)
     if found is not kept[1]:
         _WHOLE_LOGITS.add(model)
         return None
@@ -235,13 +224,12 @@ def _head_of(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def _forward(
+def run_packed(
     model: PreTrainedModel, there: PackedSequences, compute_dtype: torch.dtype, keeps_casts: bool
 ) -> Tensor:
+    """What a model's forward over a pack gives."""
     with autocast(model.device, compute_dtype, keeps_casts=keeps_casts):
-        logits = model(
-            input_ids=there.ids[None], position_ids=there.position_ids[None], packed=there, use_cache=False
-        ).logits
+        logits = model(**there.inputs).logits
     note_forward()
     return logits
 
@@ -284,9 +272,8 @@ def require_packs(model: PreTrainedModel) -> None:
 
     def states(packed: PackedSequences) -> Tensor:
         there = packed.to(model.device)
-        inputs = {"input_ids": there.ids[None], "position_ids": there.position_ids[None]}
         with autocast(model.device, dtype, keeps_casts=not is_sharded):
-            (model if is_sharded else model.base_model)(**inputs, packed=there, use_cache=False)
+            (model if is_sharded else model.base_model)(**there.inputs)
         return kept.pop().float()
 
     keep = model.base_model.register_forward_hook(lambda _, __, out: kept.append(out[0][0]))
@@ -366,6 +353,35 @@ def require_master_weights(model: nn.Module) -> None:
                 f"the optimizer would step '{name}' in {dtype}, where {why}; expected float32 weights: build the "
                 "model with dtype float32 and let compute_dtype say what to compute in"
             )
+
+
+FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"Whose norms, rotations and gates Liger's kernels were compared with."
+
+
+def use_fused_rows(*models: PreTrainedModel | None) -> None:
+    """On a GPU, let Liger's kernels compute what lies between products: half of its bytes (Hsu et al. 2024)."""
+    for model in models:
+        if model is not None and model.device.type == "cuda":
+            logger.info("%s between its products: %s", type(model).__name__, fused_rows(model))
+
+
+def fused_rows(model: PreTrainedModel) -> str:
+    """Do so, wherever the model is; say what computes."""
+    kind, device = model.config.model_type, model.device.type
+    if kind not in FUSED_FAMILIES:
+        return f"torch's kernels, one an operator; Liger's are used for {', '.join(FUSED_FAMILIES)}"
+    if find_spec("liger_kernel") is None:
+        return "torch's kernels, one an operator; pip install liger-kernel halves their bytes"
+    modeling = vars(import_module(f"transformers.models.{kind}.modeling_{kind}"))
+    own = dict(modeling)
+    apply = getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")
+    apply(model=model, fused_linear_cross_entropy=False)
+    there, elsewhere = (of["apply_rotary_pos_emb"] for of in (modeling, own))
+    # nothing for models of other devices, and those to come
+    modeling |= own
+    modeling["apply_rotary_pos_emb"] = lambda q, *k: (there if q.device.type == device else elsewhere)(q, *k)
+    return "Liger's kernels"
 
 
 def hold_linears_in(model: nn.Module, dtype: torch.dtype) -> None:

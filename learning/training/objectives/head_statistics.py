@@ -5,7 +5,7 @@ Rows at a time, so that a large vocabulary costs a chunk's memory and not that o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,11 +42,11 @@ def use_room(room_bytes: int) -> None:
 def most_logits(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
     """Values of a pack's logits that are there at once where they go by chunks.
 
-    Kept ones, the product of a chunk and its gradient, and copies of the part of it that is worked on.
+    Kept ones, the product of a chunk, which becomes its gradient, and copies of the part of it that is worked on.
     """
     whole = num_tokens * vocab_size
     product = min(whole, max(_GPU_PRODUCT_VALUES if on_gpu else _PRODUCT_VALUES, vocab_size))
-    return min(whole, _KEPT_VALUES) + 2 * product + logit_copies(num_tokens, vocab_size, on_gpu=on_gpu)
+    return min(whole, _KEPT_VALUES) + product + logit_copies(num_tokens, vocab_size, on_gpu=on_gpu)
 
 
 def logit_copies(num_tokens: int, vocab_size: int, *, on_gpu: bool) -> int:
@@ -87,33 +87,29 @@ def token_statistics(
     Values are those of `engine.decoding.logprobs.token_logprobs`, to the bit.
     Source of the entropy: Schulman et al. 2017, equation 9 (the bonus S). What is not asked for is 0.
     """
-    return _TokenStatistics.apply(logits, token_ids, temperature, entropy, teacher)
+    settings = HeadSettings(logits.shape[1], logits.dtype, temperature, entropy, True, teacher)
+    return _TokenStatistics.apply(logits, token_ids, settings)
 
 
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        token_ids: Tensor,
-        temperature: float,
-        entropy: bool,
-        teacher: TeacherLogits | None,
+        ctx: Any, logits: Tensor, token_ids: Tensor, settings: HeadSettings
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(logits, token_ids)
-        ctx.settings = temperature, teacher
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
-        return _values(logits, token_ids, temperature, entropy, teacher, slice(None))
+        return _values(logits, token_ids, settings, slice(None))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         logits, token_ids = ctx.saved_tensors
-        temperature, teacher = ctx.settings
-        grad = _gradient(logits, token_ids, temperature, teacher, slice(None), *grads[:3])
-        return grad, None, None, None, None
+        grad = torch.empty_like(logits)
+        _gradient(logits, token_ids, ctx.settings, slice(None), grads, into=grad)
+        return grad, None, None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HeadSettings:
     """How the statistics of a head's logits are computed."""
 
@@ -136,6 +132,7 @@ def head_statistics(
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"]]:
     """As `token_statistics` of the product of states and a head's weight, of which only a part is there at once.
 
+    What is kept for the backward pass, in full precision as log-probabilities, becomes the gradient in its place.
     `seen`: a list that gets the logits of each part.
     """
     return _HeadStatistics.apply(states, weight, token_ids, settings, seen)
@@ -153,26 +150,24 @@ class _HeadStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         vocab_size, dtype = settings.vocab_size, settings.dtype
         left, right = states.to(dtype), weight[:vocab_size].to(dtype)
-        kept, found = [], []
+        nothing = states.new_zeros(3, 0, dtype=torch.promote_types(dtype, torch.float32))
+        kept, found = [], [nothing.unbind()]
+        # shorter types would round them
+        ctx.keeps_logprobs = dtype.itemsize >= torch.float32.itemsize
         for rows in _product_chunks(states, vocab_size):
             logits = left[rows] @ right.T
-            found.append(
-                _values(
-                    logits, token_ids[rows], settings.temperature, settings.entropy, settings.teacher, rows
-                )
-            )
+            is_kept = settings.has_backward and rows.stop * vocab_size <= _KEPT_VALUES
             if seen is not None:
-                seen.append(logits)
-            if settings.has_backward and rows.stop * vocab_size <= _KEPT_VALUES:
+                seen.append(logits.clone() if is_kept else logits)
+            into = logits if is_kept and ctx.keeps_logprobs else None
+            found.append(_values(logits, token_ids[rows], settings, rows, into=into))
+            if is_kept:
                 kept.append(logits)
             # not beside the next
-            del logits
+            del logits, into
         ctx.save_for_backward(states, weight, token_ids, *kept)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        if not found:
-            nothing = states.new_zeros(0, dtype=torch.promote_types(dtype, torch.float32))
-            return nothing, nothing.clone(), nothing.clone()
         logprobs, entropies, divergences = (torch.cat(parts) for parts in zip(*found, strict=True))
         return logprobs, entropies, divergences
 
@@ -187,59 +182,69 @@ class _HeadStatistics(torch.autograd.Function):
             for one, is_needed in zip((states, weight), ctx.needs_input_grad, strict=False)
         )
         for i, rows in enumerate(_product_chunks(states, vocab_size)):
-            logits = kept[i] if i < len(kept) else left[rows] @ right.T
+            grad = kept[i] if i < len(kept) else left[rows] @ right.T
+            are_logprobs = i < len(kept) and ctx.keeps_logprobs
             parts = [None if one is None else one[rows] for one in grads]
-            grad = _gradient(logits, token_ids[rows], settings.temperature, settings.teacher, rows, *parts)
+            _gradient(grad, token_ids[rows], settings, rows, parts, into=grad, are_logprobs=are_logprobs)
             if of_states is not None:
-                of_states[rows] = (grad @ right).to(of_states.dtype)
-            if of_weight is not None and dtype == of_weight.dtype:
-                of_weight[:vocab_size].addmm_(grad.T, left[rows])
-            elif of_weight is not None:
-                of_weight[:vocab_size] += grad.T @ left[rows]
-            del logits, grad
+                _add_product(of_states[rows], grad, right)
+            if of_weight is not None:
+                _add_product(of_weight[:vocab_size], grad.T, left[rows])
+            del grad
         return of_states, of_weight, None, None, None
 
 
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product in the type that is added up in; on a GPU no shorter one lies between them."""
+    if into.dtype == left.dtype:
+        into.addmm_(left, right)
+    elif into.device.type == "cpu":
+        into += left @ right
+    else:
+        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+
+
 def _values(
-    logits: Tensor,
-    token_ids: Tensor,
-    temperature: float,
-    entropy: bool,
-    teacher: TeacherLogits | None,
-    places: slice,
+    logits: Tensor, token_ids: Tensor, settings: HeadSettings, places: slice, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`places`: of these logits among the teacher's."""
+    """`places`: of these logits among the teacher's. `into`, if any, gets the log-softmax."""
+    temperature, teacher = settings.temperature, settings.teacher
     logprobs = scaled_logits(logits[:, 0], 1.0).clone()
     entropies, divergences = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
     taught = None if teacher is None else teacher.logits(places)
     for rows in _chunks(logits):
         whole = log_softmax(scaled_logits(logits[rows], temperature))
         logprobs[rows] = whole.gather(-1, token_ids[rows, None]).squeeze(-1)
-        if entropy:
+        if settings.entropy:
             entropies[rows] = _entropy(whole)
         if teacher is not None and taught is not None:
             divergences[rows] = teacher.divergence.of(
                 whole, log_softmax(scaled_logits(taught[rows], temperature))
             )
+        if into is not None:
+            into[rows] = whole
     return logprobs, entropies, divergences
 
 
 def _gradient(
     logits: Tensor,
     token_ids: Tensor,
-    temperature: float,
-    teacher: TeacherLogits | None,
+    settings: HeadSettings,
     places: slice,
-    of_logprob: Tensor | None = None,
-    of_entropy: Tensor | None = None,
-    of_divergence: Tensor | None = None,
-) -> Tensor:
-    out = torch.zeros_like(logits)
+    grads: Sequence[Tensor | None],
+    *,
+    into: Tensor,
+    are_logprobs: bool = False,
+) -> None:
+    """Write that of the logits, which may lie there; `are_logprobs`: they are log-probabilities already."""
+    temperature, teacher = settings.temperature, settings.teacher
+    of_logprob, of_entropy, of_divergence = grads
     taught = None if teacher is None or of_divergence is None else teacher.logits(places)
+    has_more = of_entropy is not None or of_divergence is not None
     for rows in _chunks(logits):
-        whole = log_softmax(scaled_logits(logits[rows], temperature))
+        whole = logits[rows] if are_logprobs else log_softmax(scaled_logits(logits[rows], temperature))
         probs = whole.exp()
-        grad = torch.zeros_like(probs)
+        grad = torch.zeros_like(probs) if has_more or of_logprob is None else probs * -of_logprob[rows, None]
         if of_entropy is not None:
             # dH/dz = -p (log p + H); a masked-out token has p = 0
             finite = whole.clamp_min(torch.finfo(torch.float32).min)
@@ -249,10 +254,10 @@ def _gradient(
             of_whole = of_divergence[rows, None] * teacher.divergence.gradient(whole, taught_logprobs)
             grad += of_whole - probs * of_whole.sum(dim=-1, keepdim=True)
         if of_logprob is not None:
-            grad -= of_logprob[rows, None] * probs
+            if has_more:
+                grad -= of_logprob[rows, None] * probs
             grad.scatter_add_(-1, token_ids[rows, None], of_logprob[rows, None])
-        out[rows] = (grad if temperature in (0.0, 1.0) else grad / temperature).to(out.dtype)
-    return out
+        into[rows] = (grad if temperature in (0.0, 1.0) else grad / temperature).to(into.dtype)
 
 
 def _entropy(logprobs: Tensor) -> Tensor:
@@ -270,8 +275,7 @@ def _product_chunks(states: Tensor, width: int) -> Iterator[slice]:
     """Rows whose logits are computed by one product."""
     if states.device.type == "cpu":
         return _row_chunks(len(states), width, _PRODUCT_VALUES)
-    # logits and their gradient
-    most = _GPU_PRODUCT_VALUES + _room_bytes // (2 * 4)
+    most = _GPU_PRODUCT_VALUES + _room_bytes // torch.float32.itemsize
     return _row_chunks(len(states), width, max(_GPU_PRODUCT_VALUES, min(_GPU_PRODUCT_ROWS * width, most)))
 
 

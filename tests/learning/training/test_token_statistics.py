@@ -180,13 +180,13 @@ def test_a_gpu_holds_what_the_memory_plan_counts(dtype, entropy):
 
 @pytest.mark.parametrize(
     ("vocab_size", "room_gib", "rows"),
-    [(152_064, 0, 441), (152_064, 1, 1323), (152_064, 8, 2048), (32_768, 0, 2048), (32_768, 8, 2048)],
+    [(152_064, 0, 441), (152_064, 0.5, 1323), (152_064, 8, 2048), (32_768, 0, 2048), (32_768, 8, 2048)],
 )
 def test_a_gpu_takes_as_many_rows_of_a_large_vocabulary_as_there_is_room_for(
-    monkeypatch, vocab_size: int, room_gib: int, rows: int
+    monkeypatch, vocab_size: int, room_gib: float, rows: int
 ):
     monkeypatch.setattr(head_statistics, "_room_bytes", 0)
-    head_statistics.use_room(room_gib << 30)
+    head_statistics.use_room(int(room_gib * 2**30))
     states = torch.empty(5000, 8, device="meta")
     first, *_, last = head_statistics._product_chunks(states, vocab_size)
     assert first == slice(0, rows) and last.stop == 5000
