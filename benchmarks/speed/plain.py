@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ BF16_PEERS = ("llama_cpp",)
 "The others need a processor with instructions for it."
 BF16_CACHES = tuple(name + BF16 for name in BF16_PEERS)
 "Of 16 bits: ours stay float32."
+CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+"The largest cache's size, such as 32768K."
 COPIED_BYTES = 1 << 28
 "By a thread: several times the largest cache."
 
@@ -47,7 +50,7 @@ def plain_decoding(
     """Compare the engines on the workload of each batch size; return rates as rows.
 
     Keeps, batch size and suffix behind each: `plain_over_X` of every other engine, `bf16_over_X` of those whose weights
-    are bfloat16 too, `bf16_over_hf_fp32`, `share_X` of every engine, and `copied_gb_per_s`.
+    are bfloat16 too, `bf16_over_hf_fp32`, `share_X` of every engine, and `copied_gb_per_s`; once `weights_over_cache`.
     """
     rows = []
     with ExitStack() as stack:
@@ -55,6 +58,8 @@ def plain_decoding(
         peers = _peers(workloads[max(workloads)], max(workloads), threads)
         peers = {name: stack.enter_context(peer) for name, peer in peers.items()}
         weights, cells = _numbers_read(workloads[max(workloads)])
+        if CACHE.is_file():
+            figures.values[f"weights_over_cache{suffix}"] = 4 * weights / (int(CACHE.read_text()[:-2]) << 10)
         for size, workload in workloads.items():
             engines = {
                 "ours": _our_rate(workload, pool, threads, "float32"),
@@ -63,14 +68,11 @@ def plain_decoding(
                 **{name: peer_rate(peer, workload) for name, peer in peers.items()},
             }
             taken = interleaved({**engines, "copy": _copy_rate(pool, threads)}, rounds)
-            pairs = {"bf16_over_hf_fp32": (f"ours{BF16}", "hf")}
-            for name in ("hf", *peers):
-                plain = name.removesuffix(BF16)
-                pairs |= (
-                    {f"plain_over_{name}": ("ours", name)}
-                    if plain == name
-                    else {f"bf16_over_{plain}": (f"ours{BF16}", name)}
-                )
+            pairs = {f"plain_over_{name}": ("ours", name) for name in ("hf", *peers) if BF16 not in name}
+            pairs |= {
+                f"bf16_over_{name}": (f"ours{BF16}", name + BF16) for name in peers if name + BF16 in peers
+            }
+            pairs["bf16_over_hf_fp32"] = (f"ours{BF16}", "hf")
             end = f"_b{size}{f'_t{threads}' * (threads > 1)}{suffix}"
             for figure, (a, b) in pairs.items():
                 kept = figures.keep(figure + end, ratios(taken, a, b))
@@ -80,7 +82,7 @@ def plain_decoding(
                 read += cells * (2 if name in BF16_CACHES else 4) * _mean_context(workload)
                 kept = figures.keep(f"share_{name}{end}", [read * x for x in ratios(taken, name, "copy")])
                 console.print(f"share_{name}{end}: {kept:.2f}")
-            figures.values[f"copied_gb_per_s{end}"] = statistics.median(taken["copy"]) / 1e9
+            figures.values[f"copied_gb_per_s{end}"] = statistics.median(taken.pop("copy")) / 1e9
             rows += rate_rows(taken, part="plain", batch_size=size, threads=threads)
     return rows
 
@@ -93,12 +95,11 @@ def greedy(workload: Workload, size: int) -> Workload:
 
 def _peers(workload: Workload, max_batch: int, threads: int) -> dict[str, Peer]:
     """Every peer that is built; those that can a second time with bfloat16 weights."""
-    names = available_peers()
-    kinds = [(name, "float32") for name in names] + [
-        (name, "bfloat16") for name in names if name in BF16_PEERS
-    ]
+    built = available_peers()
+    kinds = {name: (name, "float32") for name in built}
+    kinds |= {name + BF16: (name, "bfloat16") for name in BF16_PEERS if name in built}
     return {
-        name + BF16 * (dtype == "bfloat16"): Peer(
+        key: Peer(
             name,
             workload.paths.target,
             max_batch=max_batch,
@@ -106,7 +107,7 @@ def _peers(workload: Workload, max_batch: int, threads: int) -> dict[str, Peer]:
             dtype=dtype,
             threads=threads,
         )
-        for name, dtype in kinds
+        for key, (name, dtype) in kinds.items()
     }
 
 
