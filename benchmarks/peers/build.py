@@ -16,6 +16,7 @@ from pathlib import Path
 from .client import BUILT, PEER_NAMES, SERVERS, available_peers, default_peers_dir
 
 IMPORTS = {
+    "llama_cpp": "import xllamacpp, gguf, safetensors.numpy",
     "openvino": "import openvino_genai, optimum.intel",
     "ctranslate2": "import ctranslate2.converters, transformers",
     "vllm": "import vllm._custom_ops; from vllm import LLM",

@@ -21,7 +21,7 @@ from typing import Any
 from ...core.config import RunConfig
 from ...core.errors import RlhfSpecError, WaitTimeout
 
-PEER_NAMES = ("openvino", "ctranslate2", "vllm")
+PEER_NAMES = ("llama_cpp", "openvino", "ctranslate2", "vllm")
 SERVERS = Path(__file__).parent
 BUILT = ".built"
 "File that `build.py` leaves in an environment once the engine in it could be imported."
@@ -69,6 +69,7 @@ class Peer:
         max_total_tokens: int,
         dtype: str = "float32",
         threads: int = 1,
+        draft: Path | None = None,
         cache_dir: Path | None = None,
         load_timeout_s: float = 600.0,
         generate_timeout_s: float = 600.0,
@@ -84,6 +85,7 @@ class Peer:
             "threads": threads,
             "max_batch": max_batch,
             "max_total_tokens": max_total_tokens,
+            "draft": str(draft) if draft else None,
         }
         self._load_timeout_s = load_timeout_s
         self._generate_timeout_s = generate_timeout_s

@@ -37,13 +37,15 @@ class ModelOrder:
     threads: int
     max_batch: int
     max_total_tokens: int
+    draft: Path | None = None
+    "a model that drafts, for the one engine that is asked to speculate"
 
 
 def serve(load: Callable[[ModelOrder], tuple[str, Generate]]) -> None:
     """Answer orders until stdin ends; `load` returns the engine's version and its generate function."""
     answers = _private_stdout()
     tree = json.loads(sys.stdin.readline())
-    order = ModelOrder(**tree | {"model": Path(tree["model"])})
+    order = ModelOrder(**tree | {name: Path(tree[name]) for name in ("model", "draft") if tree.get(name)})
     # Set before the engine is imported: OpenMP reads it once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(order.threads)
     version, generate = load(order)

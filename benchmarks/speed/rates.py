@@ -1,4 +1,4 @@
-"""Rates side by side: plain decoding beside Hugging Face and the peers that are built, fixed plans with three drafts.
+"""Rates side by side: fixed plans with three drafts, and beside llama.cpp's own speculation; a rollout plain.
 
 And what invariance costs, and what memory that comes with a sample's length is worth: three engines on model P, plain,
 through long-tailed responses. `reserved` has slots at full length, as many as the bytes hold; `paged` has eight times
@@ -7,11 +7,9 @@ the slots, and its samples share the bytes; `unlimited` has those slots and memo
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,7 @@ from rich.console import Console
 from transformers.modeling_utils import PreTrainedModel
 
 from ...core.config import SpeculationConfig
-from ...core.records import SampleRequest
-from ..peers.client import Peer, available_peers
+from ..peers.client import Peer
 from ..support.timing import (
     Figures,
     Rate,
@@ -31,76 +28,13 @@ from ..support.timing import (
     rate_rows,
     ratios,
 )
-from ..support.workload import (
-    NEW_TOKENS,
-    PLAIN,
-    PROMPT_TOKENS,
-    Workload,
-    model_p,
-    model_p_folder,
-)
-
-BFLOAT16_BATCH_SIZE = 8
-
-
-def plain_decoding(
-    cache_dir: Path,
-    figures: Figures,
-    rounds: int,
-    console: Console,
-    batch_sizes: Sequence[int],
-) -> list[dict[str, Any]]:
-    """Keep `plain_over_hf_b*`, `plain_over_PEER_b*` and `bf16_over_hf_fp32_b8`; return rates as rows."""
-    rows = []
-    with ExitStack() as stack:
-        peers = {
-            name: stack.enter_context(
-                Peer(
-                    name,
-                    model_p_folder(cache_dir),
-                    max_batch=max(batch_sizes),
-                    max_total_tokens=PROMPT_TOKENS + NEW_TOKENS,
-                )
-            )
-            for name in available_peers(cache_dir / "peers")
-        }
-        for batch_size in batch_sizes:
-            workload = model_p(batch_size)
-            contestants = {"ours": _our_rate(workload), "hf": _their_rate(workload)}
-            if batch_size == BFLOAT16_BATCH_SIZE:
-                contestants["ours bfloat16"] = _our_rate(workload, dtype="bfloat16")
-            contestants |= {name: _peer_rate(peer, workload.requests()) for name, peer in peers.items()}
-            taken = interleaved(contestants, rounds)
-            for name in ("hf", *peers):
-                figure = f"plain_over_{name}_b{batch_size}"
-                figures.keep(figure, ratios(taken, "ours", name))
-                console.print(f"{figure}: {figures.values[figure]:.2f}")
-            if "ours bfloat16" in taken:
-                figures.keep("bf16_over_hf_fp32_b8", ratios(taken, "ours bfloat16", "hf"))
-            rows += rate_rows(taken, part="plain", batch_size=batch_size)
-    return rows
-
-
-def real_decoding(
-    workload: Workload, figures: Figures, rounds: int, console: Console, batch_sizes: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Keep `plain_over_hf_b*_real` and `plain_tokens_per_s_b*_real`; return rates as rows."""
-    rows = []
-    for size in batch_sizes:
-        some = replace(workload, prompts=workload.prompts[:size])
-        taken = interleaved({"ours": _our_rate(some), "hf": _their_rate(some)}, rounds)
-        figures.keep(f"plain_over_hf_b{size}_real", ratios(taken, "ours", "hf"))
-        figures.values[f"plain_tokens_per_s_b{size}_real"] = statistics.median(taken["ours"])
-        console.print(
-            f"B={size}: { ({n: round(statistics.median(r), 1) for n, r in taken.items()}) } tokens/s"
-        )
-        rows += rate_rows(taken, part="plain", batch_size=size)
-    return rows
+from ..support.workload import NEW_TOKENS, PLAIN, Workload, model_p
+from .plain import peer_rate, their_rate
 
 
 def rollout(workload: Workload, figures: Figures, rounds: int) -> None:
     """Keep `plain_over_hf_rollout` and `invariant_cost_b8`."""
-    contestants = {"ours": _our_rate(workload), "hf": _their_rate(workload)}
+    contestants = {"ours": _our_rate(workload), "hf": their_rate(workload)}
     taken = interleaved(contestants, max(rounds // 2, 1))
     figures.keep("plain_over_hf_rollout", ratios(taken, "ours", "hf"))
     taken = interleaved(
@@ -113,25 +47,6 @@ def _our_rate(workload: Workload, batch_size: int | None = None, **settings: Any
     """Of plain decoding, of all prompts at once by default."""
     size = batch_size or len(workload.prompts)
     return engine_rate(workload.engine(max_running_samples=size, **settings), workload.requests())
-
-
-def _their_rate(workload: Workload) -> Rate:
-    return hugging_face_rate(
-        workload.target("float32"),
-        workload.requests(),
-        batch_size=len(workload.prompts),
-        pad_token_id=workload.pad_token_id,
-    )
-
-
-def _peer_rate(peer: Peer, requests: Sequence[SampleRequest]) -> Rate:
-    prompts = [request.prompt.token_ids.tolist() for request in requests]
-
-    def rate() -> float:
-        result = peer.generate(prompts, max_new_tokens=NEW_TOKENS, temperature=0.0)
-        return result.num_tokens / result.seconds
-
-    return rate
 
 
 COST_BATCH_SIZE = 8
@@ -213,6 +128,43 @@ def _contestants(
             pad_token_id=workload.pad_token_id,
         )
     return rates
+
+
+def speculation_beside_llama_cpp(
+    workload: Workload, figures: Figures, rounds: int, console: Console, batch_sizes: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Keep `spec_over_llama_cpp_b*` and `llama_cpp_spec_over_plain_b*`; return rates as rows.
+
+    Both draft with the pair's draft at temperature 1, every response NEW_TOKENS long: ours by the best fixed plan,
+    llama.cpp as it comes.
+    """
+    rows = []
+    sampling = replace(workload.sampling, stop_token_ids=(), max_new_tokens=NEW_TOKENS)
+    for size in batch_sizes:
+        some = replace(workload, prompts=workload.prompts[:size], sampling=sampling)
+        with ExitStack() as stack:
+            contestants = {
+                name: engine_rate(
+                    some.engine(plan, some.draft("float32"), max_running_samples=size), some.requests()
+                )
+                for name, plan in PLANS.items()
+            }
+            for name, draft in (("llama.cpp", None), ("llama.cpp drafting", workload.paths.draft)):
+                peer = Peer(
+                    "llama_cpp",
+                    workload.paths.target,
+                    max_batch=size,
+                    max_total_tokens=some.max_total_tokens,
+                    draft=draft,
+                )
+                contestants[name] = peer_rate(stack.enter_context(peer), some)
+            taken = interleaved(contestants, rounds)
+        best = max(PLANS, key=lambda name: sum(taken[name]))
+        figures.keep(f"llama_cpp_spec_over_plain_b{size}", ratios(taken, "llama.cpp drafting", "llama.cpp"))
+        kept = figures.keep(f"spec_over_llama_cpp_b{size}", ratios(taken, best, "llama.cpp drafting"))
+        console.print(f"B={size}: {best} is {kept:.2f}x llama.cpp's speculation")
+        rows += rate_rows(taken, part="speculation beside llama.cpp", batch_size=size)
+    return rows
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> list[int]:
