@@ -222,7 +222,7 @@ def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
     share = adapter / (target.num_params + adapter)
     return (
         f"LoRA: {adapter / 1e6:.2f}M of {(target.num_params + adapter) / 1e6:.2f}M parameters learn ({share:.2%}); "
-        f"trainer {gib(memory.trainer_bytes)}"
+        f"trainer {gib(memory.trainer_gpu_bytes or memory.trainer_bytes)}"
     )
 
 
