@@ -191,8 +191,9 @@ class GroupRanks:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> GroupError:
+        others = " or ".join(str(rank) for rank in range(self.share.ranks) if rank != self.share.rank)
         lost = GroupError(
-            f"instance {self._instance}: rank {self.share.rank} of {self.share.ranks} waited for another rank and got: "
+            f"instance {self._instance}: rank {self.share.rank} of {self.share.ranks} waited for rank {others} and got: "
             f"{str(error).splitlines()[0]}; the instance is lost"
         )
         if self.on_lost is not None:
@@ -246,6 +247,5 @@ def joined(
     TimeoutError: not all came in time; what `watch` raises.
     """
     timeouts = {"start_timeout_s": start_timeout_s, "step_timeout_s": step_timeout_s}
-    device = device or torch.device("cpu")
-    met = meet(Path(folder), rank, num_ranks, device, watch=watch, **timeouts)
+    met = meet(Path(folder), rank, num_ranks, device or torch.device("cpu"), watch=watch, **timeouts)
     return GroupRanks(*met, Share(rank=rank, ranks=num_ranks), instance=instance)
