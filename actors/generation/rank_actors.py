@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...core.errors import InstanceLost, PlacementError, WaitTimeout
 from ..actor_messages import GenerationSpec
 from ..remote.actor_start import begin_actor
-from ..remote.assigned_device import assigned_gpus, resolve_device
+from ..remote.assigned_device import INSTANCE_ADVICE, assigned_gpus, resolve_device, take_gpu_share
 from ..remote.deaths import DEATHS, cause_of
 from ..remote.remote import Handle, remote
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ...engine.group.ranks import GroupRanks
 
 logger = logging.getLogger(__name__)
-DeviceWish = Literal["auto", "cpu", "cuda"]
 START_TIMEOUT_S = 240.0
 "Until all ranks of an instance have met; less than the default of `cluster.order_timeout_s`."
 STEP_TIMEOUT_S = 120.0
@@ -41,20 +40,20 @@ _LAST_WORDS_S = 5.0
 class RankActor:
     """A rank that follows: see `engine.group.follower`."""
 
-    def __init__(self, instance: str, rank: int) -> None:
-        self._instance = instance
-        begin_actor(f"{instance}-rank-{rank}")
+    def __init__(self, spec: GenerationSpec, rank: int) -> None:
+        self._spec, self._rank = spec, rank
+        begin_actor(_name(spec, rank))
 
-    def follow(self, folder: str, rank: int, num_ranks: int, device: DeviceWish) -> None:
-        """Compute this rank's share until the leader says stop. Raises GroupError: the leader is gone."""
+    def follow(self, folder: str) -> None:
+        """Compute this rank's share until the leader says stop. Raises GroupError: the leader is gone; as `_join`."""
         from ...engine.group.follower import Follower
 
         try:
-            with closing(_join(folder, rank, num_ranks, device, instance=self._instance)) as ranks:
+            with closing(_join(folder, self._rank, self._spec)) as ranks:
                 # whatever ends it: the others see closed sockets, and wait no longer
                 Follower(ranks).follow()
         except Exception:
-            logger.exception("rank %d of %s has ended", rank, self._instance)
+            logger.exception("rank %d of %s has ended", self._rank, self._spec.instance)
             raise
 
 
@@ -67,28 +66,17 @@ class RankActors:
         Raises WaitTimeout, naming who did not come; InstanceLost: a rank has ended; PlacementError: no
         folder to meet in.
         """
-        numbers = range(1, spec.num_ranks)
-        self._actors: list[Handle] = [_started(spec, rank) for rank in numbers]
+        self._actors: list[Handle] = [_started(spec, rank) for rank in range(1, spec.num_ranks)]
         self._following: list[Any] = []
         try:
             with tempfile.TemporaryDirectory(prefix=f"{spec.instance}-ranks-") as folder:
-                self._following += [
-                    actor.follow.remote(folder, rank, spec.num_ranks, spec.engine.device)
-                    for actor, rank in zip(self._actors, numbers, strict=True)
-                ]
-                self.ranks: GroupRanks = _join(
-                    folder,
-                    0,
-                    spec.num_ranks,
-                    spec.engine.device,
-                    instance=spec.instance,
-                    watch=self._require_following,
-                )
+                self._following += [actor.follow.remote(folder) for actor in self._actors]
+                self.ranks: GroupRanks = _join(folder, 0, spec, watch=self._require_following)
         except TimeoutError as error:
             self._end()
             raise WaitTimeout(
                 waiter=spec.instance,
-                waited_for=f"{len(numbers)} more rank(s) of it",
+                waited_for=f"{len(self._actors)} more rank(s) of it",
                 order="meet",
                 waited_s=START_TIMEOUT_S,
                 advice="look at their logs, and whether its node has room for cluster.generation.num_cpus times "
@@ -157,9 +145,8 @@ class RankActors:
 
 def _started(spec: GenerationSpec, rank: int) -> Handle:
     """A rank's actor in the leader's bundle; its environment is the leader's."""
-    name = f"{spec.instance}-rank-{rank}"
     options: dict[str, Any] = {
-        "name": name,
+        "name": _name(spec, rank),
         "namespace": spec.namespace,
         "num_cpus": spec.rank_cpus,
         "num_gpus": spec.gpu_share if assigned_gpus() else 0.0,
@@ -170,30 +157,36 @@ def _started(spec: GenerationSpec, rank: int) -> Handle:
             placement_group=group, placement_group_bundle_index=spec.bundle
         )
     actor: Any = RankActor
-    return actor.options(**options).remote(spec.instance, rank)
+    return actor.options(**options).remote(spec, rank)
+
+
+def _name(spec: GenerationSpec, rank: int) -> str:
+    return f"{spec.instance}-rank-{rank}"
 
 
 def _join(
-    folder: str,
-    rank: int,
-    num_ranks: int,
-    device: DeviceWish,
-    *,
-    instance: str,
-    watch: Callable[[], None] = lambda: None,
+    folder: str, rank: int, spec: GenerationSpec, watch: Callable[[], None] = lambda: None
 ) -> GroupRanks:
-    """Meet the others. Raises TimeoutError, ConfigError as `resolve_device`, and what `watch` raises meanwhile."""
+    """Meet the others.
+
+    Raises TimeoutError, ConfigError as `resolve_device`, PlacementError: a GPU has no room; and what `watch` raises.
+    """
     # the driver and the scheduler import this module, and have no use for torch
     from ...engine.group.ranks import joined
 
-    assigned = assigned_gpus()
+    pool, assigned = "cluster.generation", assigned_gpus()
+    device = resolve_device(spec.engine.device, assigned=assigned, key="engine.device", pool=pool)
+    if rank:
+        # none holds more than the leader, which has asked
+        who, needed, share = _name(spec, rank), spec.gpu_bytes, spec.gpu_share
+        take_gpu_share(who, device, needed_bytes=needed, share=share, advice=INSTANCE_ADVICE)
     return joined(
         folder,
         rank,
-        num_ranks,
-        instance=instance,
+        spec.num_ranks,
+        instance=spec.instance,
         start_timeout_s=START_TIMEOUT_S,
         step_timeout_s=STEP_TIMEOUT_S,
-        device=resolve_device(device, assigned=assigned, key="engine.device", pool="cluster.generation"),
+        device=device,
         watch=watch,
     )

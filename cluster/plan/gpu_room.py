@@ -9,9 +9,6 @@ from ...core.errors import PlacementError
 from ...engine.admission import MB
 from .memory_plan import GIB, MemoryPlan, gib, listed
 
-_OF_THE_HOST = ("process", "scorer")
-"Of a trainer's parts, those that are never on its GPU."
-
 
 def require_gpu_room(
     plan: MemoryPlan, *, num_gpus: float, device_bytes: int, trainer_gpus: float = 1.0
@@ -24,10 +21,9 @@ def require_gpu_room(
         device_bytes: memory of the smallest GPU.
         trainer_gpus: of one trainer.
     """
-    learning = {name: size for name, size in plan.trainer_parts.items() if name not in _OF_THE_HOST}
     for who, planned, parts, pool, gpus, advice in (
         ("an instance", plan.gpu_bytes, plan.gpu_parts, "generation", num_gpus, INSTANCE_ADVICE),
-        ("a trainer", plan.trainer_gpu_bytes, learning, "trainer", trainer_gpus, TRAINER_ADVICE),
+        ("a trainer", plan.trainer_gpu_bytes, plan.trainer_parts, "trainer", trainer_gpus, TRAINER_ADVICE),
     ):
         share, needed = int(min(gpus, 1.0) * device_bytes), planned and planned + CUDA_CONTEXT_BYTES
         if needed <= share:

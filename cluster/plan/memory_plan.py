@@ -10,6 +10,7 @@ ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
                 reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations,
                 copies of keys and values along a tree's paths, a chunk of logits, the head's gradient; with refits
                 the draft's, and its targets
+    on a GPU    all of that there, and on the host the process (CUDA's libraries are not counted), what passes through
     environment the interpreter; between turns instances keep caches on the host (engine.turn_cache_mb)
     reward      the interpreter alone, or the reward model's weights
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -26,8 +28,7 @@ from ...core.config import Config
 from ...core.weight_records import DEVICE_BUCKET_BYTES
 from ...engine.admission import MB
 from ...engine.cache.cuda_memory import mapped_pages
-from ...engine.cache.kv_memory import Pages, host_pages
-from ...engine.cache.kv_pool import KVShape
+from ...engine.cache.kv_memory import host_pages
 from ...engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from ...engine.draft_policies import most_nodes
 from ...engine.model.prefill_plan import MAX_BIAS_TOGETHER
@@ -40,6 +41,8 @@ from ...learning.training.objectives.head_statistics import logit_copies, most_l
 from .model_sizes import DTYPE_BYTES, ModelShapes
 
 GIB = 1 << 30
+MOVING_POLICIES = ("finish_time", "paper_rule")
+"Of `reallocation.policy`: samples move between instances."
 GPU_PAGE_BYTES = 2 << 20
 "What drivers map at least; the device is not asked here."
 MIB = 1 << 20
@@ -94,12 +97,12 @@ _ROLLOUT_BYTES_PER_TOKEN = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by part of the system; `total_bytes` is what one machine must have."""
+    """Bytes by part of the system, on the host but where a GPU is named; `total_bytes` is what a machine must have."""
 
     generation_bytes: int
-    "one generation actor"
+    "one generation actor, its other ranks included"
     kv_pool_bytes: int
-    "of which the KV pool"
+    "the KV pool, there or on the GPU"
     longest_sample_bytes: int
     "of which one sample of full length"
     trainer_bytes: int
@@ -118,9 +121,11 @@ class MemoryPlan:
     environment_bytes: int = 0
     "all environment actors"
     trainer_parts: Mapping[str, int] = field(default_factory=dict)
-    "what one trainer holds, by what it is"
+    "what one trainer holds to learn with, on its GPU where it has one, by what it is"
+    trainer_host_parts: Mapping[str, int] = field(default_factory=dict)
+    "all that it holds on the host"
     gpu_parts: Mapping[str, int] = field(default_factory=dict)
-    "the same of an instance on its GPU"
+    "what an instance holds on its GPU"
     least_cache_bytes: int = 0
     "of caches that are limited: one sample of full length on its pages"
     checkpoints: bool = False
@@ -140,10 +145,13 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and amount of every part, for `rlhfspec check`."""
-        kv_pool = f"of which KV pool {gib(self.kv_pool_bytes)}"
+        kv_pool = "" if self.gpu_bytes else f" (of which KV pool {gib(self.kv_pool_bytes)})"
         return [
-            ("generation", f"{self.num_generation} x {gib(self.generation_bytes)} ({kv_pool})"),
-            ("trainer", f"{self.num_trainer} x {gib(self.trainer_bytes)}{_of_which(self.trainer_parts)}"),
+            ("generation", f"{self.num_generation} x {gib(self.generation_bytes)}{kv_pool}"),
+            (
+                "trainer",
+                f"{self.num_trainer} x {gib(self.trainer_bytes)} ({listed(self.trainer_host_parts)})",
+            ),
             ("reward", f"{self.num_reward} x {gib(self.reward_bytes)}"),
             *([("environment", gib(self.environment_bytes))] if self.environment_bytes else []),
             ("object store", gib(self.object_store_bytes)),
@@ -155,11 +163,6 @@ class MemoryPlan:
 def gib(num_bytes: int) -> str:
     """Bytes as a short text, such as `1.50 GiB`."""
     return f"{num_bytes / GIB:.2f} GiB"
-
-
-def _of_which(parts: Mapping[str, int]) -> str:
-    held = listed(parts)
-    return f" ({held})" if held else ""
 
 
 def listed(parts: Mapping[str, int]) -> str:
@@ -222,6 +225,7 @@ class MemoryNeeds:
         longest_sample = self._sample(on_pages=False) if config.engine.kv_cache_mb is None else on_pages
         parts = self._learner() | {"draft": self._refit()}
         learning, process = sum(parts.values()), {"process": TORCH_PROCESS_BYTES, "scorer": self._scorer()}
+        process |= self._passing_through() if config.learns_on_gpu else parts
         kv_pool = config.engine.max_running_samples * longest_sample
         if config.engine.kv_cache_mb is not None:
             kv_pool = min(kv_pool, int(config.engine.kv_cache_mb * MB))
@@ -231,23 +235,21 @@ class MemoryNeeds:
         # of recorded steps, and of recorded forwards of each model; a head's are not recorded
         num_recorded = 3 if self._draft is not None and config.speculation.drafter == "model" else 2
         elsewhere = self._on_other_gpus(kv_pool)
+        ranks_host, ranks_gpu = self._ranks(kv_pool)
         on_gpu = {
             "weights and logits": engine - elsewhere[0],
             "KV pool": kv_pool - elsewhere[1],
             "recordings": int(config.engine.graph_memory_mb * MB * num_recorded),
-            "prefill and bucket": self._on_device_alone(),
+            "prefill and bucket": self._on_device_alone() + ranks_gpu,
         }
+        decoding = self._modules() if self._on_gpu else kv_pool + engine
         return MemoryPlan(
-            generation_bytes=TORCH_PROCESS_BYTES
-            + kv_pool
-            + engine
-            + int(kept_mb * MB)
-            + self._spot()
-            + self._ranks(),
+            generation_bytes=TORCH_PROCESS_BYTES + decoding + int(kept_mb * MB) + self._spot() + ranks_host,
             kv_pool_bytes=kv_pool,
             longest_sample_bytes=longest_sample,
-            trainer_bytes=learning + sum(process.values()),
-            trainer_parts=parts | process,
+            trainer_bytes=sum(process.values()),
+            trainer_parts=parts,
+            trainer_host_parts=process,
             checkpoints=self._computes_anew,
             reward_bytes=PLAIN_PROCESS_BYTES
             if self._reward_params is None
@@ -276,7 +278,8 @@ class MemoryNeeds:
         if self._config.speculation.policy == "goodput" and self._draft is not None:
             # the profile's engine has the same limit and drafts more nodes
             tokens = self._max_total_tokens + max(self._num_nodes, MAX_PROFILED_NODES) + 1
-        pages = [_pages_of(shape, element_bytes, on_gpu=self._on_gpu) for shape in shapes]
+        pages_of = partial(mapped_pages, page_bytes=GPU_PAGE_BYTES) if self._on_gpu else host_pages
+        pages = [pages_of(kv.num_layers, kv.num_kv_heads, kv.head_size * element_bytes) for kv in shapes]
         return sum(each.bytes_of(np.array([each.whole(tokens)])) for each in pages)
 
     def _engine(self) -> int:
@@ -289,19 +292,38 @@ class MemoryNeeds:
         logits = tokens * self._target.vocab_size * 4 * _STEP_COPIES
         return weights + logits
 
-    def _ranks(self) -> int:
-        """What an instance's other ranks hold, and what each receives: sums and logits of all, a bucket of weights."""
-        ranks, engine = self._config.cluster.generation.tensor_parallel, self._config.engine
-        if ranks == 1:
-            return 0
-        table = self._target.vocab_size * self._target.hidden_size
-        # each is a process, and holds the embeddings too
-        others = (ranks - 1) * (TORCH_PROCESS_BYTES + table * 4)
+    def _modules(self) -> int:
+        """What an instance on a GPU builds on the host first: transformers' models; ours are filled where they are."""
+        models = ((self._target, self._dtype), (self._draft, self._draft_dtype))
+        return sum(one.weight_bytes(dtype) for one, dtype in models if one is not None and not one.is_ours)
+
+    def _passing_through(self) -> dict[str, int]:
+        """What a trainer with a GPU has on the host: a model that it reads whole (float32), a bucket that goes out."""
+        config = self._config
+        read = [self._draft] if config.refits_draft else []
+        if config.trainer.strategy == "ddp" or config.cluster.trainer.num_actors == 1:
+            read += [self._target, self._teacher]
+        largest = max((one.num_params for one in read if one is not None), default=0)
+        return {"model on its way": largest * _MASTER_BYTES, "publication": self._bucket(CHUNK_BYTES)}
+
+    def _ranks(self, kv_pool: int) -> tuple[int, int]:
+        """Of an instance's ranks, on the host and on the leader's GPU: what each receives, what the others hold.
+
+        That is sums and logits of all, and a bucket of weights. Caches of samples that leave are joined on the host.
+        """
+        config, engine, pool = self._config, self._config.engine, self._config.cluster.generation
+        if (ranks := pool.tensor_parallel) == 1:
+            return 0, 0
         tokens = max(engine.max_prefill_tokens, engine.max_running_samples * (self._num_nodes + 1))
         sums = max(tokens * self._target.hidden_size, LOGITS_TOGETHER) * ranks
-        bucket = max(table * DTYPE_BYTES[self._dtype], CHUNK_BYTES)
-        # Gloo lays out once more what it has gathered
-        return others + ranks * (2 * 4 * sums + min(bucket, self._target_bytes))
+        # laid out once more when it has been gathered
+        received = 2 * 4 * sums + min(self._bucket(CHUNK_BYTES), self._target_bytes)
+        leaving = kv_pool if config.reallocation.policy in MOVING_POLICIES and pool.most > 1 else 0
+        host = (ranks - 1) * TORCH_PROCESS_BYTES + leaving
+        if self._on_gpu:
+            return host, received
+        # each holds the embeddings too
+        return host + (ranks - 1) * self._target.table * 4 + ranks * received, 0
 
     def _on_other_gpus(self, kv_pool: int) -> tuple[int, int]:
         """Of weights and of caches what lies on the GPUs of an instance's other ranks: all but the leader's heads."""
@@ -309,8 +331,7 @@ class MemoryNeeds:
         if ranks == 1:
             return 0, 0
         # embeddings are whole everywhere
-        table = target.vocab_size * target.hidden_size * DTYPE_BYTES[self._dtype]
-        weights = target.decoding_bytes(self._dtype, on_gpu=True) - table
+        weights = target.decoding_bytes(self._dtype, on_gpu=True) - target.table * DTYPE_BYTES[self._dtype]
         each = [shape.kv.token_bytes for shape in (target, self._draft) if shape is not None]
         cells, heads = kv_pool * each[0] // sum(each), target.kv.num_kv_heads
         kept = len(Share(ranks=ranks).of(heads))
@@ -335,7 +356,7 @@ class MemoryNeeds:
         weights, element = target.num_params * _MASTER_BYTES, DTYPE_BYTES[self._dtype]
         if has_adapter := target.num_adapter_params is not None:
             # the weights below stay, and serve as the reference too; the embedding in float32, as the states are
-            whole = self._target_bytes + target.largest_tensor * (_MASTER_BYTES - element)
+            whole = self._target_bytes + target.table * (_MASTER_BYTES - element)
             kept = min(whole, weights) if config.cluster.trainer.num_gpus else weights
             learned, reference = target.num_adapter_params * _MASTER_BYTES, 0
         else:
@@ -377,7 +398,8 @@ class MemoryNeeds:
 
     def _bucket(self, usual: int) -> int:
         """Of a publication: a tensor that is larger has a bucket of its own, or one in which it is put together."""
-        return max(usual, self._target.largest_tensor * DTYPE_BYTES[self._dtype])
+        largest = max(self._target.table, self._target.largest_product)
+        return max(usual, largest * DTYPE_BYTES[self._dtype])
 
     def _rounded(self) -> int:
         """Copies of weights that autocast rounds and the backward pass reads: of whole ones, whatever is sharded.
@@ -475,9 +497,3 @@ class MemoryNeeds:
         draft = self._draft.num_params * (3 if config.refits_draft else 1) if self._draft and has_draft else 0
         one = (weights + draft) * _MASTER_BYTES + self._moments()
         return one * min(config.run.iterations // every, config.run.keep_states + 1)
-
-
-def _pages_of(kv: KVShape, element_bytes: int, *, on_gpu: bool) -> Pages:
-    """How a slot of a paged cache lies on the pages of the device."""
-    sizes = (kv.num_layers, kv.num_kv_heads, kv.head_size * element_bytes)
-    return mapped_pages(*sizes, page_bytes=GPU_PAGE_BYTES) if on_gpu else host_pages(*sizes)

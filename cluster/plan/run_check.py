@@ -185,6 +185,11 @@ def _require_machine(topology: Topology, cluster: ClusterConfig, elsewhere: mach
     """Require a machine that holds all actors, or a cluster that can be reached. Raises PlacementError."""
     address = joined_address(cluster)
     if elsewhere is not None:
+        if "GPU" not in topology.wanted():
+            raise PlacementError(
+                "--gpus is of GPUs, and the config asks for none; set cluster.trainer.num_gpus and "
+                "cluster.generation.num_gpus, or check it without --gpus"
+            )
         require_machine(topology, num_cpus=None, num_gpus=elsewhere.number)
     elif is_local(cluster):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
@@ -222,7 +227,7 @@ def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
     share = adapter / (target.num_params + adapter)
     return (
         f"LoRA: {adapter / 1e6:.2f}M of {(target.num_params + adapter) / 1e6:.2f}M parameters learn ({share:.2%}); "
-        f"trainer {gib(memory.trainer_bytes)}"
+        f"trainer {gib(memory.trainer_gpu_bytes or memory.trainer_bytes)}"
     )
 
 

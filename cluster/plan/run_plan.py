@@ -24,12 +24,11 @@ from ...policies.scheduling.look_ahead import LookAheadLaw, rows_of_curve, rows_
 from ...profiles.profile import Profile
 from .drafts import what_drafts
 from .inputs import Inputs
-from .memory_plan import MemoryPlan
+from .memory_plan import MOVING_POLICIES, MemoryPlan
 from .model_check import CheckedModels
 from .reward_plan import resolved_reward
 from .topology import Topology
 
-_MOVING_POLICIES = ("finish_time", "paper_rule")
 _GUESSED_SAMPLES = (1, 4, 64)
 _GUESSED_RATES = (100.0, 300.0, 600.0)
 "Without a profile: tokens a second that processors deliver over samples, which the run corrects by one factor."
@@ -184,7 +183,7 @@ class RunPlan:
 
     @property
     def _moves(self) -> bool:
-        return self.config.reallocation.policy in _MOVING_POLICIES
+        return self.config.reallocation.policy in MOVING_POLICIES
 
     def _reallocation(self, wanted: ReallocationConfig) -> ReallocationPolicy | None:
         # float32 as on CPU: an upper bound on devices that keep bfloat16

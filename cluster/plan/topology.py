@@ -131,24 +131,14 @@ class Topology:
 
     def describe(self) -> str:
         """One line a pool and one for the whole, for `rlhfspec check`."""
-        pools = {
-            "generation": self.generation,
-            "reward": self.reward,
-            # one letter longer than its column
-            "environment ": self.environment,
-            "trainer": self.trainer,
-            "scheduler": (self.scheduler,),
-        }
-        lines = [
-            f"{name:<11}{len(places)} x {amounts(places[0].resources())}, {places[0].num_threads} thread(s)"
-            + (
-                f" in each of {places[0].num_ranks} ranks (tensor_parallel)"
-                if places[0].num_ranks > 1
-                else ""
-            )
-            for name, places in pools.items()
-            if places
-        ]
+        pools, lines = self.pools | {"trainer": self.trainer, "scheduler": (self.scheduler,)}, list[str]()
+        for name, places in pools.items():
+            for first in places[:1]:
+                of_each = f"{len(places)} x {amounts(first.resources())}, {first.num_threads} thread(s)"
+                ranks = (
+                    f" in each of {first.num_ranks} ranks (tensor_parallel)" if first.num_ranks > 1 else ""
+                )
+                lines.append(f"{name + ' ':<11}{of_each}{ranks}")
         trained = {place.bundle for place in self.trainer}
         if beside := sum(place.bundle in trained for place in self.generation):
             lines.append(f"{'beside':<11}{beside} of the instances on the GPUs of trainers")
@@ -165,6 +155,8 @@ def plan_topology(config: Config) -> Topology:
     pool = cluster.generation
     _check_trainers(cluster.trainer, config.trainer.minibatch_size)
     _check_ranks(pool, config.engine, config.speculation, trains_head=config.trains_head)
+    _check_gpus("trainer", cluster.trainer, "trainer.device", config.trainer.device)
+    _check_gpus("generation", pool, "engine.device", config.engine.device)
     if cluster.generation.is_elastic and cluster.placement.startswith("STRICT_"):
         raise ConfigError(
             f"cluster.placement {cluster.placement} is a promise about places reserved together, and instances "
@@ -173,49 +165,31 @@ def plan_topology(config: Config) -> Topology:
     num_trainers = cluster.trainer.num_actors
     beside = min(num_trainers * _num_beside(cluster), pool.least)
     num_shared = min(beside, num_trainers)  # bundles of a trainer and of instances, the first ones
+    bundles = [i % num_trainers if i < beside else num_shared + i - beside for i in range(pool.least)]
     generation = tuple(
-        replace(
-            _place(
-                f"gen-{i}",
-                i % num_trainers if i < beside else num_shared + i - beside,
-                pool.num_cpus,
-                pool.num_gpus,
-                config.engine.num_threads,
-            ),
-            num_ranks=pool.tensor_parallel,
-        )
-        for i in range(pool.least)
+        replace(_place(f"gen-{i}", at, pool, config.engine.num_threads), num_ranks=pool.tensor_parallel)
+        for i, at in enumerate(bundles)
     )
     first = num_shared + pool.least - beside
-    reward = tuple(
-        _place(f"reward-{i}", first + i, cluster.reward.num_cpus, cluster.reward.num_gpus, 1)
-        for i in range(config.num_reward_actors)
-    )
-    first += len(reward)
+    reward = tuple(_place(f"reward-{i}", first + i, cluster.reward) for i in range(config.num_reward_actors))
+    of_scheduler = first + len(reward)
     num_environments = cluster.environment.num_actors if config.environment.kind else 0
     environment = tuple(
-        _place(
-            f"environment-{i}",
-            first + 1 + i,
-            cluster.environment.num_cpus,
-            cluster.environment.num_gpus,
-            1,
-        )
-        for i in range(num_environments)
+        _place(f"environment-{i}", of_scheduler + 1 + i, cluster.environment) for i in range(num_environments)
     )
     # last, but for those beside instances: an evaluation leaves them out
+    last = of_scheduler + 1 + num_environments - num_shared
     trainer = tuple(
         _place(
             "trainer" if num_trainers == 1 else f"trainer-{i}",
-            i if i < num_shared else first + 1 + num_environments + i - num_shared,
-            cluster.trainer.num_cpus,
-            cluster.trainer.num_gpus,
+            i if i < num_shared else last + i,
+            cluster.trainer,
             config.trainer.num_threads,
         )
         for i in range(num_trainers)
     )
     return Topology(
-        scheduler=_place("scheduler", first, cluster.scheduler_num_cpus, 0.0, 1),
+        scheduler=_place("scheduler", of_scheduler, PoolConfig(num_cpus=cluster.scheduler_num_cpus)),
         trainer=trainer,
         generation=generation,
         reward=reward,
@@ -224,7 +198,7 @@ def plan_topology(config: Config) -> Topology:
         placement_timeout_s=cluster.placement_timeout_s,
         pins_pools=cluster.pin_pools,
         num_added=cluster.generation.most - cluster.generation.least,
-    )  # fmt: skip
+    )
 
 
 def require_machine(topology: Topology, *, num_cpus: float | None, num_gpus: float) -> None:
@@ -338,13 +312,10 @@ def actor_options(place: PlacementSlot, context: PlacementContext) -> dict[str, 
     }
 
 
-def _place(name: str, bundle: int, num_cpus: float, num_gpus: float, num_threads: int) -> PlacementSlot:
+def _place(name: str, bundle: int, pool: PoolConfig, num_threads: int = 1) -> PlacementSlot:
+    num_cpus = max(pool.num_cpus, MIN_CPUS)
     return PlacementSlot(
-        name=name,
-        bundle=bundle,
-        num_cpus=max(num_cpus, MIN_CPUS),
-        num_gpus=num_gpus,
-        num_threads=num_threads,
+        name=name, bundle=bundle, num_cpus=num_cpus, num_gpus=pool.num_gpus, num_threads=num_threads
     )
 
 
@@ -389,17 +360,25 @@ def _num_beside(cluster: ClusterConfig) -> int:
 
 def _check_trainers(pool: PoolConfig, minibatch_size: int) -> None:
     """Raise ConfigError where several trainers could not learn as one."""
-    num_trainers, num_gpus = pool.num_actors, pool.num_gpus
-    if num_trainers > 1 and num_gpus > 1 and num_gpus != int(num_gpus):
+    if pool.num_actors > minibatch_size:
         raise ConfigError(
-            f"cluster.trainer.num_gpus is {num_gpus} with {num_trainers} trainers: each trains on one GPU, which it "
-            "may share with instances; set num_gpus: 1, less for a part of one, or 0 for the CPU"
-        )
-    if num_trainers > minibatch_size:
-        raise ConfigError(
-            f"cluster.trainer.num_actors is {num_trainers}, but a step of the optimizer has "
+            f"cluster.trainer.num_actors is {pool.num_actors}, but a step of the optimizer has "
             f"trainer.minibatch_size {minibatch_size} responses to share out, so some trainers would "
             "never learn; raise trainer.minibatch_size or take fewer trainers"
+        )
+
+
+def _check_gpus(name: str, pool: PoolConfig, device_key: str, device: str) -> None:
+    """Raise ConfigError where GPUs are asked for that nobody would use."""
+    asked = f"cluster.{name}.num_gpus is {pool.num_gpus:g}"
+    if pool.num_gpus > 1:
+        more = " or tensor_parallel" if name == "generation" else ""
+        raise ConfigError(
+            f"{asked}, and each actor uses one GPU; expected at most 1: for more set cluster.{name}.num_actors{more}"
+        )
+    if pool.num_gpus and device == "cpu":
+        raise ConfigError(
+            f"{asked} and {device_key} is cpu, so nobody would use it; set 0, or {device_key}=auto"
         )
 
 

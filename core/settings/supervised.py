@@ -320,10 +320,10 @@ class SupervisedConfig(Section):
                 f"cluster.trainer.num_actors is {num_trainers}, but trainer.batch_size {self.trainer.batch_size} has "
                 "not one row for each; lower the one or raise the other"
             )
-        if num_trainers > 1 and num_gpus != int(num_gpus):
+        if num_trainers > 1 and num_gpus not in (0, 1):
             raise ValueError(
-                f"cluster.trainer.num_gpus is {num_gpus} with {num_trainers} trainers: NCCL takes whole GPUs; set 1, "
-                "or 0 for the CPU"
+                f"cluster.trainer.num_gpus is {num_gpus:g} with {num_trainers} trainers, each of which trains on one "
+                "whole GPU; set 1, or 0 for the CPU"
             )
         return self
 

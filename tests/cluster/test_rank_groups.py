@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from loop_hooks import before_updates
 from ray.exceptions import RayActorError
 
@@ -24,7 +25,7 @@ from rlhfspec.cluster.run.loop import train
 from rlhfspec.cluster.system.system import System, running_system
 from rlhfspec.core.config import Config, EngineConfig, SpeculationConfig
 from rlhfspec.core.config_io import config_from_dict
-from rlhfspec.core.errors import ConfigError
+from rlhfspec.core.errors import ConfigError, PlacementError
 
 
 def namespace_of(num_ranks: int) -> str:
@@ -122,8 +123,26 @@ def test_ranks_on_gpus_have_one_each_of_one_bundle(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rank_actors, "ray", SimpleNamespace(util=ray_util_without_group()))
     for assigned in ((), ("3",)):
         monkeypatch.setattr(rank_actors, "assigned_gpus", lambda gpus=assigned: gpus)
-        assert rank_actors._started(spec, 2) == ("gen-0", 2)
+        assert rank_actors._started(spec, 2) == (spec, 2)
     assert [(one["num_cpus"], one["num_gpus"]) for one in asked] == [(0.5, 0.0), (0.5, 1.0)]
+
+
+def test_a_rank_asks_its_own_gpu_for_what_the_leader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, torch.device, int, float]] = []
+
+    def refuse(who: str, device: torch.device, *, needed_bytes: int, share: float, advice: str) -> int:
+        asked.append((who, device, needed_bytes, share))
+        raise PlacementError(f"{who} plans to take more than there is; {advice}")
+
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(rank_actors, "resolve_device", lambda *_, **__: gpu)
+    monkeypatch.setattr(rank_actors, "take_gpu_share", refuse)
+    spec: Any = SimpleNamespace(
+        instance="gen-0", num_ranks=2, gpu_bytes=5 << 30, gpu_share=1.0, engine=EngineConfig()
+    )
+    with pytest.raises(PlacementError, match="gen-0-rank-1 plans to take more"):
+        rank_actors._join("nowhere", 1, spec)
+    assert asked == [("gen-0-rank-1", gpu, 5 << 30, 1.0)]
 
 
 def ray_util_without_group() -> Any:

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
 from rlhfspec.actors.remote.assigned_device import CUDA_CONTEXT_BYTES
 from rlhfspec.cluster.plan.gpu_room import require_gpu_room
@@ -19,11 +20,12 @@ from rlhfspec.cluster.plan.memory_plan import (
     gib,
 )
 from rlhfspec.cluster.plan.model_files import model_shape
-from rlhfspec.cluster.plan.model_sizes import ModelShape, ModelShapes
+from rlhfspec.cluster.plan.model_sizes import DTYPE_BYTES, ModelShape, ModelShapes
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import config_from_dict
 from rlhfspec.core.errors import PlacementError
 from rlhfspec.engine.cache.kv_pool import KVShape
+from rlhfspec.engine.model.runner import LOGITS_TOGETHER
 from rlhfspec.engine.weights.loading import load_hf_config
 from tests.conftest import TinyPair
 
@@ -145,7 +147,12 @@ def test_an_instance_lays_its_weights_out_again_on_cpu_and_holds_the_logits_of_o
     on_gpu = plan(
         config(engine=section | {"device": "cuda"}, speculation={"policy": "fixed", "num_nodes": 6})
     )
-    assert made.generation_bytes - on_gpu.generation_bytes == weights // 2
+    assert on_gpu.gpu_parts["weights and logits"] == weights * 2 + logits, "no layout beside the module's"
+    assert on_gpu.generation_bytes == TORCH_PROCESS_BYTES + weights, "a module, until it has gone to its GPU"
+    ours = ModelShapes(target=replace(TARGET, is_ours=True))
+    settings = config(engine=section | {"device": "cuda"}, cluster={"generation": {"num_gpus": 1}})
+    filled = MemoryNeeds(settings, ours, max_total_tokens=50).plan(object_store_bytes=0)
+    assert filled.generation_bytes == TORCH_PROCESS_BYTES, "our own is filled where it lies"
 
 
 def test_the_trainer_holds_weights_moments_reference_activations_and_logits() -> None:
@@ -165,7 +172,7 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     kept = made.trainer_bytes
     each = layer + 24 * unit + paths
     assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * each + 4 * unit + logits + head
-    assert kept == sum(made.trainer_parts.values())
+    assert kept == sum(made.trainer_host_parts.values())
     assert made.trainer_parts["gradient, moments"] == 3 * made.trainer_parts["weights"] == 3 * 4000
     settings = config(trainer=trainer | {"gradient_checkpointing": True}, drafter_training=frozen, **grpo)
     thrifty = plan(settings).trainer_bytes
@@ -242,11 +249,54 @@ def test_kept_states_and_the_one_being_written_cost_disk() -> None:
 
 def test_a_trainer_with_a_gpu_plans_what_it_learns_with_on_it() -> None:
     on_gpu = plan(config(cluster={"trainer": {"num_gpus": 1}}))
-    assert on_gpu.trainer_gpu_bytes == on_gpu.trainer_bytes - TORCH_PROCESS_BYTES > 0
+    assert on_gpu.trainer_gpu_bytes == sum(on_gpu.trainer_parts.values()) > 0
     assert plan(config()).trainer_gpu_bytes == 0
     assert (
         plan(config(cluster={"trainer": {"num_gpus": 1}}, trainer={"device": "cpu"})).trainer_gpu_bytes == 0
     )
+
+
+def test_the_host_holds_of_a_gpus_trainer_what_passes_through_it() -> None:
+    def host(num_params: int = 1 << 30, **trainer: object) -> dict[str, int]:
+        pools = {"trainer": {"num_gpus": 1, "num_actors": 2}, "generation": {"num_gpus": 1}}
+        settings = config(cluster=pools, trainer=trainer, drafter_training={"refit": False})
+        shapes = ModelShapes(target=replace(TARGET, num_params=num_params), teacher=TARGET)
+        made = MemoryNeeds(settings, shapes, max_total_tokens=50).plan(object_store_bytes=0)
+        assert made.trainer_bytes == sum(made.trainer_host_parts.values())
+        return {name: size for name, size in made.trainer_host_parts.items() if size}
+
+    through = {"process": TORCH_PROCESS_BYTES, "publication": 32 * MIB}
+    assert host(strategy="fsdp2") == through, "each trainer copies its rows from the published chunks"
+    assert host(strategy="ddp") == through | {"model on its way": 4 << 30}, "read whole, in float32"
+    assert host(10, strategy="ddp") == through | {"model on its way": 4000}, "the teacher is larger"
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_ranks_hold_processes_and_what_they_receive_where_they_compute(num_gpus: int) -> None:
+    def made(ranks: int, policy: str = "pull") -> MemoryPlan:
+        generation = {"tensor_parallel": ranks, "num_gpus": num_gpus, "num_actors": 2}
+        settings = config(
+            cluster={"generation": generation},
+            models={"target": "demo", "draft": None},
+            speculation={"drafter": "none", "policy": "off"},
+            reallocation={"policy": policy},
+        )
+        shapes = ModelShapes(target=replace(TARGET, is_ours=True))
+        return MemoryNeeds(settings, shapes, max_total_tokens=50).plan(object_store_bytes=0)
+
+    alone, two, moving = made(1), made(2), made(2, "finish_time")
+    assert moving.generation_bytes - two.generation_bytes == two.kv_pool_bytes, "caches that leave are joined"
+    assert made(1, "finish_time") == alone
+    tokens = {0: 512, 1: 8192}[num_gpus]
+    received = 2 * 4 * max(tokens * 32, LOGITS_TOGETHER) * 2 + 1000 * DTYPE_BYTES["float32"]
+    on_host = two.generation_bytes - alone.generation_bytes - TORCH_PROCESS_BYTES
+    if num_gpus:
+        assert on_host == 0
+        name = "prefill and bucket"
+        assert two.gpu_parts[name] - alone.gpu_parts[name] == received
+    else:
+        # the other rank's embeddings
+        assert on_host == 100 * 32 * 4 + 2 * received
 
 
 def test_what_is_printed_adds_up_to_the_total() -> None:
@@ -264,7 +314,7 @@ def test_what_is_printed_adds_up_to_the_total() -> None:
         num_trainer=1,
         num_reward=4,
         disk_bytes=0,
-        trainer_parts={"weights": 1 << 30, "reference": 0, "activations": 2 << 30},
+        trainer_host_parts={"weights": 1 << 30, "reference": 0, "activations": 2 << 30},
     )
     assert dict(made.rows()) == {
         "generation": "2 x 2.00 GiB (of which KV pool 1.00 GiB)",
@@ -338,6 +388,29 @@ def test_a_prefill_and_a_publications_buckets_are_planned_on_a_gpu() -> None:
     assert made(20_000).gpu_bytes - made().gpu_bytes == 10_000 * (24 * 32 * 4 + 2 * 50 * (4 + 4))
     buckets = made().trainer_gpu_bytes - made(decodes_on_gpu=False).trainer_gpu_bytes
     assert buckets == 2 * (256 - 32) << 20, "two rooms of a window"
+
+
+def test_a_bucket_has_room_for_all_experts_of_a_layer() -> None:
+    """Which are one tensor, 7 times the embedding: Mixtral 8x7B's sizes, two layers of it."""
+    described = AutoConfig.for_model(
+        "mixtral",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        vocab_size=32000,
+    )
+    experts, shape = 8 * 2 * 14336 * 4096, model_shape(described)
+    assert shape.largest_product == experts > 7 * shape.table
+    models = {"target": "demo", "draft": "demo", "dtype": "bfloat16"}
+    for num_gpus in (0, 1):
+        pools = {name: {"num_gpus": num_gpus} for name in ("trainer", "generation")}
+        needs = MemoryNeeds(
+            config(cluster=pools, models=models), ModelShapes(target=shape), max_total_tokens=50
+        )
+        assert needs.plan(object_store_bytes=0).trainer_parts["publication"] == (2 - num_gpus) * 2 * experts
 
 
 def test_an_instance_beside_a_trainer_has_no_more_than_its_share() -> None:

@@ -181,6 +181,7 @@ def test_what_other_gpus_of_a_group_hold_is_planned_by_its_tensors(ranks: int) -
             }
         )
         shapes = ModelShapes(target=model_shape(described))
-        return MemoryNeeds(settings, shapes, max_total_tokens=1599).plan(object_store_bytes=0).gpu_bytes
+        parts = MemoryNeeds(settings, shapes, max_total_tokens=1599).plan(object_store_bytes=0).gpu_parts
+        return parts["weights and logits"] + parts["KV pool"]
 
     assert planned(1) - planned(ranks) == pytest.approx(held(1) - held(ranks), rel=0.1)

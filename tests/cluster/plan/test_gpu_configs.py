@@ -79,6 +79,12 @@ REFUSED = {
         {"cluster.generation.num_gpus": 1, "cluster.trainer.num_gpus": 1},
         r"cannot be placed on this machine: .* the machine has 8 GPU; missing: 8 GPU",
     ),
+    "a config without any": (
+        "qwen2.5_1.5b_1gpu.yaml",
+        "1x79",
+        {"cluster.generation.num_gpus": 0, "cluster.trainer.num_gpus": 0},
+        r"--gpus is of GPUs, and the config asks for none; set cluster\.trainer\.num_gpus",
+    ),
     "smaller ones": ("qwen2.5_1.5b_1gpu.yaml", "1x23", {}, r"a trainer needs|an instance needs"),
 }
 

@@ -93,7 +93,7 @@ WAYS = {
     ),
     "a copy where none can be": Way("Protocol not known", {"run.copy_to": "nowhere-at-all://x"}),
     "more actors than cores": Way("cannot be placed on this machine", {"cluster.trainer.num_cpus": 5000}),
-    "GPUs that are not here": Way("missing: ", {"cluster.trainer.num_gpus": 64}),
+    "GPUs that are not here": Way("missing: ", {"cluster.trainer.num_gpus": 1}),
     "pools without labels": Way("pin_pools", {"cluster.pin_pools": True}),
     "one machine each": Way("STRICT_SPREAD", {"cluster.placement": "STRICT_SPREAD"}),
     "more trainers than responses": Way(

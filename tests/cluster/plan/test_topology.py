@@ -111,8 +111,27 @@ def test_pinned_pools_want_nodes_of_their_own_with_the_scheduler_beside_the_trai
 def test_several_trainers_that_could_not_learn_as_one_are_refused():
     with pytest.raises(ConfigError, match=r"num_actors is 33, but .*minibatch_size 32 responses"):
         plan_topology(config(trainer={"num_actors": 33}))
-    with pytest.raises(ConfigError, match=r"num_gpus is 1.5 with 2 trainers: each trains on one GPU"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.num_gpus is 1.5, and each actor uses one GPU; .*num_actors"
+    ):
         plan_topology(config(trainer={"num_actors": 2, "num_gpus": 1.5}))
+
+
+@pytest.mark.parametrize(
+    ("pool", "section", "instead"),
+    [("trainer", "trainer", "num_actors$"), ("generation", "engine", "num_actors or tensor_parallel$")],
+)
+def test_gpus_that_nobody_would_use_are_refused(pool: str, section: str, instead: str) -> None:
+    made = config(**{pool: {"num_gpus": 8, "num_actors": 1}})
+    with pytest.raises(
+        ConfigError, match=rf"^cluster\.{pool}\.num_gpus is 8, .* set cluster\.{pool}\.{instead}"
+    ):
+        plan_topology(made)
+    tree = made.model_dump() | {section: {"device": "cpu"}, "cluster": {pool: {"num_gpus": 0.5}}}
+    with pytest.raises(
+        ConfigError, match=rf"num_gpus is 0\.5 and {section}\.device is cpu.* set 0, or {section}"
+    ):
+        plan_topology(config_from_dict(tree))
 
 
 def beside(num_trainers: int, share: float, **generation: float) -> tuple[list[int], list[int], list[float]]:
@@ -157,7 +176,7 @@ def test_who_stands_beside_instances_keeps_its_place_where_they_find_new_ones():
 
 @pytest.mark.ray
 def test_a_placement_error_names_the_missing_resources(local_ray):
-    topology = plan_topology(config(generation={"num_actors": 2, "num_gpus": 3}, placement_timeout_s=0.5))
+    topology = plan_topology(config(generation={"num_actors": 6, "num_gpus": 1}, placement_timeout_s=0.5))
     with pytest.raises(PlacementError, match=r"missing: (.* and )?6 GPU") as at_once:
         place(topology, is_local=True)
     with pytest.raises(PlacementError, match=r"missing: (.* and )?6 GPU") as after_waiting:

@@ -266,11 +266,18 @@ def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, number: i
         engine.step()
         processes.followers[number].kill()
         processes.followers[number].wait()
-        with pytest.raises(GroupError, match=r"rank 0 of 4 waited for another rank|a rank ended with -9"):
+        with pytest.raises(
+            GroupError, match=r"rank 0 of 4 waited for rank 1 or 2 or 3 and got|a rank ended with -9"
+        ):
             while engine.has_work:
                 engine.step()
     finally:
         processes.kill()
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"^rank 1, 2, 3 of 4 did not come within 0 s"):
+        joined(str(tmp_path), 0, 4, instance="gen-0", start_timeout_s=0.0, step_timeout_s=60.0)
 
 
 def test_the_folder_where_ranks_met_may_go_once_the_leader_has_met_them(
