@@ -30,6 +30,8 @@ PATIENCE = {
 "Of the environment, for Ray's processes and for `ray.init`."
 _AGENT_PORTS = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 "As `RayParams` calls them."
+_LEFT_OUT = {"no_monitor": True, "include_log_monitor": False}
+"Processes without use here: nothing is scaled, and no log is sent to the driver. Python, as most that starts beside."
 _ITS_OWN = ("raylet", "gcs_server")
 "Names of those without which a start cannot succeed."
 _LOOK_S = 0.2
@@ -46,7 +48,7 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
     within 15 s which ones it took. Raises as `ray.init` does, StartFailed.
     """
     try:
-        with _patience():
+        with _patience(), _given(_LEFT_OUT):
             return ray.init(_temp_dir=str(folder), **settings)
     except Exception as error:
         if not isinstance(error, StartFailed) and not any(words in str(error) for words in SLOW_START):
@@ -54,7 +56,7 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
     ray.shutdown()
     end_processes(folder)
     ports = _free_ports(len(_AGENT_PORTS) + 1)
-    with _patience(), _given(dict(zip(_AGENT_PORTS, ports, strict=False))):
+    with _patience(), _given(_LEFT_OUT | dict(zip(_AGENT_PORTS, ports, strict=False))):
         return ray.init(_temp_dir=str(folder), _metrics_export_port=ports[-1], **settings)
 
 
@@ -66,10 +68,10 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def _given(ports: Mapping[str, int]) -> Iterator[None]:
-    """Let `ray.init`, which takes no such arguments, have its agents at these ports."""
+def _given(settings: Mapping[str, int]) -> Iterator[None]:
+    """Let `ray.init` start its processes with settings that it takes no arguments for."""
     whole = parameter.RayParams
-    parameter.RayParams = partial(whole, **ports)  # type: ignore[misc]
+    parameter.RayParams = partial(whole, **settings)  # type: ignore[misc]
     try:
         yield
     finally:
