@@ -38,6 +38,7 @@ from ..folder.leftovers import (
     uninterrupted,
 )
 from . import machine
+from .forked_workers import worker_command, worker_environment
 from .origin import IS_CHECKOUT, ROOT
 from .private_folder import (
     BELOW,
@@ -99,6 +100,12 @@ def is_local(cluster: ClusterConfig) -> bool:
 def joined_address(cluster: ClusterConfig) -> str | None:
     """The address of the running cluster that the run is to join; None where it starts one."""
     return cluster.address or os.environ.get("RAY_ADDRESS") or None
+
+
+def begin_workers(cluster: ClusterConfig) -> None:
+    """Let what forks the workers of a run's own Ray begin to import, beside this process."""
+    if is_local(cluster):
+        worker_command()
 
 
 def check_local_ray(cluster: ClusterConfig) -> None:
@@ -166,7 +173,7 @@ def ray_session(
     address = joined_address(cluster)
     is_up = False
     try:
-        with environment(_worker_environment()):
+        with environment(worker_environment()):
             if address:
                 with _joined(address, namespace, on_sigterm) as session:
                     is_up = True
@@ -229,6 +236,7 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
             folder=own,
             log_to_driver=False,
             logging_level=logging.WARNING,
+            runtime_env={"py_executable": worker_command()},
         )
     except Exception as error:  # of many kinds: sockets, processes, memory
         # bad settings have been refused above: it is the machine
@@ -337,14 +345,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
-
-
-def _worker_environment() -> dict[str, str]:
-    """Workers import this tree. Not the caller's folder: it would go before the standard library (`code.py`)."""
-    inherited = os.environ.get("PYTHONPATH", "")
-    tree = [str(ROOT)] if IS_CHECKOUT else []
-    folders = dict.fromkeys([*tree, *filter(None, inherited.split(os.pathsep))])
-    return {"PYTHONPATH": os.pathsep.join(folders)}
 
 
 def _dashboard_url(context: Any) -> str | None:

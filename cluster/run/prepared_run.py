@@ -64,6 +64,10 @@ def prepare_run(
         config, resumed = _of_config(file, overrides, report, may_resume=resume == AUTO)
     else:
         config, resumed = _named_run(resume, file, overrides, report)
+    if not dry_run:
+        from ..ray_start.ray_session import begin_workers
+
+        begin_workers(config.cluster)
     path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from ..folder.run_time import with_time
     from ..plan.names import resolve_models
