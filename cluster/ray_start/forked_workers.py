@@ -29,11 +29,14 @@ _IMPORTED = (
 "Not Ray, which reads the environment when it is imported, and nothing that imports it."
 
 
+_NAME = f"rlhfspec-workers-{os.urandom(12).hex()}"
+"Of a socket without a file: nothing is left of it."
+
+
 class _Forking:
     """The process that forks, kept as long as this one lives."""
 
     process = None
-    command = ""
 
 
 def worker_environment() -> dict[str, str]:
@@ -47,33 +50,36 @@ def worker_environment() -> dict[str, str]:
 
 
 def worker_command() -> str:
-    """What Ray is to start workers with; the process that forks begins to import when this is called first."""
+    """What Ray is to start workers with (`py_executable`): forks once `begin_forking` was called, alone before."""
     from shlex import join
+
+    return join([sys.executable, "-SE", __file__, _NAME])
+
+
+def begin_forking() -> None:
+    """Start the process that forks, where it does not run; it imports for some seconds, and workers wait for it."""
     from subprocess import DEVNULL, PIPE, Popen
 
     from ...core.named_code import IMPORT_FOLDER
     from .quiet import quiet_environment
 
-    if _Forking.process is None or _Forking.process.poll() is not None:
-        name = f"rlhfspec-workers-{os.urandom(12).hex()}"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as commands:
-            # a name without a file: nothing is left of it
-            commands.bind(f"\0{name}")
-            commands.listen(64)
-            _Forking.process = Popen(
-                [sys.executable, "-m", __name__, str(commands.fileno())],
-                cwd=IMPORT_FOLDER,
-                # neither numpy nor torch may have threads when it forks
-                env=os.environ | quiet_environment() | worker_environment() | {"OMP_NUM_THREADS": "1"},
-                pass_fds=[commands.fileno()],
-                # until this process ends
-                stdin=PIPE,
-                stdout=DEVNULL,
-                stderr=DEVNULL,
-                start_new_session=True,
-            )
-        _Forking.command = join([sys.executable, "-SE", __file__, name])
-    return _Forking.command
+    if _Forking.process is not None and _Forking.process.poll() is None:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as commands:
+        commands.bind(f"\0{_NAME}")
+        commands.listen(64)
+        _Forking.process = Popen(
+            [sys.executable, "-m", __name__, str(commands.fileno())],
+            cwd=IMPORT_FOLDER,
+            # neither numpy nor torch may have threads when it forks
+            env=os.environ | quiet_environment() | worker_environment() | {"OMP_NUM_THREADS": "1"},
+            pass_fds=[commands.fileno()],
+            # until this process ends
+            stdin=PIPE,
+            stdout=DEVNULL,
+            stderr=DEVNULL,
+            start_new_session=True,
+        )
 
 
 def _hand_over(name: str, command: list[str]) -> None:

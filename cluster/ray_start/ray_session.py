@@ -38,7 +38,7 @@ from ..folder.leftovers import (
     uninterrupted,
 )
 from . import machine
-from .forked_workers import worker_command, worker_environment
+from .forked_workers import begin_forking, worker_command, worker_environment
 from .origin import IS_CHECKOUT, ROOT
 from .private_folder import (
     BELOW,
@@ -105,7 +105,7 @@ def joined_address(cluster: ClusterConfig) -> str | None:
 def begin_workers(cluster: ClusterConfig) -> None:
     """Let what forks the workers of a run's own Ray begin to import, beside this process."""
     if is_local(cluster):
-        worker_command()
+        begin_forking()
 
 
 def check_local_ray(cluster: ClusterConfig) -> None:
@@ -207,8 +207,10 @@ def _local(
             _on_loopback(),
             _shut_down_after(),
         ):
-            with waits_noted(_ray_processes):
+            with waits_noted(lambda: f"Ray's own processes, each for {START_S} s at most"):
                 context = _start(cluster, folder, namespace, store_bytes)
+            # not beside Ray's agents, which have seconds to come up; most commands have begun it long before
+            begin_forking()
             note_address(folder, context.address_info["gcs_address"])
             with sigterm_exits(on_sigterm):
                 yield RaySession(
@@ -246,11 +248,6 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
             f"{os.getloadavg()[0]:.0f} on {machine.num_cores()} cores), set cluster.dashboard to false, or join a "
             "running cluster with cluster.address"
         ) from error
-
-
-def _ray_processes() -> str:
-    load, cores = os.getloadavg()[0], machine.num_cores()
-    return f"Ray's own processes, each for {START_S} s at most (load {load:.0f} on {cores} cores)"
 
 
 @contextmanager

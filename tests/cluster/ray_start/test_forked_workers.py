@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlhfspec.cluster.ray_start.forked_workers import worker_command
+from rlhfspec.cluster.ray_start.forked_workers import begin_forking, worker_command
 from rlhfspec.cluster.ray_start.origin import ROOT
 from rlhfspec.core.proc_files import PROC
 
@@ -28,9 +28,14 @@ print(json.dumps(facts | {"said": os.environ.get("SAID"), "beside": sys.path[0],
 print("a warning", file=sys.stderr)
 """
 ENDING = (
-    "from rlhfspec.cluster.ray_start import forked_workers as one; one.worker_command(); "
+    "from rlhfspec.cluster.ray_start import forked_workers as one; one.begin_forking(); "
     "print(one._Forking.process.pid)"
 )
+
+
+@pytest.fixture(autouse=True)
+def _one_forks() -> None:
+    begin_forking()
 
 
 @pytest.fixture
