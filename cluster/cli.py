@@ -85,8 +85,8 @@ def commands() -> dict[str, Command | Group]:
     }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def build_parser(named: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The whole command line; where `named` are the words to be parsed, with the arguments of their command alone."""
     from .commands.declare import add_commands
 
     parser = argparse.ArgumentParser(
@@ -96,16 +96,15 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print name and version")
-    add_commands(parser.add_subparsers(title="commands", metavar="COMMAND", required=True), commands())
+    add_commands(parser.add_subparsers(title="commands", metavar="COMMAND", required=True), commands(), named)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad input is one `error:` line without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a name the terminal has no letters for is no fault
+        # a name the terminal has no letters for is no fault
+        sys.stdout.reconfigure(errors="backslashreplace")
     faults = shadowed_packages()  # before anything of theirs is imported
     if faults:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
@@ -117,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_escape_sequences()
     spare_loopback()  # before anything is started or asked
     try:
-        args = build_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        args = build_parser(words).parse_args(words)
         # not for --version, --help: it loads the config's classes
         from .ray_start.quiet import quiet_libraries
 

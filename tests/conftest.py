@@ -94,38 +94,29 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[str]:
-    """What a Ray is started with instead of the interpreter for its workers to have torch and transformers."""
-    from tests.helpers.warm_workers import warm_workers
-
-    root = Path(__file__).resolve().parents[1]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
-    with tempfile.TemporaryDirectory(prefix="rlhfspec-warm-") as folder, warm_workers(Path(folder)) as python:
-        yield python
-
-
-@pytest.fixture(scope="session")
-def local_ray(warm_python: str) -> Iterator[None]:
+def local_ray() -> Iterator[None]:
     """One local Ray for the whole test session, ended with it; four CPUs on paper."""
     import ray
 
     from rlhfspec.cluster.folder.leftovers import remove_with_processes
+    from rlhfspec.cluster.ray_start.forked_workers import begin_forking, worker_command
     from rlhfspec.cluster.ray_start.ray_init import PATIENCE, start_twice
 
-    os.environ.update(PATIENCE)
+    root = Path(__file__).resolve().parents[1]
+    os.environ.update(PATIENCE, PYTHONPATH=os.pathsep.join([str(root), str(root / "tests" / "helpers")]))
     folder = Path(tempfile.mkdtemp(prefix="rlhfspec-test-"))
     # the class of an actor that a test used in its own process has asked Ray for a context, which starts one
     ray.shutdown()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", warm_python)
-        start_twice(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=200 << 20,
-            folder=folder,
-            log_to_driver=False,
-        )
+    start_twice(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        folder=folder,
+        log_to_driver=False,
+        runtime_env={"py_executable": worker_command()},
+    )
+    begin_forking()
     yield
     ray.shutdown()
     remove_with_processes(folder)

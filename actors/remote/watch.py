@@ -28,19 +28,28 @@ FIRST_S = 60.0
 "and one that was never given before after this long."
 SLEPT_S = 10.0
 "A look up that is late by more than this means that this process itself stood still."
-SILENT_S = 20.0
-"A start that says nothing for longer looks dead."
 _LOOKS = 5
+
+
+Say = Callable[[str], None]
 
 
 class Watch:
     """What a process has waited for so far, and whom to tell."""
 
     def __init__(
-        self, note: Callable[[str], None] | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        note: Say | None = None,
+        awaits: Say | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`note` takes one line for a person; None says nothing. `clock` is monotonic, in seconds."""
+        """`note` takes one line for a person; None says nothing. `clock` is monotonic, in seconds.
+
+        `awaits` shows the present wait in the place of the last; None: `note` is told of each once.
+        """
         self.note = note or (lambda text: None)
+        self.awaits = awaits
         self.clock = clock
         self._usual_s: dict[str, float] = {}
 
@@ -57,9 +66,12 @@ _current: ContextVar[Watch] = ContextVar("watch")
 
 
 @contextmanager
-def watching(note: Callable[[str], None]) -> Iterator[None]:
-    """Let the waits of this block, in this thread, tell `note` what takes unusually long."""
-    token = _current.set(Watch(note))
+def watching(note: Say, awaits: Say | None = None) -> Iterator[None]:
+    """Let the waits of this block, in this thread, tell `note` what takes unusually long.
+
+    `awaits`: as of `Watch`; that of the surrounding block where left out.
+    """
+    token = _current.set(Watch(note, awaits or (_current.get(None) or Watch()).awaits))
     try:
         yield
     finally:
@@ -79,12 +91,18 @@ class SeenWait(NamedTuple):
 
 @contextmanager
 def waits_noted(what: Callable[[], str]) -> Iterator[None]:
-    """Tell the watch of the surrounding block what is waited for, every `SILENT_S` seconds until this one ends."""
+    """Tell the watch of the surrounding block what is waited for, every `LOOK_S` seconds until this one ends."""
     ended, began_s, watch = threading.Event(), time.monotonic(), _current.get(None) or Watch()
 
     def say() -> None:
-        while not ended.wait(SILENT_S):
-            watch.note(f"waiting for {what()}; {time.monotonic() - began_s:.0f} s so far")
+        last = ""
+        while not ended.wait(LOOK_S):
+            awaited = f"waiting for {what()}"
+            if watch.awaits is not None:
+                watch.awaits(f"{awaited}; {time.monotonic() - began_s:.0f} s so far")
+            elif awaited != last:
+                watch.note(awaited)
+            last = awaited
 
     thread = threading.Thread(target=say, name="waits", daemon=True)
     thread.start()

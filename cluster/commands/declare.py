@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -57,23 +57,24 @@ class Group:
     "what the word alone does"
 
 
-def add_commands(below: Any, table: Mapping[str, Command | Group]) -> None:
-    """Add each command of a table to what `ArgumentParser.add_subparsers` returned."""
+def add_commands(to: Any, table: Mapping[str, Command | Group], named: Container[str] | None = None) -> None:
+    """Add a table's commands to what `add_subparsers` returned; arguments only of those `named`, None: of all."""
     for word, entry in table.items():
         about = entry.about if isinstance(entry, Group) else entry.__doc__ or ""
         summary, _, text = inspect.cleandoc(about).partition("\n\n")
-        parser = below.add_parser(
+        parser = to.add_parser(
             word,
             help=(summary[0].lower() + summary[1:]).rstrip("."),
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command = entry.command if isinstance(entry, Group) else entry
-        if command is not None:
+        if named is not None and word not in named:
+            continue
+        if (command := entry.command if isinstance(entry, Group) else entry) is not None:
             add_arguments(parser, command)
         if isinstance(entry, Group):
             actions = parser.add_subparsers(title="actions", metavar="ACTION", required=command is None)
-            add_commands(actions, entry.commands)
+            add_commands(actions, entry.commands, named)
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
@@ -86,19 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
         if get_origin(hint) in (Union, types.UnionType):  # ... | None
             hint = get_args(hint)[0]
         kind, arg = get_args(hint)
-        is_flag = parameter.kind is parameter.KEYWORD_ONLY
         flag = arg.flag or "--" + parameter.name.replace("_", "-")
         options = _options(kind, arg, flag)
         has_default = parameter.default is not parameter.empty
-        if has_default and "default" not in options:
-            options["default"] = parameter.default
-        if not is_flag:
+        if has_default:
+            options.setdefault("default", parameter.default)
+        if parameter.kind is not parameter.KEYWORD_ONLY:
             if has_default:
                 options["nargs"] = "?"
             parser.add_argument(parameter.name, **options)
         elif arg.group is None:
-            needed = not has_default and "default" not in options
-            parser.add_argument(flag, dest=parameter.name, required=needed, **options)
+            options["required"] = not has_default and "default" not in options
+            parser.add_argument(flag, dest=parameter.name, **options)
         else:
             if arg.group not in groups:
                 groups[arg.group] = parser.add_mutually_exclusive_group(required=not has_default)

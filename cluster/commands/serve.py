@@ -111,16 +111,19 @@ def serve_engine(
       rlhfspec serve engine --model runs/a/checkpoints/target --config configs/gsm8k_ppo.yaml --port 8001
     """
     from ...core.config_io import read_tree
+    from ...core.settings.cluster import ClusterConfig
     from ..observe.console import Reporter
+    from ..ray_start.ray_session import begin_workers
 
     with Reporter() as report:
         report.stage("loading torch and transformers")
+        tree = read_tree(config) if config is not None else {}
+        begin_workers(ClusterConfig(address=address or tree.get("cluster", {}).get("address")))
         from ..jobs.engine_server import plan_server, serve_engine
         from ..jobs.ray_serve import ServerAddress
         from ..serving.engine_deployment import ServerLimits
         from ..serving.engine_requests import usual_sampling
 
-        tree = read_tree(config) if config is not None else {}
         plan = plan_server(tree, report, model=model, overrides=overrides, context_tokens=context)
         limits = ServerLimits(
             max_open=max_open,

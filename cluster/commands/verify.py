@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,7 +68,7 @@ def verify(
             verification = verify_run(
                 run_dir,
                 share=share,
-                seed=secrets.randbelow(2**32) if seed is None else seed,
+                seed=int.from_bytes(os.urandom(4)) if seed is None else seed,
                 num_engines=engines,
                 overrides=overrides,
                 tick=tick,

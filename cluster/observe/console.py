@@ -101,7 +101,10 @@ class Reporter:
         self._iterations: TaskID | None = None
         self._phase: TaskID | None = None
         self._total = 0
-        self._stage: Status | None = None
+        self.stages_s: dict[str, float] = {}
+        "seconds of each stage of the start-up so far"
+        self._stage, self._stage_began_s = "", 0.0
+        self._status: Status | None = None
         self._done = 0
         self.on_progress: Callable[[int, str], None] | None = None
         "called with the iteration in progress, counted from 0, and its phase"
@@ -117,11 +120,21 @@ class Reporter:
     def stage(self, text: str) -> None:
         """Say what the start-up is doing; on a terminal it turns until the next stage or `start`."""
         self._end_stage()
+        self._stage, self._stage_began_s = text, self.clock()
         if self.console.is_terminal:
-            self._stage = self.console.status(Text(visible(text)))
-            self._stage.start()
+            self._status = self.console.status(Text(visible(text)))
+            self._status.start()
         else:
             self.note(text)
+
+    @property
+    def awaits(self) -> Callable[[str], None] | None:
+        """Shows what a stage waits for beside it, in the place of the last; None without a terminal."""
+        return self._show_wait if self.console.is_terminal else None
+
+    def _show_wait(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(Text(visible(f"{self._stage}: {text}")))
 
     def start(self, total_iterations: int, *, done: int = 0) -> None:
         """Begin: `total_iterations` is what the bar counts to, `done` of them are finished."""
@@ -204,9 +217,13 @@ class Reporter:
             self.on_progress(self._done, phase)
 
     def _end_stage(self) -> None:
-        if self._stage is not None:
-            self._stage.stop()
-            self._stage = None
+        if self._stage:
+            seconds = self.clock() - self._stage_began_s
+            self.stages_s[self._stage] = self.stages_s.get(self._stage, 0.0) + seconds
+            self._stage = ""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
 
     @contextmanager
     def job(self, title: str) -> Iterator[Callable[[str, float], None]]:

@@ -15,7 +15,7 @@ from ..folder.layout import RunDir
 from ..folder.run_status import describe_status
 from ..ray_start.machine import num_cores
 from .run_record import Comparison, RunRecord
-from .summary import Summary, as_text
+from .summary import Summary, as_text, start_up_rows
 
 _MANY_TAUGHT_NOTHING = 0.3
 "Of the iterations: above this share the rewards are to be fixed first."
@@ -46,6 +46,7 @@ class Explained:
         """These, what a comparison measured, and what to change next."""
         compared = "nothing yet; `rlhfspec compare RUN` decodes the last batch once more, plain and static"
         return [
+            *start_up_rows(self.metrics),
             *self.mechanisms(),
             ("measured", compared if self.comparison is None else self.comparison.text),
             ("change next", self.change()),

@@ -112,6 +112,35 @@ def _are_equal(row: Metrics, one: str, other: str) -> bool:
 
 _NO_DIVERGENCE = 1e-7
 "Nats a token: rounding alone."
+START_UP_STAGES = {
+    "imports": "loading torch and transformers",
+    "check": "checking models, data and memory",
+    "profile": "reading the profile",
+    "ray": "starting Ray",
+    "actors": "starting actors, with their first weights",
+}
+"What a reporter calls the parts of a start, which are kept as `time/start_up_<part>_s`."
+
+
+def start_up_metrics(whole_s: float, stages_s: Metrics) -> dict[str, float]:
+    """Seconds of a start and of its parts."""
+    parts = {part: stages_s[stage] for part, stage in START_UP_STAGES.items() if stage in stages_s}
+    return {START_UP: whole_s} | {f"time/start_up_{part}_s": seconds for part, seconds in parts.items()}
+
+
+def start_up_rows(metrics: Sequence[Metrics]) -> list[tuple[str, str]]:
+    """A start by its parts, of the process that ran last; none of an earlier version's run."""
+    row = next((row for row in reversed(metrics) if START_UP in row), {})
+    parts = {stage: row.get(f"time/start_up_{part}_s") for part, stage in START_UP_STAGES.items()}
+    found = {stage: seconds for stage, seconds in parts.items() if seconds is not None}
+    if not found:
+        return []
+    found["the rest"] = max(0.0, row[START_UP] - sum(found.values()))
+    shares = {stage: seconds / max(row[START_UP], 1e-9) for stage, seconds in found.items()}
+    lines = [(f"  {stage}", f"{seconds:.1f} s ({shares[stage]:.0%})") for stage, seconds in found.items()]
+    return [("start-up", f"{row[START_UP]:.1f} s"), *lines]
+
+
 STEP_PARTS = ("generate", "score", "update", "publish", "refit", "evaluate")
 "Parts of an iteration that the loop times as `time/<part>_s`."
 

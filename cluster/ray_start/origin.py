@@ -5,9 +5,7 @@ Standard library only: it runs before anything else of ours is imported.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import tomllib
 from pathlib import Path
 
 PACKAGES = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster", "integrations")
@@ -24,10 +22,14 @@ def version(root: Path = ROOT) -> str:
     """Version of the tree that runs; of the installed distribution where the tree is no checkout."""
     project = root / "pyproject.toml"
     if project.is_file():
+        import tomllib
+
         about = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
         if about.get("name") == NAME:  # beside an installed package may stand anybody's
             return about["version"]
-    return importlib.metadata.version(NAME)
+    from importlib import metadata
+
+    return metadata.version(NAME)
 
 
 def shadowed_packages(root: Path = ROOT) -> list[str]:

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import parameter, ray_constants, services
+from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]
 
 from ...core.proc_files import PARENT, PROC, STATE, stat_fields
 from ..folder.leftovers import end_processes
@@ -30,6 +32,8 @@ PATIENCE = {
 "Of the environment, for Ray's processes and for `ray.init`."
 _AGENT_PORTS = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 "As `RayParams` calls them."
+_LEFT_OUT = {"no_monitor": True, "include_log_monitor": False}
+"Processes without use here: nothing is scaled, and no log is sent to the driver. Python, as most that starts beside."
 _ITS_OWN = ("raylet", "gcs_server")
 "Names of those without which a start cannot succeed."
 _LOOK_S = 0.2
@@ -42,20 +46,20 @@ class StartFailed(Exception):
 def start_twice(*, folder: Path, **settings: Any) -> Any:
     """Call `ray.init` in a temporary folder of its own; once more where Ray did not come up in time.
 
-    Nothing of the first try is running then, and ports are given: a raylet ends itself where an agent has not told
-    within 15 s which ones it took. Raises as `ray.init` does, StartFailed.
+    Ports of the agents are given: a raylet waits for what they take, and ends itself where it is not told within 15 s.
+    Nothing of the first try is running at the second. Raises as `ray.init` does, StartFailed.
     """
-    try:
-        with _patience():
-            return ray.init(_temp_dir=str(folder), **settings)
-    except Exception as error:
-        if not isinstance(error, StartFailed) and not any(words in str(error) for words in SLOW_START):
-            raise
-    ray.shutdown()
-    end_processes(folder)
-    ports = _free_ports(len(_AGENT_PORTS) + 1)
-    with _patience(), _given(dict(zip(_AGENT_PORTS, ports, strict=False))):
-        return ray.init(_temp_dir=str(folder), _metrics_export_port=ports[-1], **settings)
+    for is_last in (False, True):
+        *agents, export = _free_ports(len(_AGENT_PORTS) + 1)
+        try:
+            with _patience(), _given(_LEFT_OUT | dict(zip(_AGENT_PORTS, agents, strict=True))):
+                return ray.init(_temp_dir=str(folder), _metrics_export_port=export, **settings)
+        except Exception as error:
+            is_slow = isinstance(error, StartFailed) or any(words in str(error) for words in SLOW_START)
+            if is_last or not is_slow:
+                raise
+        ray.shutdown()
+        end_processes(folder)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -66,14 +70,23 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def _given(ports: Mapping[str, int]) -> Iterator[None]:
-    """Let `ray.init`, which takes no such arguments, have its agents at these ports."""
-    whole = parameter.RayParams
-    parameter.RayParams = partial(whole, **ports)  # type: ignore[misc]
+def _given(settings: Mapping[str, int]) -> Iterator[None]:
+    """Let `ray.init` start its processes with settings that it takes no arguments for."""
+    whole, start = parameter.RayParams, services.start_raylet
+    parameter.RayParams = partial(whole, **settings)  # type: ignore[misc]
+    services.start_raylet = partial(_start_raylet, start)
     try:
         yield
     finally:
-        parameter.RayParams = whole
+        parameter.RayParams, services.start_raylet = whole, start
+
+
+def _start_raylet(start: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Say first where the dashboard's agent will listen: a raylet waits for that file although the port is given."""
+    given = signature(start).bind(*args, **named).arguments
+    port = given["dashboard_agent_listen_port"]
+    persist_port(given["session_dir"], given["node_id"], DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
+    return start(*args, **named)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from ..folder.leftovers import (
     uninterrupted,
 )
 from . import machine
+from .forked_workers import begin_forking, worker_command, worker_environment
 from .origin import IS_CHECKOUT, ROOT
 from .private_folder import (
     BELOW,
@@ -99,6 +100,12 @@ def is_local(cluster: ClusterConfig) -> bool:
 def joined_address(cluster: ClusterConfig) -> str | None:
     """The address of the running cluster that the run is to join; None where it starts one."""
     return cluster.address or os.environ.get("RAY_ADDRESS") or None
+
+
+def begin_workers(cluster: ClusterConfig) -> None:
+    """Let what forks the workers of a run's own Ray begin to import, beside this process."""
+    if is_local(cluster):
+        begin_forking()
 
 
 def check_local_ray(cluster: ClusterConfig) -> None:
@@ -166,7 +173,7 @@ def ray_session(
     address = joined_address(cluster)
     is_up = False
     try:
-        with environment(_worker_environment()):
+        with environment(worker_environment()):
             if address:
                 with _joined(address, namespace, on_sigterm) as session:
                     is_up = True
@@ -200,8 +207,10 @@ def _local(
             _on_loopback(),
             _shut_down_after(),
         ):
-            with waits_noted(_ray_processes):
+            with waits_noted(lambda: f"Ray's own processes, each for {START_S} s at most"):
                 context = _start(cluster, folder, namespace, store_bytes)
+            # not beside Ray's agents, which have seconds to come up; most commands have begun it long before
+            begin_forking()
             note_address(folder, context.address_info["gcs_address"])
             with sigterm_exits(on_sigterm):
                 yield RaySession(
@@ -229,6 +238,7 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
             folder=own,
             log_to_driver=False,
             logging_level=logging.WARNING,
+            runtime_env={"py_executable": worker_command()},
         )
     except Exception as error:  # of many kinds: sockets, processes, memory
         # bad settings have been refused above: it is the machine
@@ -238,11 +248,6 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
             f"{os.getloadavg()[0]:.0f} on {machine.num_cores()} cores), set cluster.dashboard to false, or join a "
             "running cluster with cluster.address"
         ) from error
-
-
-def _ray_processes() -> str:
-    load, cores = os.getloadavg()[0], machine.num_cores()
-    return f"Ray's own processes, each for {START_S} s at most (load {load:.0f} on {cores} cores)"
 
 
 @contextmanager
@@ -337,14 +342,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
-
-
-def _worker_environment() -> dict[str, str]:
-    """Workers import this tree. Not the caller's folder: it would go before the standard library (`code.py`)."""
-    inherited = os.environ.get("PYTHONPATH", "")
-    tree = [str(ROOT)] if IS_CHECKOUT else []
-    folders = dict.fromkeys([*tree, *filter(None, inherited.split(os.pathsep))])
-    return {"PYTHONPATH": os.pathsep.join(folders)}
 
 
 def _dashboard_url(context: Any) -> str | None:

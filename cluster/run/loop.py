@@ -22,7 +22,7 @@ from ..folder.run_status import STOPPING
 from ..observe.console import Reporter
 from ..observe.iteration_metrics import iteration_metrics, with_evaluation
 from ..observe.outcome_checks import UNCHANGED
-from ..observe.summary import START_UP, signal_line, unread_line, with_signal
+from ..observe.summary import START_UP_STAGES, signal_line, start_up_metrics, unread_line, with_signal
 from ..plan.run_plan import RunPlan
 from ..plan.run_profile import RunProfile
 from ..ray_start.ray_session import RaySession, ray_session, sigterm_exits
@@ -60,10 +60,11 @@ def run_training(
     def stopping() -> None:
         run_dir.set_status(STOPPING, run_dir.stopped(BY_SIGTERM))
 
-    with run_dir.heartbeat(), sigterm_exits(stopping), watching(report.note):
+    with run_dir.heartbeat(), sigterm_exits(stopping), watching(report.note, report.awaits):
         if plan.profile is None:
+            report.stage(START_UP_STAGES["profile"])
             plan = replace(plan, profile=RunProfile(plan.config, plan.inputs).resolve(report))
-        report.stage("starting Ray")
+        report.stage(START_UP_STAGES["ray"])
         with (
             ray_session(
                 plan.config.cluster,
@@ -79,6 +80,7 @@ def run_training(
             if session.dashboard_url:
                 asks = "" if session.token_file is None else f" (asks for the token in {session.token_file})"
                 report.note(f"dashboard {session.dashboard_url}{asks}")
+            report.stage(START_UP_STAGES["actors"])
             manifest = _train_with_restarts(plan, session, run_dir, report, observer, resume)
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
     return TrainingResult(
@@ -142,7 +144,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {settings.iterations}: {error}") from error
             if iteration == run.first and report.start_up_s is not None:
-                metrics[START_UP] = report.start_up_s
+                metrics |= start_up_metrics(report.start_up_s, report.stages_s)
             # instances and trainers hold the same version again
             system.is_learning, boundary = False, run.stand_at(iteration + 1)
             try:

@@ -64,13 +64,18 @@ def prepare_run(
         config, resumed = _of_config(file, overrides, report, may_resume=resume == AUTO)
     else:
         config, resumed = _named_run(resume, file, overrides, report)
+    if not dry_run:
+        from ..ray_start.ray_session import begin_workers
+
+        begin_workers(config.cluster)
     path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from ..folder.run_time import with_time
+    from ..observe.summary import START_UP_STAGES
     from ..plan.names import resolve_models
 
-    report.stage("loading torch and transformers")
+    report.stage(START_UP_STAGES["imports"])
     config = with_time(resolve_models(config, report))
-    report.stage("checking models, data and memory")
+    report.stage(START_UP_STAGES["check"])
     from ..plan.run_check import check_run
     from .recorded_rollouts import require_record
 

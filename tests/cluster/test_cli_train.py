@@ -163,19 +163,11 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_finished(
     assert [row["iteration"] for row in read_metrics(run_dir.metrics_file)] == [0]
 
 
-TRAIN = (
-    "import sys; sys.executable = sys.argv.pop(1); from rlhfspec.cluster.cli import main; sys.exit(main())"
-)
-"The command, with the interpreter that the workers of its Ray are to have."
-
-
-def test_sigterm_leaves_the_run_interrupted_and_exits_with_143(
-    config_file: Path, tmp_path: Path, warm_python: str
-) -> None:
+def test_sigterm_leaves_the_run_interrupted_and_exits_with_143(config_file: Path, tmp_path: Path) -> None:
     many = ["--set", "run.iterations=100000", "--set", "cluster.dashboard=false", "--set", ONE_INSTANCE]
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
     child = subprocess.Popen(
-        [sys.executable, "-c", TRAIN, warm_python, "train", "--config", str(config_file), *many],
+        [sys.executable, "-m", "rlhfspec.cluster.cli", "train", "--config", str(config_file), *many],
         env=environment | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

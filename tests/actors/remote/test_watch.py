@@ -1,6 +1,8 @@
 """What takes unusually long is said once, then seldom, and its end too; what is usual is never said. No Ray."""
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -116,16 +118,41 @@ def test_waits_inside_a_watched_block_are_reported_and_others_are_not():
     assert len(notes) == 1
 
 
-def test_a_block_that_takes_long_says_again_and_again_what_it_waits_for(monkeypatch):
-    monkeypatch.setattr(watch, "SILENT_S", 0.01)
-    notes, said, step = [], threading.Event(), iter(["models", "gen-0"])
+def said_while_waiting(
+    watched: Callable[[Callable[[str], None]], Any], names: list[str], num: int
+) -> list[str]:
+    """The first lines that are told of waits with these names, one a look."""
+    lines, enough, step = [], threading.Event(), iter(names)
 
-    def note(text: str) -> None:
-        notes.append(text)
-        if len(notes) == 2:
-            said.set()
+    def tell(text: str) -> None:
+        lines.append(text)
+        if len(lines) == num:
+            enough.set()
 
-    with watching(note), waits_noted(lambda: next(step, "trainer")):
-        assert said.wait(60.0)
-    assert [text.split("; ")[0] for text in notes[:2]] == ["waiting for models", "waiting for gen-0"]
+    with watched(tell), waits_noted(lambda: next(step, names[-1])):
+        assert enough.wait(60.0)
     assert not [one for one in threading.enumerate() if one.name == "waits"]
+    return lines
+
+
+def test_a_block_says_once_of_each_what_it_waits_for(monkeypatch):
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    names = ["models", "models", "gen-0", "gen-0", "trainer"]
+    lines = said_while_waiting(watching, names, 3)
+    assert lines == ["waiting for models", "waiting for gen-0", "waiting for trainer"]
+
+
+def test_where_lines_replace_each_other_the_wait_is_shown_at_every_look(monkeypatch):
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    notes: list[str] = []
+    lines = said_while_waiting(lambda tell: watching(notes.append, tell), ["gen-0"], 3)
+    assert lines[:3] == ["waiting for gen-0; 0 s so far"] * 3 and not notes
+
+
+def test_a_block_within_another_shows_its_waits_where_that_one_does(monkeypatch):
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    shown, notes, seen = [], [], threading.Event()
+    outer = watching(notes.append, lambda text: (shown.append(text), seen.set()))
+    with outer, watching(notes.append), waits_noted(lambda: "gen-1"):
+        assert seen.wait(60.0)
+    assert shown[0] == "waiting for gen-1; 0 s so far" and not notes

@@ -84,6 +84,30 @@ def test_a_reporter_knows_how_long_the_start_took() -> None:
     assert report.start_up_s == 15.0, "a restart's is the run's own"
 
 
+def test_a_reporter_knows_how_long_each_stage_took() -> None:
+    times = iter([0.0, 1.0, 3.0, 3.0, 8.0, 8.0, 10.0, 10.0])
+    report = Reporter(Console(file=io.StringIO()), clock=lambda: next(times))
+    report.stage("reading")
+    report.stage("starting")
+    report.stop()
+    report.stage("reading")
+    report.start(2)
+    assert report.stages_s == {"reading": 4.0, "starting": 5.0} and report.start_up_s == 10.0
+
+
+def test_on_a_terminal_a_stage_shows_what_it_waits_for_and_elsewhere_a_reporter_cannot() -> None:
+    report, text = text_reporter(terminal=True)
+    report.stage("starting Ray")
+    assert report.awaits is not None
+    report.awaits("waiting for gen-0; 3 s so far")
+    report.stop()
+    report.awaits("nobody")
+    assert (
+        "starting Ray: waiting for gen-0; 3 s so far" in text.getvalue() and "nobody" not in text.getvalue()
+    )
+    assert text_reporter(terminal=False)[0].awaits is None
+
+
 def test_no_iteration_gives_no_summary() -> None:
     assert summarise([]) is None
 

@@ -12,7 +12,7 @@ import pytest
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.explanation import Explained
-from rlhfspec.cluster.observe.summary import summarise
+from rlhfspec.cluster.observe.summary import start_up_metrics, summarise
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 
@@ -122,3 +122,17 @@ def test_an_earlier_versions_run_is_explained_without_what_it_did_not_record() -
         if name not in ("rollout/decode_s", "rollout/draft_s", "moves/expected_gain_s")
     }
     assert "not recorded" in of_rows([old]).text()
+
+
+def test_a_start_is_explained_by_its_parts_of_the_process_that_ran_last() -> None:
+    first = start_up_metrics(40.0, {"starting Ray": 30.0})
+    stages = {"loading torch and transformers": 4.0, "starting Ray": 3.0, "evaluating": 9.0}
+    rows = of_rows([row({}, **first), row({}, **start_up_metrics(10.0, stages)), row({})]).rows()
+    assert rows[:4] == [
+        ("start-up", "10.0 s"),
+        ("  loading torch and transformers", "4.0 s (40%)"),
+        ("  starting Ray", "3.0 s (30%)"),
+        ("  the rest", "3.0 s (30%)"),
+    ]
+    earlier = of_rows([row({}, **{"time/start_up_s": 10.0})]).rows()
+    assert "start-up" not in [label for label, _ in earlier]

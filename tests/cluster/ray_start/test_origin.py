@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhfspec.cluster.cli import build_parser
 from rlhfspec.cluster.ray_start.origin import ROOT, version
 
 
@@ -34,3 +35,36 @@ def test_version_is_printed_without_loading_torch() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (answer.returncode, answer.stdout) == (0, f"rlhfspec {version()}\n")
+
+
+HEAVY = ("importlib.metadata", "numpy", "pydantic", "ray", "rich", "torch", "transformers", "yaml")
+TORCH = ("torch", "transformers")
+OF_A_MODULE = "__import__(sys.argv[1])"
+OF_A_COMMAND = (
+    "from rlhfspec.cluster.cli import main\ntry: main(sys.argv[1].split())\nexcept SystemExit: pass"
+)
+
+
+@pytest.mark.parametrize(
+    "program, entry, left_out",
+    [
+        (OF_A_COMMAND, "--help", HEAVY),
+        (OF_A_COMMAND, "train --help", HEAVY),
+        (OF_A_COMMAND, "models make --help", HEAVY),
+        (OF_A_MODULE, "rlhfspec.actors.scheduling.scheduler_actor", TORCH),
+        (OF_A_MODULE, "rlhfspec.actors.workers.reward_actors", TORCH),
+        (OF_A_MODULE, "rlhfspec.actors.generation.generation_actor", TORCH),
+        (OF_A_MODULE, "rlhfspec.actors.generation.engine_host", ("transformers.modeling_utils",)),
+    ],
+)
+def test_a_process_imports_what_it_uses(program: str, entry: str, left_out: tuple[str, ...]) -> None:
+    told = "\nprint(*(name for name in sys.argv[2:] if name in sys.modules), 'there', file=sys.stderr)"
+    words = [sys.executable, "-c", f"import sys\n{program}{told}", entry, *left_out]
+    answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (answer.returncode, answer.stderr) == (0, "there\n")
+
+
+def test_words_of_a_command_line_are_parsed_as_by_the_whole_one() -> None:
+    for words in (["train", "--set", "a=1", "--dry-run"], ["models", "make", "--data", "a", "--out", "b"]):
+        whole, own = (parser.parse_args(words) for parser in (build_parser(), build_parser(words)))
+        assert vars(whole) == vars(own)

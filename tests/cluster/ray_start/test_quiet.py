@@ -109,7 +109,9 @@ def test_an_actor_prints_no_progress_bars_whatever_its_nodes_environment(local_r
         options = actor_options(topology.trainer[0], PlacementContext(group=group, namespace="test-quiet"))
         probe = Probe.options(**options).remote()
         assert not ray.get(probe.draws.remote(), timeout=60)
-        noisy = options | {"name": "noisy", "runtime_env": {"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": ""}}}
+        # a fork has the variables with which its libraries were imported
+        own = {"py_executable": sys.executable, "env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": ""}}
+        noisy = options | {"name": "noisy", "runtime_env": own}
         ray.kill(probe)
         assert ray.get(Probe.options(**noisy).remote().draws.remote(), timeout=60)
     finally:
