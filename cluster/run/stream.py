@@ -48,6 +48,8 @@ class Collected:
     "seconds the scheduler spent on deciding moves"
     generate_s: float
     "until the last completion"
+    generated_s: float
+    "when that came, by `time.perf_counter`; where there was none, when the phase began"
     score_s: float
     "from there to the last reward that was waited for"
     num_skipped: int = 0
@@ -149,6 +151,7 @@ class RolloutStream:
             moves=tuple(phase.moves),
             planning_s=system.scheduler.planning_s - planned_s,
             generate_s=phase.generated_s - began_s,
+            generated_s=phase.generated_s,
             score_s=time.perf_counter() - phase.generated_s,
             num_skipped=len(phase.skipped_groups),
             skipped_groups=tuple(phase.skipped_groups),

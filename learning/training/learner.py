@@ -282,7 +282,7 @@ class Learner(Trainer):
             cost["tokens_per_s"] = num_of_rows / learned_s
             peak = peak_flops(self.model.device)
             if peak is not None:
-                cost["mfu"] = step_flops(self.model, num_tokens) / self.trainers.size / learned_s / peak
+                cost["mfu_fwd_bwd"] = step_flops(self.model, num_tokens) / self.trainers.size / learned_s / peak
         return cost
 
     def _first_parts(self, recompute_old: bool) -> list[Part]:
