@@ -27,11 +27,11 @@ from .recorded_rollouts import RecordedRollouts
 from .update import Update
 
 _WAIT_S = 0.2
-"How long one look at the scheduler or the reward pool may take when there is nothing new."
+"How long a look at the scheduler or the reward pool gathers what is new, or waits for it."
 _MAX_SKIP_NOTES = 5
 "Samples of a phase that are named when they are skipped; the rest is counted."
 _BESIDE_S = 0.05
-"The same beside an update, which may end the phase."
+"The same beside an update, which may end the phase, and where prompts follow from rewards."
 _QUESTIONS_S = 0.02
 "The same while environments are asked, whose answers nobody waits for."
 
@@ -86,8 +86,8 @@ class _Phase:
 
     @property
     def wait_s(self) -> float:
-        """How long to wait for a completion."""
-        return _WAIT_S if self.beside is None or self.schedule.scores_in_phase else _BESIDE_S
+        """How long to wait for completions."""
+        return _BESIDE_S if self.beside is not None or self.schedule.scores_in_phase else _WAIT_S
 
 
 class RolloutStream:
@@ -221,7 +221,7 @@ class RolloutStream:
         """Take what was completed; environments answer, what is whole goes to be scored."""
         system, episodes = self._system, self._system.episodes
         has_questions = episodes is not None and episodes.num_asked > 0
-        taken = self._take(wait_s=_QUESTIONS_S if has_questions else phase.wait_s)
+        taken = self._take(wait_s=_QUESTIONS_S if has_questions else phase.wait_s, gathers=episodes is None)
         if taken.completions or system.scheduler.stats.num_emitted_tokens != phase.stats.num_emitted_tokens:
             phase.wait.answered()
             phase.wait.restart()
@@ -356,5 +356,5 @@ class RolloutStream:
             phase.wait.restart()
             self._ask(phase, further)
 
-    def _take(self, *, wait_s: float, may_fetch: bool = True) -> Taken:
-        return self._system.take(wait_s, self._report.note, may_fetch=may_fetch)
+    def _take(self, *, wait_s: float, gathers: bool = False, may_fetch: bool = True) -> Taken:
+        return self._system.take(wait_s, self._report.note, gathers=gathers, may_fetch=may_fetch)

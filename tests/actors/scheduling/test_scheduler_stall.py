@@ -1,15 +1,16 @@
-"""The scheduler fails when its instances make no token for too long; without one it waits for one. No Ray."""
+"""The scheduler fails when its instances make no token for too long, and gathers completions for the loop. No Ray."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_engine import make_request
+from fake_engine import FakeEngine, make_request
 
 import rlhfspec.actors.scheduling.scheduler_actor
 from rlhfspec.actors.actor_messages import SchedulerSettings
 from rlhfspec.core.errors import WaitTimeout
-from rlhfspec.policies.scheduling.events import ClockTicked
+from rlhfspec.policies.scheduling.events import ClockTicked, InstanceGone, InstanceReported
 
 
 class Silent:
@@ -49,3 +50,25 @@ def test_samples_without_an_instance_wait_and_those_of_a_silent_one_are_a_failur
     played.pass_by(9)
     with pytest.raises(WaitTimeout, match=r"the scheduler \(2 open samples\) waited \d+ s for gen-0"):
         played.pass_by(3)
+
+
+def test_completions_are_gathered_until_none_is_awaited_or_an_instance_is_lost(monkeypatch):
+    played, requests = Played(monkeypatch), [make_request(index) for index in range(3)]
+    made = [FakeEngine("gen-0").completion(request) for request in requests]
+
+    def ends(number: int) -> None:
+        played.actor._handle(InstanceReported(instance="gen-0", now_s=0.0, completions=(made[number],)))
+
+    monkeypatch.setattr("ray.kill", lambda handle: None)
+    played.actor.join("gen-0", Silent(), 4)
+    with ThreadPoolExecutor() as threads:
+        played.actor.enqueue(tuple(requests[:2]))
+        both = threads.submit(played.actor.take, 60.0, True)
+        ends(0), ends(1)
+        assert len(both.result(timeout=30.0).completions) == 2
+        played.actor.enqueue((requests[2], make_request(3)))
+        one = threads.submit(played.actor.take, 60.0, True)
+        ends(2)
+        played.actor._handle(InstanceGone(instance="gen-0", reason="killed"))
+        taken = one.result(timeout=30.0)
+        assert len(taken.completions) == 1 and [lost.instance for lost in taken.lost] == ["gen-0"]
