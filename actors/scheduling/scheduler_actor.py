@@ -66,7 +66,7 @@ from ..remote.waiting import own_error, wait_any
 from .scheduler_updates import SchedulerUpdates, count_move, instance_views
 
 IDLE_POLL_S = 1.0
-"An instance without samples is polled for its heartbeat only."
+"An instance without samples, or none of whose samples can move, is polled for its heartbeat only."
 
 logger = logging.getLogger(__name__)
 
@@ -243,10 +243,13 @@ class SchedulerActor:
     def _refs_in_flight(self) -> list[Any]:
         """Start a poll where none is in flight; return all references that may answer."""
         with self._changed:
-            for name, member in self._machine.members.serving.items():
+            serving, settings = self._machine.members.serving, self._settings
+            # what ends there is told at once; how far samples are matters where they may move
+            may_move = settings.scaling is not None or (settings.reallocation and len(serving) > 1)
+            for name, member in serving.items():
                 link: _Link = member.link
                 if not link.is_polled:
-                    wait_s = self._settings.poll_interval_s if member.owned else IDLE_POLL_S
+                    wait_s = settings.poll_interval_s if member.owned and may_move else IDLE_POLL_S
                     self._asked[link.handle.poll.remote(link.acknowledged, wait_s)] = name
                     link.is_polled = True
             return list(self._asked)

@@ -229,9 +229,8 @@ def step(run: Run, iteration: int) -> dict[str, float]:
         for name in ("goodput_tokens_per_s", "mean_acceptance_length", "acceptance_rate"):
             del metrics[f"rollout/{name}"]
     kept = run.log.record(iteration, update.learned, learned)
-    num_skipped = num_late_skipped + sum(phase.num_skipped for phase in phases)
-    of_pool = _pool_metrics(run, phases[-1], num_skipped)
-    return metrics | schedule.metrics() | of_pool | moves | draft | kept
+    metrics |= _pool_metrics(run, phases[-1], num_late_skipped + sum(phase.num_skipped for phase in phases))
+    return metrics | schedule.metrics() | moves | draft | kept
 
 
 def _phase(run: Run, number: int, *, beside: Update | None = None) -> Collected:

@@ -30,8 +30,8 @@ _WAIT_S = 0.2
 "How long a look at the scheduler or the reward pool gathers what is new, or waits for it."
 _MAX_SKIP_NOTES = 5
 "Samples of a phase that are named when they are skipped; the rest is counted."
-_BESIDE_S = 0.05
-"The same beside an update, which may end the phase, and where prompts follow from rewards."
+_SOON_S = 0.05
+"The same where an update waits for rewards or ends the phase, or prompts follow from rewards."
 _QUESTIONS_S = 0.02
 "The same while environments are asked, whose answers nobody waits for."
 
@@ -86,8 +86,9 @@ class _Phase:
 
     @property
     def wait_s(self) -> float:
-        """How long to wait for completions."""
-        return _BESIDE_S if self.beside is not None or self.schedule.scores_in_phase else _WAIT_S
+        update = self.beside
+        is_soon = update is not None and (self.schedule.ends_with_update or update.awaits_rewards())
+        return _SOON_S if is_soon or self.schedule.scores_in_phase else _WAIT_S
 
 
 class RolloutStream:
