@@ -23,15 +23,19 @@ class Silent:
 class Played:
     """A scheduler without a process of its own, and its clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.now_s = 0.0
         module = rlhfspec.actors.scheduling.scheduler_actor
         monkeypatch.setattr(module, "begin_actor", lambda name: name)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        settings = SchedulerSettings(
-            poll_interval_s=0.1, heartbeat_timeout_s=1000.0, order_timeout_s=10.0, reallocation_interval_s=1.0
+        given = SchedulerSettings(
+            poll_interval_s=0.1,
+            heartbeat_timeout_s=1000.0,
+            order_timeout_s=10.0,
+            reallocation_interval_s=1.0,
+            **settings,
         )
-        self.actor = module.SchedulerActor.__ray_metadata__.modified_class(settings)  # type: ignore[attr-defined]
+        self.actor = module.SchedulerActor.__ray_metadata__.modified_class(given)  # type: ignore[attr-defined]
 
     def pass_by(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -72,3 +76,24 @@ def test_completions_are_gathered_until_none_is_awaited_or_an_instance_is_lost(m
         played.actor._handle(InstanceGone(instance="gen-0", reason="killed"))
         taken = one.result(timeout=30.0)
         assert len(taken.completions) == 1 and [lost.instance for lost in taken.lost] == ["gen-0"]
+
+
+class Polled(Silent):
+    """One that keeps for how long its polls may wait."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+        self.poll = SimpleNamespace(remote=lambda acknowledged, wait_s: self.waits.append(wait_s) or object())
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_instances", "wait_s"), [(None, 2, 1.0), (object(), 1, 1.0), (object(), 2, 0.1)]
+)
+def test_polls_are_frequent_only_where_samples_can_move(monkeypatch, policy, num_instances, wait_s):
+    played, instances = Played(monkeypatch, reallocation=policy), [Polled() for _ in range(num_instances)]
+    for number, instance in enumerate(instances):
+        played.actor.join(f"gen-{number}", instance, 1)
+    played.actor.enqueue(tuple(make_request(index) for index in range(num_instances)))
+    refs = played.actor._refs_in_flight()
+    assert played.actor._refs_in_flight() == refs, "a poll is in flight to each"
+    assert [instance.waits for instance in instances] == [[wait_s]] * num_instances
