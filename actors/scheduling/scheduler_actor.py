@@ -66,7 +66,7 @@ from ..remote.waiting import own_error, wait_any
 from .scheduler_updates import SchedulerUpdates, count_move, instance_views
 
 IDLE_POLL_S = 1.0
-"An instance without samples is polled for its heartbeat only."
+"An instance without samples, or none of whose samples can move, is polled for its heartbeat only."
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class _Link:
 
     handle: Handle
     acknowledged: int = 0
-    poll: Any = None
+    is_polled: bool = False
     drafter_alarm: str = ""
     "told last; it is not told again after silence"
 
@@ -90,7 +90,7 @@ class SchedulerActor:
         self._name = begin_actor("scheduler")
         self._settings = settings
         self._machine = Scheduler(**self._machine_arguments())
-        self._submits: dict[Any, str] = {}
+        self._asked: dict[Any, str] = {}  # whose answer, of a poll or a submit
         self._changed = threading.Condition(threading.RLock())
         self._updates = SchedulerUpdates()
         self._reallocated_at_s = 0.0
@@ -225,13 +225,16 @@ class SchedulerActor:
         self._stopping = True
 
     @ray.method(concurrency_group="take")
-    def take(self, wait_s: float) -> Taken:
-        """Return the updates since the last call, waiting up to `wait_s` for some.
+    def take(self, wait_s: float, gathers: bool = False) -> Taken:
+        """Return the updates since the last call, waiting up to `wait_s` for some, or to gather completions.
 
         Raises what made generation impossible: an error of ours that an instance raised, or WaitTimeout.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._updates.is_urgent or self._failure, timeout=wait_s)
+            self._changed.wait_for(
+                lambda: self._updates.is_urgent(gathers and self._machine.num_open > 0) or self._failure,
+                timeout=wait_s,
+            )
             if self._failure is not None:
                 raise self._failure
             updates, self._updates = self._updates, SchedulerUpdates()
@@ -240,18 +243,21 @@ class SchedulerActor:
     def _refs_in_flight(self) -> list[Any]:
         """Start a poll where none is in flight; return all references that may answer."""
         with self._changed:
-            members = self._machine.members.serving.values()
-            for member in members:
+            serving, settings = self._machine.members.serving, self._settings
+            # what ends there is told at once; how far samples are matters where they may move
+            may_move = settings.scaling is not None or (settings.reallocation and len(serving) > 1)
+            for name, member in serving.items():
                 link: _Link = member.link
-                if link.poll is None:
-                    wait_s = self._settings.poll_interval_s if member.owned else IDLE_POLL_S
-                    link.poll = link.handle.poll.remote(link.acknowledged, wait_s)
-            return [member.link.poll for member in members] + list(self._submits)
+                if not link.is_polled:
+                    wait_s = settings.poll_interval_s if member.owned and may_move else IDLE_POLL_S
+                    self._asked[link.handle.poll.remote(link.acknowledged, wait_s)] = name
+                    link.is_polled = True
+            return list(self._asked)
 
     def _take_answer(self, ref: Any) -> None:
         with self._changed:
-            name = self._submits.pop(ref, None) or self._polled(ref)
-            if name is None:
+            name = self._asked.pop(ref)
+            if name not in self._machine.members.serving:
                 return
             try:
                 answer = ray.get(ref)
@@ -263,16 +269,9 @@ class SchedulerActor:
                 if isinstance(answer, PollReply):
                     self._take_reply(name, answer)
 
-    def _polled(self, ref: Any) -> str | None:
-        for name, member in self._machine.members.serving.items():
-            if member.link.poll == ref:
-                member.link.poll = None
-                return name
-        return None
-
     def _take_reply(self, name: str, reply: PollReply) -> None:
         link: _Link = self._machine.members[name].link
-        link.acknowledged = reply.sequence
+        link.is_polled, link.acknowledged = False, reply.sequence
         if reply.load is not None and reply.load.drafter_alarm not in ("", link.drafter_alarm):
             link.drafter_alarm = reply.load.drafter_alarm
             self._updates.drafter_alarms.append(f"{name}: {link.drafter_alarm}")
@@ -328,12 +327,14 @@ class SchedulerActor:
                 ref = self._handle_of(order.instance).submit.remote(
                     order.requests, self._settings.order_timeout_s, self._settings.term
                 )
-                self._submits[ref] = order.instance
+                self._asked[ref] = order.instance
             case CutOwned():
                 self._handle_of(order.instance).cut.remote(order.keys, self._settings.term)
             case Deliver():
                 self._updates.completions.append(order.completion)
-                self._changed.notify_all()
+                if len(self._updates.completions) == 1 or not self._machine.num_open:
+                    # who gathers is not woken between the first and the last
+                    self._changed.notify_all()
             case Abandon():
                 self._abandon(order)
             case Left():
@@ -352,7 +353,6 @@ class SchedulerActor:
     def _abandon(self, order: Abandon) -> None:
         logger.warning("%s is given up: %s", order.instance, order.reason)
         ray.kill(self._handle_of(order.instance))
-        self._submits = {ref: name for ref, name in self._submits.items() if name != order.instance}
         self._updates.lost.append(
             LostInstance(instance=order.instance, reason=order.reason, num_requeued=order.num_requeued)
         )

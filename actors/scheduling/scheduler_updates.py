@@ -25,10 +25,9 @@ class SchedulerUpdates:
     alarms: list[Alarm] = field(default_factory=list)
     drafter_alarms: list[str] = field(default_factory=list)
 
-    @property
-    def is_urgent(self) -> bool:
-        """Whether the loop is waiting for any of it."""
-        return bool(self.completions or self.lost or self.left)
+    def is_urgent(self, gathers: bool) -> bool:
+        """Whether the loop is waiting for any of it; where it gathers completions they can wait."""
+        return bool(self.lost or self.left or (self.completions and not gathers))
 
     def taken(self, *, planning_s: float, machine: Scheduler) -> Taken:
         """All of it, beside how things stand."""

@@ -83,10 +83,15 @@ class Explained:
     def _waiting(self) -> str:
         if self._decode_share is None:
             return "not recorded by the version that ran it"
-        return (
+        decoded = (
             f"instances decoded {self._decode_share:.0%} of generation; the rest they had no sample, or waited for "
             "a core"
         )
+        if not any("time/pause_s" in row for row in self.metrics):
+            return decoded
+        waits = [self._total(f"time/{name}_s") for name in ("rollout_wait", "backpressure", "pause")]
+        who = "Trainers waited {:.1f} s for samples, instances {:.1f} s for trainers and {:.1f} s for publications"
+        return f"{decoded}. {who.format(*waits)}"
 
     def _drafting(self) -> str:
         if not self.config.speculation.drafts:

@@ -112,7 +112,11 @@ def with_evaluation(metrics: Mapping[str, float], evaluated: Mapping[str, float]
     # generation that hid an update would leave it to be waited for
     hidden_s = metrics.get("time/update_hidden_s", 0.0)
     bound = amdahl_bound(total_s, metrics["time/generate_s"] - hidden_s)
-    return {**metrics, **evaluated, "time/iteration_s": total_s, "time/amdahl_bound": bound}
+    whole = {**metrics, **evaluated, "time/iteration_s": total_s, "time/amdahl_bound": bound}
+    if (mfu := metrics.get("update/mfu_fwd_bwd")) is not None:
+        learned_s = metrics["update/forward_s"] + metrics["update/backward_s"]
+        whole["update/mfu_wall"] = mfu * learned_s / total_s
+    return whole
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], skipped: Sequence[int] = ()) -> dict[str, float]:

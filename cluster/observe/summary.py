@@ -204,17 +204,12 @@ class Summary:
                 f"{self.reward_first:.3f} to {self.reward_last:.3f} ({self.reward_gain:+.3f})",
             ),
         ]
-        if self.distill_first is not None and self.distill_last is not None:
-            rows.append(
-                (
-                    "distill_loss, first to last fifth",
-                    f"{self.distill_first:.4f} to {self.distill_last:.4f} nats a token",
-                )
-            )
-        if self.accuracy_first is not None and self.accuracy_last is not None:
-            rows.append(
-                ("accuracy, first to last fifth", f"{self.accuracy_first:.3f} to {self.accuracy_last:.3f}")
-            )
+        for label, first, last, form, unit in (
+            ("distill_loss", self.distill_first, self.distill_last, ".4f", " nats a token"),
+            ("accuracy", self.accuracy_first, self.accuracy_last, ".3f", ""),
+        ):
+            if first is not None and last is not None:
+                rows.append((f"{label}, first to last fifth", f"{first:{form}} to {last:{form}}{unit}"))
         rows += self.signal
         if self.num_moved:
             rows.append(("samples moved", f"{self.num_moved:,}"))
@@ -244,13 +239,8 @@ class Summary:
         if self.update_line is not None:
             rows.append(("the update's parts", self.update_line))
         twice = amdahl_bound(self.total_s, self.part_s["generate"] - self.update_hidden_s, times=2.0)
-        rows.append(
-            (
-                "faster generation (Amdahl)",
-                f"{twice:.2f} x if 2 x as fast, {self.amdahl_bound:.2f} x if free",
-            )
-        )
-        return rows
+        faster = f"{twice:.2f} x if 2 x as fast, {self.amdahl_bound:.2f} x if free"
+        return [*rows, ("faster generation (Amdahl)", faster)]
 
 
 def as_text(rows: Sequence[tuple[str, str]]) -> str:

@@ -83,30 +83,22 @@ def schedule_of(system: System) -> Schedule:
     def next_requests(num_prompts: int = rollout.prompts_per_iteration) -> list[SampleRequest]:
         return system.cursor.next_requests(num_prompts, rollout.samples_per_prompt, system.sampling)
 
-    useful_groups = (
-        partial(
+    batch = (rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling)
+    useful_groups = None
+    if config.algorithm.dynamic_sampling:
+        useful_groups = partial(
             UsefulGroups,
             partial(next_requests, 1),
             max_extra=round(config.algorithm.max_extra_groups * rollout.prompts_per_iteration),
             metric=config.algorithm.dynamic_sampling_metric,
             num_groups=rollout.prompts_per_iteration,
         )
-        if config.algorithm.dynamic_sampling
-        else None
-    )
     if not rollout.max_staleness:
         return InTurns(
             next_requests,
             num_iterations=config.run.iterations,
             useful_groups=useful_groups,
-            peek=partial(
-                system.cursor.peek,
-                rollout.prompts_per_iteration,
-                rollout.samples_per_prompt,
-                system.sampling,
-            )
-            if rollout.look_ahead != "off"
-            else None,
+            peek=None if rollout.look_ahead == "off" else partial(system.cursor.peek, *batch),
         )
     if rollout.schedule == "free":
         admission = FreeAdmission(

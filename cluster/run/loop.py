@@ -219,21 +219,20 @@ def step(run: Run, iteration: int) -> dict[str, float]:
     if unread := unread_line([rollout.reward for rollout in update.sampled]):
         report.note(f"iteration {iteration + 1}: {unread}")
     metrics = iteration_metrics(update.sampled, phases[-1].stats, learned, seconds) | parts
-    whole_s = max(seconds["update"], update.seconds)
+    metrics |= update.waits(began_s, phases[-1].generated_s, refit_began_s)
+    whole_s = max(seconds["update"], update.ended_s - update.began_s)
     metrics["update/outside_s"] = max(0.0, whole_s - sum(learned.part_seconds.values()))
     if schedule.max_staleness:
-        metrics = _ahead(metrics, phases) | {
-            "time/update_hidden_s": update.seconds - min(seconds["update"], update.seconds),
-            "time/batch_wait_s": update.began_s - began_s,
-        }
+        # what was decoded here is not what was learned from here
+        decoded = sum(phase.stats.num_emitted_tokens for phase in phases)
+        metrics["rollout/goodput_tokens_per_s"] = decoded / max(seconds["generate"], 1e-9)
     if not phases[-1].stats.num_decode_steps:
         # the last update has nothing beside it, or all samples were taken over
         for name in ("goodput_tokens_per_s", "mean_acceptance_length", "acceptance_rate"):
             del metrics[f"rollout/{name}"]
     kept = run.log.record(iteration, update.learned, learned)
-    num_skipped = num_late_skipped + sum(phase.num_skipped for phase in phases)
-    of_pool = _pool_metrics(run, phases[-1], num_skipped)
-    return metrics | schedule.metrics() | of_pool | moves | draft | kept
+    metrics |= _pool_metrics(run, phases[-1], num_late_skipped + sum(phase.num_skipped for phase in phases))
+    return metrics | schedule.metrics() | moves | draft | kept
 
 
 def _phase(run: Run, number: int, *, beside: Update | None = None) -> Collected:
@@ -271,13 +270,6 @@ def _publish(run: Run, learned: UpdateReport) -> dict[str, float]:
     if not learned.num_optimizer_steps or not learned.metrics["lr"]:
         return seconds
     return seconds | {UNCHANGED: float(system.target.manifest.checksum == before)}
-
-
-def _ahead(metrics: dict[str, float], phases: Sequence[Collected]) -> dict[str, float]:
-    """Where generation runs ahead: of what was decoded here, which is not what was learned from here."""
-    decoded = sum(phase.stats.num_emitted_tokens for phase in phases)
-    metrics["rollout/goodput_tokens_per_s"] = decoded / max(metrics["time/generate_s"], 1e-9)
-    return metrics
 
 
 def _pool_metrics(run: Run, phase: Collected, num_skipped: int) -> dict[str, float]:

@@ -27,11 +27,11 @@ from .recorded_rollouts import RecordedRollouts
 from .update import Update
 
 _WAIT_S = 0.2
-"How long one look at the scheduler or the reward pool may take when there is nothing new."
+"How long a look at the scheduler or the reward pool gathers what is new, or waits for it."
 _MAX_SKIP_NOTES = 5
 "Samples of a phase that are named when they are skipped; the rest is counted."
-_BESIDE_S = 0.05
-"The same beside an update, which may end the phase."
+_SOON_S = 0.05
+"The same where an update waits for rewards or ends the phase, or prompts follow from rewards."
 _QUESTIONS_S = 0.02
 "The same while environments are asked, whose answers nobody waits for."
 
@@ -48,6 +48,8 @@ class Collected:
     "seconds the scheduler spent on deciding moves"
     generate_s: float
     "until the last completion"
+    generated_s: float
+    "when that came, by `time.perf_counter`; where there was none, when the phase began"
     score_s: float
     "from there to the last reward that was waited for"
     num_skipped: int = 0
@@ -84,8 +86,9 @@ class _Phase:
 
     @property
     def wait_s(self) -> float:
-        """How long to wait for a completion."""
-        return _WAIT_S if self.beside is None or self.schedule.scores_in_phase else _BESIDE_S
+        update = self.beside
+        is_soon = update is not None and (self.schedule.ends_with_update or update.awaits_rewards())
+        return _SOON_S if is_soon or self.schedule.scores_in_phase else _WAIT_S
 
 
 class RolloutStream:
@@ -149,6 +152,7 @@ class RolloutStream:
             moves=tuple(phase.moves),
             planning_s=system.scheduler.planning_s - planned_s,
             generate_s=phase.generated_s - began_s,
+            generated_s=phase.generated_s,
             score_s=time.perf_counter() - phase.generated_s,
             num_skipped=len(phase.skipped_groups),
             skipped_groups=tuple(phase.skipped_groups),
@@ -218,7 +222,7 @@ class RolloutStream:
         """Take what was completed; environments answer, what is whole goes to be scored."""
         system, episodes = self._system, self._system.episodes
         has_questions = episodes is not None and episodes.num_asked > 0
-        taken = self._take(wait_s=_QUESTIONS_S if has_questions else phase.wait_s)
+        taken = self._take(wait_s=_QUESTIONS_S if has_questions else phase.wait_s, gathers=episodes is None)
         if taken.completions or system.scheduler.stats.num_emitted_tokens != phase.stats.num_emitted_tokens:
             phase.wait.answered()
             phase.wait.restart()
@@ -353,5 +357,5 @@ class RolloutStream:
             phase.wait.restart()
             self._ask(phase, further)
 
-    def _take(self, *, wait_s: float, may_fetch: bool = True) -> Taken:
-        return self._system.take(wait_s, self._report.note, may_fetch=may_fetch)
+    def _take(self, *, wait_s: float, gathers: bool = False, may_fetch: bool = True) -> Taken:
+        return self._system.take(wait_s, self._report.note, gathers=gathers, may_fetch=may_fetch)

@@ -31,8 +31,8 @@ class Update:
         "what is learned from, in the object store"
         self.began_s = 0.0
         "by `time.perf_counter`, once it has"
-        self.seconds = 0.0
-        "until the trainers had answered, once they have"
+        self.ended_s = 0.0
+        "when the trainers had answered, once they have"
 
     def look(self) -> None:
         """Begin where the batch is whole; take the report where it is there, and end the phase.
@@ -66,6 +66,18 @@ class Update:
         assert self._report is not None
         return self._report
 
+    def waits(self, began_s: float, generated_s: float, loaded_s: float) -> dict[str, float]:
+        """Who waited for whom in an iteration from `began_s` on: its last completion, and the last load behind it."""
+        # what the update's end cuts stops decoding there
+        stopped_s = self.ended_s if self._schedule.ends_with_update else max(self.ended_s, generated_s)
+        backpressure_s = max(0.0, self.ended_s - max(self.began_s, generated_s))
+        return {
+            "time/rollout_wait_s": self.began_s - began_s + stopped_s - self.ended_s,
+            "time/backpressure_s": backpressure_s,
+            "time/update_hidden_s": self.ended_s - self.began_s - backpressure_s,
+            "time/pause_s": loaded_s - stopped_s,
+        }
+
     def log_advantages(self) -> None:
         """Write the rollouts again: an update that fails must not take them with it, so they were written before."""
         assert self._report is not None
@@ -93,4 +105,4 @@ class Update:
     def _end(self, *, samples_are_open: bool) -> None:
         assert self._order is not None
         self._report = self._system.trainers.end_update(self._order, samples_are_open=samples_are_open)
-        self.seconds = time.perf_counter() - self.began_s
+        self.ended_s = time.perf_counter()

@@ -101,10 +101,8 @@ class SchedulerClient:
 
     def leave(self, instance: str, reason: str) -> None:
         """Have an instance emptied; `take` tells when it may be ended. Raises SchedulerLost."""
-        self._instances[instance].state, self._instances[instance].leaves_because = (
-            InstanceState.LEAVING,
-            reason,
-        )
+        row = self._instances[instance]
+        row.state, row.leaves_because = InstanceState.LEAVING, reason
         self._send("leave", instance, reason)
 
     def expect(self, starts: Starts, may_leave: tuple[str, ...]) -> None:
@@ -166,13 +164,13 @@ class SchedulerClient:
         is_late = time.monotonic() - self._asked_at_s >= late_s
         return self._ahead is not None and (self._ahead.done() or is_late)
 
-    def take(self, wait_s: float) -> Taken:
-        """Return the updates since the last call, waiting up to `wait_s` for some.
+    def take(self, wait_s: float, gathers: bool = False) -> Taken:
+        """Return the updates since the last call, waiting up to `wait_s` for some, or to gather completions.
 
         Raises what made generation impossible; SchedulerLost when no restart is left.
         """
         ahead, self._ahead = self._ahead, None
-        taken = self._send("take", wait_s, ref=ahead and ahead.object_ref) or Taken()
+        taken = self._send("take", wait_s, gathers, ref=ahead and ahead.object_ref) or Taken()
         self._planning_s, self._attempts = taken.planning_s, taken.attempts
         self._proving_cost = taken.proving_cost
         self._delivered.update((completion.key, completion) for completion in taken.completions)

@@ -67,21 +67,22 @@ class GeneratingSystem:
         """The run's config."""
         return self.plan.config
 
-    def take(self, wait_s: float, note: Callable[[str], None], *, may_fetch: bool = True) -> Taken:
+    def take(
+        self, wait_s: float, note: Callable[[str], None], *, gathers: bool = False, may_fetch: bool = True
+    ) -> Taken:
         """Ask the scheduler for updates; replace what was lost, let the pool grow and shrink, say what is odd.
 
         `may_fetch`: whether the trainer can be asked for weights. Raises what generation cannot go on after.
         """
-        taken = self.scheduler.take(wait_s)
-        for line in self.scheduler.updates():
+        taken = self.scheduler.take(wait_s, gathers)
+        suspended = (f"drafter alarm, drafting suspended on {text}" for text in taken.drafter_alarms)
+        for line in (*self.scheduler.updates(), *suspended):
             note(line)
         for alarm in taken.alarms:
             note(
                 f"integrity alarm: sample {alarm.key.sample_index} from {alarm.instance} under epoch "
                 f"{alarm.epoch}: {alarm.what}; the report was dropped"
             )
-        for text in taken.drafter_alarms:
-            note(f"drafter alarm, drafting suspended on {text}")
         for lost in taken.lost:
             self.generation.replace(lost)
         self.generation.look(taken, may_fetch=may_fetch)

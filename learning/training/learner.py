@@ -280,9 +280,9 @@ class Learner(Trainer):
         learned_s = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
         if learned_s > 0.0:
             cost["tokens_per_s"] = num_of_rows / learned_s
-            peak = peak_flops(self.model.device)
-            if peak is not None:
-                cost["mfu"] = step_flops(self.model, num_tokens) / self.trainers.size / learned_s / peak
+            if (peak := peak_flops(self.model.device)) is not None:
+                flops = step_flops(self.model, num_tokens) / self.trainers.size
+                cost["mfu_fwd_bwd"] = flops / learned_s / peak
         return cost
 
     def _first_parts(self, recompute_old: bool) -> list[Part]:

@@ -28,8 +28,8 @@ PRIOR_REJECTIONS = 3.0
 "With so many rejections, or so many expected, half of the logarithm of their ratio is believed."
 FEWEST_REJECTIONS = 0.1
 "Added to both: none is not never."
-MEMORY_REJECTIONS = 60.0
-"After so many more a rejection counts for a third."
+MEMORY_REJECTIONS, MOST_ROWS = 60.0, 64
+"After so many more a rejection counts for a third; so of a batch no more than so many rows are looked at."
 HAZARD_RANGE = (0.2, 20.0)
 LEAST_HAZARD = 1e-4
 "Of a level: no estimate is surer than this."
@@ -59,8 +59,8 @@ class AcceptanceRecalibration:
     @property
     def conditional(self) -> np.ndarray:
         """Acceptance of level d + 1 given level d: by the scores seen, at this run's hazard."""
-        estimated = (self._passed + PRIOR_DRAFTS * self._prior) / (self._reached + PRIOR_DRAFTS)
-        return estimated**self.hazard_ratio
+        passed = self._passed + PRIOR_DRAFTS * self._prior
+        return (passed / (self._reached + PRIOR_DRAFTS)) ** self.hazard_ratio
 
     @property
     def path(self) -> np.ndarray:
@@ -104,12 +104,12 @@ class AcceptanceRecalibration:
         Where in its level a rejection came is unknown: its expectation at the present ratio g is taken, 1/g - h /
         (e^(gh) - 1) of the level's h, so that the ratio tends to the likeliest one (Dempster, Laird and Rubin 1977).
         """
-        levels, verified = _levels(scores, draft)
+        rows = slice(None, None, -(-len(scores) // MOST_ROWS))
+        levels, verified = _levels(scores[rows], draft.num_nodes[rows], draft.level_sizes)
         ratio, exposure, rejections = self.hazard_ratio, 0.0, 0
         # row by row: for the few samples that are in a hurry arrays cost more than numbers
-        for path, count, accepted in zip(
-            levels.tolist(), verified.tolist(), draft.num_accepted.tolist(), strict=True
-        ):
+        lives = zip(levels.tolist(), verified.tolist(), draft.num_accepted[rows].tolist(), strict=True)
+        for path, count, accepted in lives:
             # behind a sample's limit nothing is expected, whatever is accepted
             while count and path[count - 1] <= 0.0:
                 count -= 1
@@ -133,14 +133,13 @@ class AcceptanceRecalibration:
         self.hazard_ratio = min(max(ratio**believed, HAZARD_RANGE[0]), HAZARD_RANGE[1])
 
 
-def _levels(scores: np.ndarray, draft: DraftLog) -> tuple[np.ndarray, np.ndarray]:
+def _levels(scores: np.ndarray, verified: np.ndarray, sizes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     """Estimated acceptance of the way to each level, [B, levels], and the number of levels verified, [B]."""
-    verified = draft.num_nodes
-    if scores.shape[1] == len(draft.level_sizes):
+    if scores.shape[1] == len(sizes):
         return scores, verified
     # of a tree a level is passed where any of its verified candidates is
     place = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
-    levels = _by_level(np.where(place < verified[:, None], scores, 0.0), draft.level_sizes, np.add)
+    levels = _by_level(np.where(place < verified[:, None], scores, 0.0), sizes, np.add)
     return levels, np.count_nonzero(levels, axis=1)
 
 

@@ -24,6 +24,8 @@ from .survival import Survival
 
 CELLS = 64
 "Cells of a response's length; the prediction of a pool costs instances * cells * cells."
+CASES = 64
+"That are computed at once: their arrays stay in the core's cache."
 SURE = 1e-9
 "A sample is as good as alive or done within this."
 
@@ -56,7 +58,8 @@ class Outlook:
         # not by BLAS: its threads wait for each other where decode threads hold the cores
         terms = self.terms.reshape(len(self.terms), -1).astype(np.float32)
         summed = np.einsum("kl,lx->kx", counts.astype(np.float32), terms).astype(np.float64)
-        return Load(cell_tokens=self.cell_tokens, sums=summed.reshape(len(counts), *self.terms.shape[1:]))
+        summed = summed.reshape(len(counts), *self.terms.shape[1:])
+        return Load(cell_tokens=self.cell_tokens, sums=summed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +74,19 @@ class Load:
 
     def course(self, curve: RateCurve) -> Course:
         """How the instances go on."""
-        alive, log_done, context = (self.sums[..., term, :] for term in range(3))
-        any_left = -np.expm1(np.minimum(log_done, 0.0))
-        given = np.maximum(any_left, SURE)
-        left = np.maximum(alive, any_left) / given
-        context_left = np.maximum(context, 0.0) / given
-        return Course(
-            any_left=any_left, cell_s=self.cell_tokens * curve.seconds_per_token(left, context_left)
-        )
+        *shape, _, cells = self.sums.shape
+        sums = self.sums.reshape(-1, 3, cells)
+        any_left, cell_s = np.empty((2, len(sums), cells))
+        for first in range(0, len(sums), CASES):
+            rows = slice(first, first + CASES)
+            alive, log_done, context = (sums[rows, term].astype(np.float64, copy=False) for term in range(3))
+            left = np.negative(np.expm1(np.minimum(log_done, 0.0)), out=any_left[rows])
+            given = np.maximum(left, SURE)
+            token_s = curve.seconds_per_token(
+                np.maximum(alive, left) / given, np.maximum(context, 0.0) / given
+            )
+            np.multiply(token_s, self.cell_tokens, out=cell_s[rows])
+        return Course(any_left=any_left.reshape(*shape, cells), cell_s=cell_s.reshape(*shape, cells))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +133,16 @@ def both_done_seconds(one: Course, other: Course) -> np.ndarray:
     # the later time = both times - the earlier one; and the earlier one = integral of P(both still run)
     cells = one.any_left.shape[-1]
     ends = np.cumsum(one.cell_s, axis=-1).reshape(-1, cells)
-    knots = np.cumsum(other.cell_s, axis=-1).reshape(-1, cells)
-    reached = np.cumsum(other.any_left * other.cell_s, axis=-1).reshape(-1, cells)
+    knots, reached = np.zeros((2, len(ends), cells + 1))
+    np.cumsum(other.cell_s.reshape(-1, cells), axis=-1, out=knots[:, 1:])
+    np.cumsum((other.any_left * other.cell_s).reshape(-1, cells), axis=-1, out=reached[:, 1:])
     # one look-up for all rows: each row of times lies behind the one before
-    row = np.arange(len(ends))[:, None] * (max(float(ends.max()), float(knots.max())) + 1.0)
-    knots = np.concatenate([np.zeros_like(knots[:, :1]), knots], axis=1) + row
-    reached = np.concatenate([np.zeros_like(reached[:, :1]), reached], axis=1)
-    until = np.interp((ends + row).ravel(), knots.ravel(), reached.ravel()).reshape(ends.shape)
+    row = np.arange(len(ends))[:, None] * (max(float(ends[:, -1].max()), float(knots[:, -1].max())) + 1.0)
+    ends += row
+    knots += row
+    until = np.interp(ends.ravel(), knots.ravel(), reached.ravel()).reshape(ends.shape)
     # behind a row's last knot nothing runs any more
-    until = np.where(ends + row > knots[:, -1:], reached[:, -1:], until)
-    together = np.diff(until, axis=1, prepend=0.0).reshape(one.any_left.shape)
-    earlier = (one.any_left * together).sum(axis=-1)
-    return one.finish_seconds() + other.finish_seconds() - earlier
+    np.copyto(until, reached[:, -1:], where=ends > knots[:, -1:])
+    together = np.diff(until, axis=1, prepend=0.0).reshape(one.cell_s.shape)
+    alone_s = (one.any_left * (one.cell_s - together)).sum(axis=-1)
+    return alone_s + reached[:, -1].reshape(alone_s.shape)

@@ -14,7 +14,7 @@ import numpy as np
 from ...core.records import SampleKey
 from .finish_time import Load, Outlook, outlook
 from .gate import Gate, WayCosts
-from .move_search import FoundMove, Hurdle, search_moves
+from .move_search import FoundMove, Hurdle, MoveSearch
 from .pool_records import Move, PoolView
 from .rate_curve import RateCurve
 from .sample_arrays import FlatPool, flatten, key_of
@@ -89,7 +89,7 @@ class FinishTimePolicy:
         if not self._hurdle.may_pay(pool.num_placed.max(), pool.num_placed.min()):
             return ()
         expected = self._expect(view, pool)
-        found = search_moves(
+        search = MoveSearch(
             pool,
             expected,
             self._load(pool, expected),
@@ -99,7 +99,7 @@ class FinishTimePolicy:
             hurdle=self._hurdle,
             elapsed_s=view.now_s - self._began_s,
         )
-        return tuple(self._order(view, pool, move) for move in found)
+        return tuple(self._order(view, pool, move) for move in search.run())
 
     def finish_seconds(self, view: PoolView) -> np.ndarray:
         """[K] predicted seconds until each instance is done with what it has, in the view's order."""

@@ -72,22 +72,10 @@ class Gate:
         """Seconds until migrated caches are there."""
         return self.transfer.seconds(np.asarray(context_tokens) * self.kv_bytes_per_token, cold=cold)
 
-    def recompute_s(
-        self, context_tokens: np.ndarray | int, *, wait_s: np.ndarray | float = 0.0
-    ) -> np.ndarray:
-        """Seconds until recomputed caches are there; `wait_s` until the destination's decode step is over."""
-        return self.prefill.seconds(context_tokens) + wait_s
-
-    def costs(
-        self,
-        context_tokens: np.ndarray | int,
-        *,
-        cold: np.ndarray | bool = False,
-        wait_s: np.ndarray | float = 0.0,
-    ) -> WayCosts:
-        """Predict both ways. `wait_s`: expected rest of the destination's decode step, for which a prefill waits."""
+    def costs(self, context_tokens: np.ndarray | int, *, cold: np.ndarray | bool = False) -> WayCosts:
+        """Predict both ways; recomputed caches are there after their prefill."""
         migrate = np.asarray(self.migrate_s(context_tokens, cold=cold), dtype=float)
-        recompute = np.asarray(self.recompute_s(context_tokens, wait_s=wait_s), dtype=float)
+        recompute = np.asarray(self.prefill.seconds(context_tokens), dtype=float)
         closed = np.full(np.broadcast_shapes(migrate.shape, recompute.shape), np.inf)
         return WayCosts(
             migrate_s=closed if self._mode == "always_recompute" else migrate,
@@ -97,9 +85,9 @@ class Gate:
             ),
         )
 
-    def choose(self, context_tokens: int, *, cold: bool = False, wait_s: float = 0.0) -> MoveMode:
+    def choose(self, context_tokens: int, *, cold: bool = False) -> MoveMode:
         """The way that is predicted to have the sample decoding at its destination sooner."""
-        sooner = bool(self.costs(context_tokens, cold=cold, wait_s=wait_s).recompute)
+        sooner = bool(self.costs(context_tokens, cold=cold).recompute)
         return MoveMode.RECOMPUTE if sooner else MoveMode.MIGRATE
 
     def note_transfer(self, *, num_bytes: int, seconds: float, cold: bool) -> None:

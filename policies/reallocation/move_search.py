@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .finish_time import Load, Outlook, both_done_seconds
+from .finish_time import Course, Load, Outlook, both_done_seconds
 from .gate import WayCosts
 from .pool_records import MoveMode
 from .rate_curve import RateCurve
@@ -27,6 +27,8 @@ ROUND_PAIRS = 256
 ROUND_CANDIDATES = 256
 "Candidate moves of a round over all its pairs; at least MIN_CANDIDATES for each."
 MIN_CANDIDATES = 4
+PAIRS_AT_ONCE = 16
+"Whose candidates are computed at once: their arrays stay in the core's cache, and are no new pages each time."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,57 +62,47 @@ class FoundMove:
     "when the destination would have been done"
 
 
-def search_moves(
-    pool: FlatPool,
-    expected: Outlook,
-    load: Load,
-    curve: RateCurve,
-    *,
-    cost: Callable[[np.ndarray, np.ndarray, np.ndarray], WayCosts],
-    may_move: Callable[[int, int, int], bool],
-    hurdle: Hurdle,
-    elapsed_s: float = 0.0,
-) -> list[FoundMove]:
-    """Return moves in the order in which they were found: no sample twice, no slot twice.
+class MoveSearch:
+    """Of one plan; the pool's load changes with every move that is found."""
 
-    Args:
-        pool: who is where, and what is free.
-        expected: by length.
-        load: [K] instances as they are.
-        curve: of every instance.
-        cost: of samples [P, C] from sources [P] to destinations [P].
-        may_move: whether (sample, source, destination) is not resting.
-        hurdle: what a move must gain.
-        elapsed_s: since the rollout began.
-    """
-    return _Search(pool, expected, load, curve, cost, may_move, hurdle, elapsed_s).run()
-
-
-class _Search:
     def __init__(
         self,
         pool: FlatPool,
         expected: Outlook,
         load: Load,
         curve: RateCurve,
+        *,
         cost: Callable[[np.ndarray, np.ndarray, np.ndarray], WayCosts],
         may_move: Callable[[int, int, int], bool],
         hurdle: Hurdle,
-        elapsed_s: float,
+        elapsed_s: float = 0.0,
     ) -> None:
+        """Begin with instances as they are.
+
+        Args:
+            pool: who is where, and what is free.
+            expected: by length.
+            load: [K] of the instances; it is used up.
+            curve: of every instance.
+            cost: of samples [P, C] from sources [P] to destinations [P].
+            may_move: whether (sample, source, destination) is not resting.
+            hurdle: what a move must gain.
+            elapsed_s: since the rollout began.
+        """
         self._pool, self._expected, self._curve = pool, expected, curve
         self._cost, self._may_move, self._hurdle = cost, may_move, hurdle
-        self._sums = load.sums.copy()
-        self._done_s = load.course(curve).finish_seconds()
+        self._sums, self._course = load.sums, load.course(curve)
+        self._done_s = self._course.finish_seconds()
         self._whole_s = elapsed_s + float(self._done_s.max(initial=0.0))
         self._placed = pool.num_placed
         self._free = pool.num_free.copy()
         self._left = np.diff(pool.start)
         self._used = np.zeros(len(pool.instance), dtype=bool)
-        remaining = expected.mean_remaining[expected.cell(pool.response_tokens)]
-        self._longest_first = np.lexsort((pool.context_tokens, -remaining, pool.instance))
+        self._longest_first = np.zeros(len(pool.instance), dtype=np.int64)
+        "of the instances that are worth a look"
 
     def run(self) -> list[FoundMove]:
+        """Return moves in the order in which they were found: no sample twice, no slot twice."""
         found: list[FoundMove] = []
         pairs_left = ROUND_PAIRS
         for number in range(MAX_ROUNDS):
@@ -118,7 +110,9 @@ class _Search:
             if number == 0 and len(source):
                 worth = self._worth_a_look(source, destination)
                 source, destination = source[worth], destination[worth]
-                self._left = np.where(np.bincount(source, minlength=len(self._left)) > 0, self._left, 0)
+                is_source = np.bincount(source, minlength=len(self._left)) > 0
+                self._left = np.where(is_source, self._left, 0)
+                self._sort(np.flatnonzero(is_source[self._pool.instance]))
             if not len(source) or pairs_left <= 0:
                 break
             pairs_left -= len(source)
@@ -140,26 +134,17 @@ class _Search:
     def _worth_a_look(self, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
         """[P] whether an even share of the pool's load would gain a pair enough."""
         share = self._load(self._sums.mean(axis=0)).course(self._curve)
-        before = both_done_seconds(
-            self._of(source).course(self._curve), self._of(destination).course(self._curve)
-        )
-        gain = before - both_done_seconds(share, share)
+        gain = self._both_done(source, destination) - both_done_seconds(share, share)
         more, fewer = self._placed[source], self._placed[destination]
         return self._hurdle.may_pay(more, fewer) & (gain >= self._hurdle.start_share * self._whole_s)
 
     def _round(self, source: np.ndarray, destination: np.ndarray, found: list[FoundMove]) -> bool:
         """Add the best move of every pair; False when there is none that could be tried again."""
         sample = self._candidates(source)
-        before = both_done_seconds(
-            self._of(source).course(self._curve), self._of(destination).course(self._curve)
-        )
+        before = self._both_done(source, destination)
         rows = self._expected.cell(self._pool.response_tokens[sample])
-        after = both_done_seconds(
-            self._moved(source, rows, -1.0).course(self._curve),
-            self._moved(destination, rows, 1.0).course(self._curve),
-        )
         cost = self._cost(sample, source, destination)
-        shrinks = before[:, None] - after
+        shrinks = before[:, None] - self._moved(source, destination, rows)
         migrate = self._worth(shrinks, before[:, None], cost.migrate_s, cost.migrate_lost_s)
         recompute = self._worth(shrinks, before[:, None], cost.recompute_s, cost.recompute_lost_s)
         gain = np.where(self._used[sample], -np.inf, np.maximum(migrate, recompute))
@@ -194,6 +179,13 @@ class _Search:
         worth = shrinks * in_time - self._hurdle.cost_margin * lost_s
         return np.where(in_time > 0, worth, -np.inf)
 
+    def _sort(self, samples: np.ndarray) -> None:
+        """Put these, which are all of their instances', in order: the longest expected remainder first."""
+        pool = self._pool
+        remaining = self._expected.mean_remaining[self._expected.cell(pool.response_tokens[samples])]
+        order = np.lexsort((pool.context_tokens[samples], -remaining, pool.instance[samples]))
+        self._longest_first[samples] = samples[order]
+
     def _candidates(self, source: np.ndarray) -> np.ndarray:
         """[P, C] samples of each source, spread from the longest expected remainder to the shortest."""
         start, size = self._pool.start[source], np.diff(self._pool.start)[source]
@@ -205,18 +197,32 @@ class _Search:
     def _load(self, sums: np.ndarray) -> Load:
         return Load(cell_tokens=self._expected.cell_tokens, sums=sums)
 
-    def _of(self, instance: np.ndarray) -> Load:
-        return self._load(self._sums[instance])
+    def _both_done(self, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
+        """[P] expected seconds until both instances of a pair are done."""
+        one, other = (
+            Course(any_left=self._course.any_left[ends], cell_s=self._course.cell_s[ends])
+            for ends in (source, destination)
+        )
+        return both_done_seconds(one, other)
 
-    def _moved(self, instance: np.ndarray, rows: np.ndarray, sign: float) -> Load:
-        """[P, C] the instances with one sample more or less."""
-        return self._load(self._sums[instance][:, None] + sign * self._expected.terms[rows])
+    def _moved(self, source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """[P, C] the same with one sample of these lengths, [P, C], less at the one and more at the other."""
+        seconds = np.empty(rows.shape)
+        for first in range(0, len(rows), PAIRS_AT_ONCE):
+            pairs = slice(first, first + PAIRS_AT_ONCE)
+            terms = self._expected.terms[rows[pairs]]
+            less = self._load(self._sums[source[pairs], None] - terms)
+            more = self._load(self._sums[destination[pairs], None] + terms)
+            seconds[pairs] = both_done_seconds(less.course(self._curve), more.course(self._curve))
+        return seconds
 
     def _apply(self, source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> None:
         """Take samples of these lengths from sources to destinations; no instance is named twice."""
         for instance, sign in ((source, -1.0), (destination, 1.0)):
             self._sums[instance] += sign * self._expected.terms[rows]
-            self._done_s[instance] = self._of(instance).course(self._curve).finish_seconds()
+            course = self._load(self._sums[instance]).course(self._curve)
+            self._course.any_left[instance], self._course.cell_s[instance] = course.any_left, course.cell_s
+            self._done_s[instance] = course.finish_seconds()
         # the slot that a source will have is not there yet
         self._free[destination] -= 1
         self._left[source] -= 1

@@ -19,6 +19,8 @@ from ..drafting.cost_view import BatchCosts
 from ..drafting.recalibration import AcceptanceRecalibration, TrackRecord
 from ..drafting.shape_search import ShapeTable
 
+FAR_SAMPLES = 1e6
+"Behind the last point, to which its line goes on."
 FACTOR_STEP = 0.05
 FACTOR_RANGE = (0.2, 5.0)
 MOST_CONTEXT_SHARE = 0.9
@@ -70,8 +72,9 @@ class RateCurve:
         most = MOST_CONTEXT_SHARE * self._seconds / np.maximum(self._context, 1e-9)
         self._slope = np.minimum(self._slope, most)
         self._base = np.maximum.accumulate(self._seconds - self._slope * self._context)
-        # lines go on behind the last point; one point is taken for saturation
-        self._growth = (self._last_growth(self._seconds), self._last_growth(self._base))
+        self._seconds, self._base = self._with_far_end(self._seconds), self._with_far_end(self._base)
+        self._slope = np.append(self._slope, self._slope[-1])
+        self._samples = np.append(self._samples, self._samples[-1] + FAR_SAMPLES)
         self.factor = 1.0
         "delivered over predicted, of late"
 
@@ -83,11 +86,11 @@ class RateCurve:
         `context_tokens`: of all of them together; None: what they were when the points were measured.
         """
         wanted = np.maximum(np.asarray(num_samples, dtype=float), 1.0)
-        beyond = np.maximum(wanted - self._samples[-1], 0.0)
         if context_tokens is None:
-            return (np.interp(wanted, self._samples, self._seconds) + self._growth[0] * beyond) / self.factor
-        base = np.interp(wanted, self._samples, self._base) + self._growth[1] * beyond
-        return (base + np.interp(wanted, self._samples, self._slope) * context_tokens) / self.factor
+            return np.interp(wanted, self._samples, self._seconds) / self.factor
+        # one search for both
+        both = np.interp(wanted, self._samples, self._base + 1j * self._slope)
+        return (both.real + both.imag * context_tokens) / self.factor
 
     def context_token_s(self, num_samples: np.ndarray | float) -> np.ndarray:
         """What each token of context adds to the seconds per token of B samples."""
@@ -130,11 +133,10 @@ class RateCurve:
         step = FACTOR_STEP * float(np.clip(np.log(max(ratio, 1e-9)), -0.5, 0.5))
         self.factor = float(np.clip(self.factor * np.exp(step), *FACTOR_RANGE))
 
-    def _last_growth(self, seconds: np.ndarray) -> float:
-        """What one more sample adds behind the last point."""
-        if len(seconds) == 1:
-            return float(seconds[-1] / self._samples[-1])
-        return float(np.diff(seconds[-2:])[0] / np.diff(self._samples[-2:])[0])
+    def _with_far_end(self, seconds: np.ndarray) -> np.ndarray:
+        """A line goes on behind the last point; one point is taken for saturation."""
+        growth = np.diff(seconds, prepend=0.0)[-1] / np.diff(self._samples, prepend=0.0)[-1]
+        return np.append(seconds, seconds[-1] + FAR_SAMPLES * growth)
 
 
 def rate_curve_from_profile(

@@ -38,11 +38,6 @@ class FlatPool:
     "[K] samples that ran while it was measured, in the mean"
 
     @property
-    def num_instances(self) -> int:
-        """K."""
-        return len(self.names)
-
-    @property
     def num_placed(self) -> np.ndarray:
         """[K] samples that stay or arrive at each instance."""
         return np.diff(self.start) + self.num_arriving + self.num_from_queue
@@ -57,10 +52,10 @@ class FlatPool:
 
 def flatten(view: PoolView) -> FlatPool:
     """Put a view into arrays; queued samples are bound to free slots as pull would do it."""
-    sizes = np.array([len(i.keys) for i in view.instances], dtype=np.int64)
-    free = np.array([max(i.num_free_slots, 0) for i in view.instances], dtype=np.int64)
-    running = np.array([i.num_running for i in view.instances], dtype=np.int64)
-    arriving = np.array([i.num_arriving for i in view.instances], dtype=np.int64)
+    counts = [(len(i.keys), i.num_leaving, i.num_arriving, i.num_slots) for i in view.instances]
+    sizes, leaving, arriving, slots = np.array(counts, dtype=np.int64).reshape(-1, 4).T
+    running = sizes + leaving
+    free = np.maximum(slots - running - arriving, 0)
     names = tuple(i.instance for i in view.instances)
     queued = _bind(view.num_queued, free, running + arriving, names)
     empty = np.zeros(0, dtype=np.int64)

@@ -37,13 +37,6 @@ class Survival:
         """No response is longer."""
         return len(self.probability) - 1
 
-    def more(self, tokens: np.ndarray | int, more_tokens: np.ndarray | int) -> np.ndarray:
-        """P(a response with `tokens` tokens that has not ended gets more than `more_tokens` further ones)."""
-        now = np.minimum(tokens, self.limit)
-        then = np.minimum(np.asarray(tokens) + more_tokens, self.limit)
-        alive = self.probability[now]
-        return np.where(alive > 0, self.probability[then] / np.where(alive > 0, alive, 1.0), 0.0)
-
     def mean_remaining(self) -> np.ndarray:
         """Expected further tokens at every length so far, [limit + 1]."""
         beyond = _reversed_sum(self.probability)

@@ -60,6 +60,7 @@ class Written:
             moves=tuple(three_moves()),
             planning_s=0.1,
             generate_s=1.0,
+            generated_s=1.0,
             score_s=0.0,
         )
         update = UpdateReport(

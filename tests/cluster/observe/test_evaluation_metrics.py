@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from made_rollouts import rollout
 
-from rlhfspec.cluster.observe.iteration_metrics import evaluation_metrics, pass_at_k
+from rlhfspec.cluster.observe.iteration_metrics import evaluation_metrics, pass_at_k, with_evaluation
 from rlhfspec.cluster.resume.run_state import EvaluationMarks
 from rlhfspec.cluster.run.evaluate import Evaluator
 from rlhfspec.core.metrics import require_declared
@@ -105,3 +105,15 @@ def test_a_run_ends_after_so_many_evaluations_that_are_not_better_also_over_a_re
     resumed._take_mark({"eval/reward_mean": 0.1})
     assert "above its best, 0.6, in 2 evaluations" in str(resumed.reason_to_stop)
     assert evaluator(replace(resumed.marks, num_done=0), patience=None).reason_to_stop is None
+
+
+def test_mfu_of_the_wall_clock_counts_all_seconds_of_the_iteration() -> None:
+    seconds = {
+        "time/iteration_s": 9.0,
+        "time/generate_s": 5.0,
+        "update/forward_s": 1.0,
+        "update/backward_s": 3.0,
+    }
+    metrics = with_evaluation(seconds | {"update/mfu_fwd_bwd": 0.5}, {"time/evaluate_s": 1.0})
+    assert metrics["update/mfu_wall"] == pytest.approx(0.5 * 4.0 / 10.0)
+    assert "update/mfu_wall" not in with_evaluation(seconds, {})

@@ -67,6 +67,10 @@ def test_five_rows_say_what_each_mechanism_gave() -> None:
     rows = dict(explained().rows())
     assert len(rows) == 5
     assert rows["waiting"].startswith("instances decoded 75% of generation")
+    waits = {"time/rollout_wait_s": 2.0, "time/backpressure_s": 0.5, "time/pause_s": 0.25}
+    assert dict(explained(**waits).rows())["waiting"].endswith(
+        "Trainers waited 4.0 s for samples, instances 1.0 s for trainers and 0.5 s for publications"
+    )
     assert rows["drafting"] == "20% of decoding; the draft's refit 5% of all"
     assert rows["moves"] == "expected to shorten the tails by 1.0 s; they cost 1.0% of decoding"
     assert "rlhfspec compare RUN" in rows["measured"]

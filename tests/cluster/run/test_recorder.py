@@ -61,6 +61,7 @@ def collected(*moves: Any) -> Collected:
         moves=moves,
         planning_s=0.25,
         generate_s=10.0,
+        generated_s=10.0,
         score_s=0.0,
     )
 

@@ -72,7 +72,7 @@ class Scheduler:
     def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
         self.asked += [r.key.sample_index for r in requests]
 
-    def take(self, wait_s: float) -> Taken:
+    def take(self, wait_s: float, gathers: bool = False) -> Taken:
         self.num_taken += 1
         return self.script[self.num_taken - 1] if self.num_taken <= len(self.script) else Taken()
 

@@ -18,15 +18,13 @@ def gate(mode: GateMode = "auto") -> Gate:
     )
 
 
-@pytest.mark.parametrize(
-    ("cold", "wait_s", "crossing"), [(False, 0.0, 100), (True, 0.0, 115 / 0.15), (False, 0.006, 60)]
-)
-def test_the_choice_flips_at_the_computed_crossing(cold: bool, wait_s: float, crossing: float) -> None:
+@pytest.mark.parametrize(("cold", "crossing"), [(False, 100), (True, 115 / 0.15)])
+def test_the_choice_flips_at_the_computed_crossing(cold: bool, crossing: float) -> None:
     made = gate()
-    assert made.choose(int(crossing) - 2, cold=cold, wait_s=wait_s) is MoveMode.RECOMPUTE
-    assert made.choose(int(crossing) + 2, cold=cold, wait_s=wait_s) is MoveMode.MIGRATE
+    assert made.choose(int(crossing) - 2, cold=cold) is MoveMode.RECOMPUTE
+    assert made.choose(int(crossing) + 2, cold=cold) is MoveMode.MIGRATE
     contexts = np.arange(16, 2048)
-    chosen = made.costs(contexts, cold=cold, wait_s=wait_s).recompute
+    chosen = made.costs(contexts, cold=cold).recompute
     assert (chosen == (contexts < crossing)).all()
 
 

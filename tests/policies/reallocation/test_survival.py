@@ -24,13 +24,6 @@ def test_an_open_response_counts_up_to_its_length_by_hand() -> None:
     assert curve.probability == pytest.approx([1, 1, 4 / 5, 4 / 5, 2 / 5, 2 / 5, 0, 0, 0])
 
 
-def test_the_chance_of_more_is_conditional_on_the_length_so_far() -> None:
-    curve = history(2, 4, 4, 6).survival(8)
-    assert curve.more(np.array([0, 2, 3, 5, 6]), np.array([3, 2, 0, 1, 1])) == pytest.approx(
-        [3 / 4, 1 / 3, 1, 0, 0]
-    )
-
-
 def test_the_mean_remainder_is_that_of_the_lengths_beyond() -> None:
     remaining = history(2, 4, 4, 6).survival(8).mean_remaining()
     assert remaining[0] == pytest.approx(4.0)
@@ -45,7 +38,8 @@ def test_before_anything_is_known_what_remains_is_in_proportion_to_what_there_is
     grows = 2**0.5 - 1
     offset = limit / 8 / grows
     for tokens in (0, 100, 1000):
-        assert curve.more(tokens, round(grows * (tokens + offset))) == pytest.approx(0.5, abs=0.001)
+        then = tokens + round(grows * (tokens + offset))
+        assert curve.probability[then] / curve.probability[tokens] == pytest.approx(0.5, abs=0.001)
     remaining = curve.mean_remaining()
     assert remaining[1000] > remaining[100] > remaining[0]
 
@@ -53,8 +47,6 @@ def test_before_anything_is_known_what_remains_is_in_proportion_to_what_there_is
 def test_no_response_is_longer_than_the_limit() -> None:
     curve = history(3, 5, prior_samples=1.0).survival(6, np.array([5, 5]))
     assert curve.probability[6] == 0.0
-    assert curve.more(5, 1) == 0.0
-    assert curve.more(6, 0) == 0.0
     assert curve.mean_remaining()[5] == pytest.approx(1.0)
 
 
@@ -74,11 +66,11 @@ def test_evidence_overrides_the_prior_by_hand() -> None:
 def test_earlier_lengths_count_until_this_run_has_its_own() -> None:
     earlier = [100] * 20
     taught = LengthHistory(earlier_lengths=earlier)
-    assert taught.survival(400).more(0, 99) > 0.8
-    assert taught.survival(400).more(0, 101) < 0.2
+    assert taught.survival(400).probability[99] > 0.8
+    assert taught.survival(400).probability[101] < 0.2
     for _ in range(200):
         taught.note(10)
-    assert taught.survival(400).more(0, 11) < 0.1
+    assert taught.survival(400).probability[11] < 0.1
 
 
 def test_the_curve_never_rises_and_starts_at_one() -> None:
@@ -94,4 +86,4 @@ def test_the_past_fades_when_very_much_is_known() -> None:
     for _ in range(MEMORY_SAMPLES):
         made.note(20)
     # the first half has been halved twice, the second half once on average
-    assert made.survival(64).more(0, 15) > 0.6
+    assert made.survival(64).probability[15] > 0.6
