@@ -29,17 +29,21 @@ class GlooTransport(PairTransport):
         """Raise ConfigError when `host` is no address of this node."""
         super().__init__(host=host, timeout_s=timeout_s)
         try:
-            # Without a device of ours gloo binds to what the host name resolves to, often the loopback.
-            self._device = _ProcessGroupGloo.create_device(hostname=host)
+            self._new_device()
         except RuntimeError as error:
             raise ConfigError(
                 f"the transport gloo cannot use the address {host}: expected one of this node, got "
                 f"'{reason_of(error)}'; pass the node's own address"
             ) from error
 
+    def _new_device(self) -> Any:
+        # Without a device of ours gloo binds to what the host name resolves to, often the loopback.
+        return _ProcessGroupGloo.create_device(hostname=self._host)
+
     def _open_pair(self, store: PairStore, rank: int) -> Pair:
         options = _ProcessGroupGloo._Options()
-        options._devices = [self._device]
+        # Its loop wakes a hundred times a second for as long as it lives: as long as this pair.
+        options._devices = [self._new_device()]
         options._threads = 1
         options._timeout = timedelta(seconds=self._timeout_s)
         try:
@@ -48,9 +52,6 @@ class GlooTransport(PairTransport):
             # Addresses have been exchanged; gloo needs the store no more.
             store.close()
         return GlooPair(group, peer_rank=1 - rank)
-
-    def _release(self) -> None:
-        self._device = None
 
 
 class GlooPair:

@@ -155,14 +155,10 @@ class PairTransport:
             ends = list(self._ends)
         for end in ends:
             end.close()
-        self._release()
 
     def _open_pair(self, store: PairStore, rank: int) -> Pair:
         """Join the group of two that meets in `store`; the pair closes it. Raises RuntimeError, OSError."""
         raise NotImplementedError
-
-    def _release(self) -> None:
-        """Free what the channels shared."""
 
     def _store(self, link: socket.socket, ends_s: float) -> PairStore:
         return PairStore(link, timeout_s=max(ends_s - time.monotonic(), _LEAST_WAIT_S))
