@@ -83,12 +83,6 @@ class WeightManifest:
         sizes += [used] if used else []
         return replace(self, chunk_num_bytes=tuple(sizes), chunk_checksums=())
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether some tensor lies in several chunks."""
-        largest = max((spec.num_bytes for spec in self.tensors), default=0)
-        return largest > max(self.chunk_num_bytes, default=0)
-
     def describes_what(self, other: WeightManifest) -> bool:
         """Whether it has the weights of another manifest, in whatever chunks."""
         return (self.model, self.weight_version, self.checksum, self.tensors) == (

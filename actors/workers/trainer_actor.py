@@ -225,10 +225,10 @@ class TrainerActor(GroupMember):
         # its members have left it
         self._former_host = None
 
-    def broadcast(self, layout: WeightManifest) -> SentWeights:
+    def broadcast(self, layout: WeightManifest, bucket_bytes: int) -> SentWeights:
         """Send the target's weights, each bucket while the next is packed where the group has them; what was sent.
 
-        Raises WeightsError when the buckets are not laid out as `layout` says, WaitTimeout when a member fails.
+        Raises WeightsError where buckets are not those of `layout`, of `bucket_bytes`, WaitTimeout: a member fails.
         """
         if self._broadcast is None:
             # the other trainers walk with it all the same
@@ -242,8 +242,8 @@ class TrainerActor(GroupMember):
             rooms=self._broadcast.rooms,
             device=self._broadcast.device,
             kind=self._spec.checksums,
-            chunk_bytes=max(layout.chunk_num_bytes),
-            cuts=layout.is_cut,
+            chunk_bytes=bucket_bytes,
+            cuts=True,
         )
         began_s, waited_s = time.perf_counter(), 0.0
         with self._trainers.naming("gather weights"), closing(self._learner.weights()) as weights:

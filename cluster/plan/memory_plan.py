@@ -323,7 +323,7 @@ class MemoryNeeds:
         if self._on_gpu:
             return host, received
         # each holds the embeddings too
-        return host + (ranks - 1) * self._target.largest_tensor * 4 + ranks * received, 0
+        return host + (ranks - 1) * self._target.table * 4 + ranks * received, 0
 
     def _on_other_gpus(self, kv_pool: int) -> tuple[int, int]:
         """Of weights and of caches what lies on the GPUs of an instance's other ranks: all but the leader's heads."""
@@ -331,8 +331,7 @@ class MemoryNeeds:
         if ranks == 1:
             return 0, 0
         # embeddings are whole everywhere
-        table = target.vocab_size * target.hidden_size * DTYPE_BYTES[self._dtype]
-        weights = target.decoding_bytes(self._dtype, on_gpu=True) - table
+        weights = target.decoding_bytes(self._dtype, on_gpu=True) - target.table * DTYPE_BYTES[self._dtype]
         each = [shape.kv.token_bytes for shape in (target, self._draft) if shape is not None]
         cells, heads = kv_pool * each[0] // sum(each), target.kv.num_kv_heads
         kept = len(Share(ranks=ranks).of(heads))
@@ -357,7 +356,7 @@ class MemoryNeeds:
         weights, element = target.num_params * _MASTER_BYTES, DTYPE_BYTES[self._dtype]
         if has_adapter := target.num_adapter_params is not None:
             # the weights below stay, and serve as the reference too; the embedding in float32, as the states are
-            whole = self._target_bytes + target.largest_tensor * (_MASTER_BYTES - element)
+            whole = self._target_bytes + target.table * (_MASTER_BYTES - element)
             kept = min(whole, weights) if config.cluster.trainer.num_gpus else weights
             learned, reference = target.num_adapter_params * _MASTER_BYTES, 0
         else:
@@ -399,7 +398,8 @@ class MemoryNeeds:
 
     def _bucket(self, usual: int) -> int:
         """Of a publication: a tensor that is larger has a bucket of its own, or one in which it is put together."""
-        return max(usual, self._target.largest_tensor * DTYPE_BYTES[self._dtype])
+        largest = max(self._target.table, self._target.largest_product)
+        return max(usual, largest * DTYPE_BYTES[self._dtype])
 
     def _rounded(self) -> int:
         """Copies of weights that autocast rounds and the backward pass reads: of whole ones, whatever is sharded.

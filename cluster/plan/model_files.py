@@ -74,11 +74,11 @@ def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape
     experts = getattr(text, "num_experts_per_tok", None) or 0
     width = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
     tables = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
+    products = [one.numel() for one in model.parameters() if one.ndim > 1 and id(one) not in tables]
     return ModelShape(
         num_params=sum(parameter.numel() for parameter in model.parameters()),
-        num_product_params=sum(
-            one.numel() for one in model.parameters() if one.ndim > 1 and id(one) not in tables
-        ),
+        num_product_params=sum(products),
+        largest_product=max(products, default=0),
         has_two_tables=len(tables) == 2,
         mlp_size=experts * (getattr(text, "moe_intermediate_size", None) or width) if experts else width,
         norms_heads=any(path.endswith("q_norm") for path, _ in model.named_modules()),

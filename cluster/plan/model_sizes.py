@@ -42,8 +42,11 @@ class ModelShape:
     num_product_params: int = 0
     "parameters that matrix products of the layers read, which autocast rounds"
 
+    largest_product: int = 0
+    "values of the layers' largest tensor, which of a mixture may be one for all experts"
+
     @property
-    def largest_tensor(self) -> int:
+    def table(self) -> int:
         """Values of the embedding, or of the head."""
         return self.vocab_size * self.hidden_size
 
@@ -71,10 +74,10 @@ class ModelShape:
         size = DTYPE_BYTES[dtype] if on_gpu else 4
         if self.is_ours and not on_gpu:
             # a head that is the embedding is held as both
-            return int((self.num_params + self.vocab_size * self.hidden_size) * size * _LAYING_OUT)
+            return int((self.num_params + self.table) * size * _LAYING_OUT)
         if self.is_ours:
             # what is laid out while there are neither caches nor buckets takes their room
-            return (self.num_params + (0 if self.has_two_tables else self.largest_tensor)) * size
+            return (self.num_params + (0 if self.has_two_tables else self.table)) * size
         copies = 1 if on_gpu else _INFERENCE_COPY
         return self.weight_bytes(dtype) + int(self.num_params * size * copies)
 

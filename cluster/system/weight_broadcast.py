@@ -69,12 +69,10 @@ class Broadcast:
         announced = replace(layout.manifest, weight_version=weight_version, checksum=self._checksums)
         try:
             if self._members != tuple(instances):
-                self._gather(announced.in_chunks_of(DEVICE_BUCKET_BYTES), instances)
+                self._gather(announced, instances)
             if not self._served:
                 return None
-            # the trainer packs by this rule: the sizes of an earlier version need not tell what its limit was
-            most = CHUNK_BYTES if self._form_now == "gloo" else DEVICE_BUCKET_BYTES
-            return self._send(announced.in_chunks_of(most), instances)
+            return self._send(announced.in_chunks_of(self._bucket_bytes), instances)
         except NumericsError:
             raise
         except RlhfSpecError as error:
@@ -89,16 +87,17 @@ class Broadcast:
             for one in self._trainers.handles.values():
                 one.close_broadcast.remote()
             again = "this once" if goes_on else "from here on"
-            then = ", a Gloo group from then on" if self._is_on and not is_death else ""
-            self._note(
-                f"publication by broadcast failed ({error}); the object store carries weights {again}{then}"
-            )
+            if self._is_on and not is_death:
+                again += ", a Gloo group from then on"
+            self._note(f"publication by broadcast failed ({error}); the object store carries weights {again}")
             return None
 
-    def _gather(self, buckets: WeightManifest, instances: Mapping[str, Handle]) -> None:
+    def _gather(self, announced: WeightManifest, instances: Mapping[str, Handle]) -> None:
         """Make the groups that these instances are served by, if any."""
         self._form_now, self._served = self._choose(instances)
-        trainers, room_bytes = self._trainers.handles, max(buckets.chunk_num_bytes, default=0)
+        self._bucket_bytes = CHUNK_BYTES if self._form_now == "gloo" else DEVICE_BUCKET_BYTES
+        room_bytes = max(announced.in_chunks_of(self._bucket_bytes).chunk_num_bytes, default=0)
+        trainers = self._trainers.handles
         for name in trainers.keys() - self._served:
             trainers[name].close_broadcast.remote()
         opened = {
@@ -132,18 +131,16 @@ class Broadcast:
                 return "nccl", by_first
             if self._tries_nccl:
                 self._tries_nccl = False
-                way = (
-                    "are broadcast through the host (Gloo)" if self._is_on else "go through the object store"
-                )
-                self._note(f"weights {way}, not over NCCL: {hindrance}")
+                way = "the host (Gloo)" if self._is_on else "the object store"
+                self._note(f"weights go through {way}, not over NCCL: {hindrance}")
         return "gloo", by_first if self._is_on else {}
 
     def _send(self, announced: WeightManifest, instances: Mapping[str, Handle]) -> PublishedWeights:
-        began_s = awake_s()
+        began_s, size = awake_s(), self._bucket_bytes
         answers = self._all(
             {
                 # who serves nobody takes part where each holds a part of every weight
-                name: one.broadcast.remote(announced) if name in self._served else one.follow.remote()
+                name: one.broadcast.remote(announced, size) if name in self._served else one.follow.remote()
                 for name, one in self._trainers.handles.items()
             }
             | {

@@ -144,10 +144,10 @@ def _await_all(store: Any, rank: int, num_ranks: int, *, timeout_s: float, watch
     ends_s = time.monotonic() + timeout_s
     store.set(f"here_{rank}", "yes")
     next_watch_s = 0.0
-    while missing := [str(other) for other in range(num_ranks) if not store.check([f"here_{other}"])]:
+    while missing := ", ".join(str(one) for one in range(num_ranks) if not store.check([f"here_{one}"])):
         if time.monotonic() > next_watch_s:
             watch()
             next_watch_s = time.monotonic() + _WATCH_S
         if time.monotonic() > ends_s:
-            raise TimeoutError(f"rank {', '.join(missing)} of {num_ranks} did not come within {timeout_s:g} s")
+            raise TimeoutError(f"rank {missing} of {num_ranks} did not come within {timeout_s:g} s")
         time.sleep(_POLL_S)

@@ -112,8 +112,7 @@ class GroupRanks:
         self._broadcast(self._hosts, head)
         if len(header) > _HEAD_BYTES:
             self._broadcast(self._hosts, header[_HEAD_BYTES:])
-        all_sizes = sum(sizes, ())
-        if all_sizes:
+        if all_sizes := sum(sizes, ()):
             packed = self._room(all_sizes)
             tensors = sum((with_it for _, with_it, _ in orders), ())
             for place, tensor in zip(_views(packed, all_sizes), tensors, strict=True):
@@ -191,9 +190,10 @@ class GroupRanks:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> GroupError:
-        others = " or ".join(str(rank) for rank in range(self.share.ranks) if rank != self.share.rank)
+        me, ranks = self.share.rank, self.share.ranks
+        others = " or ".join(str(rank) for rank in range(ranks) if rank != me)
         lost = GroupError(
-            f"instance {self._instance}: rank {self.share.rank} of {self.share.ranks} waited for rank {others} and got: "
+            f"instance {self._instance}: rank {me} of {ranks} waited for rank {others} and got: "
             f"{str(error).splitlines()[0]}; the instance is lost"
         )
         if self.on_lost is not None:

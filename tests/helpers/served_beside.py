@@ -134,7 +134,7 @@ def serve_from_a_shard(rank: int) -> dict[str, Any]:
         learn(trainer)
         announced = replace(layout, weight_version=1, checksum=WORDS)
         loads = [pool.submit(one.receive_weights, 30.0, announced) for one in instances]
-        sent = trainer.broadcast(announced).manifest
+        sent = trainer.broadcast(announced, DEVICE_BUCKET_BYTES).manifest
         loaded = [load.result(timeout=60).checksum for load in loads]
         held = sum(held.numel() for _, held in trainer._trainers.held(trainer._learner.model))
     return {"sent": sent.checksum, "loaded": loaded, "held": held, "bytes": (on_host.carried, on_host.copied)}

@@ -303,14 +303,17 @@ def test_a_trainer_that_is_to_score_by_the_engine_must_know_which(first):
         new_trainer(scoring="engine").load_weights(manifest, *chunks)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 100], ids=["one bucket", "rows larger than a bucket"])
 @pytest.mark.parametrize("form", ["gloo", "gloo_on_device"])
-def test_what_is_broadcast_is_the_version_that_is_told(trainer, monkeypatch, form):
+def test_what_is_broadcast_is_the_version_that_is_told(trainer, monkeypatch, form, bucket_bytes):
     """On devices Gloo stands in NCCL's place; buckets come in two buffers in turn, each whole before it is sent."""
     monkeypatch.setattr(
         "rlhfspec.actors.workers.trainer_actor.ray.util.get_node_ip_address", lambda: "127.0.0.1"
     )
     trainer.update(ROLLOUTS)
-    layout, _ = published(trainer)
+    whole, _ = published(trainer)
+    layout = whole.in_chunks_of(bucket_bytes)
+    assert (max(layout.chunk_num_bytes) > bucket_bytes) == (bucket_bytes == 100)
     ticket = trainer.open_broadcast(("gen-0",), form)
     taken = []
 
@@ -327,10 +330,12 @@ def test_what_is_broadcast_is_the_version_that_is_told(trainer, monkeypatch, for
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(member)
         trainer.join_broadcast(20.0)
-        sent = trainer.broadcast(layout)
+        sent = trainer.broadcast(layout, bucket_bytes)
         receiving.result(timeout=60)
-    assert sent.manifest == layout and layout.checksum == trainer.checksum() and sent.pack_s > 0.0
-    assert model_checksum(model_of(sent.manifest, taken)) == sent.manifest.checksum
+    assert sent.manifest.describes_what(whole) and sent.manifest.chunk_num_bytes == layout.chunk_num_bytes
+    assert whole.checksum == trainer.checksum() and sent.pack_s > 0.0
+    if bucket_bytes > 100:
+        assert model_checksum(model_of(sent.manifest, taken)) == sent.manifest.checksum
     trainer.close_broadcast()
 
 

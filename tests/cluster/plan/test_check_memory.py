@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
 from rlhfspec.actors.remote.assigned_device import CUDA_CONTEXT_BYTES
 from rlhfspec.cluster.plan.gpu_room import require_gpu_room
@@ -387,6 +388,29 @@ def test_a_prefill_and_a_publications_buckets_are_planned_on_a_gpu() -> None:
     assert made(20_000).gpu_bytes - made().gpu_bytes == 10_000 * (24 * 32 * 4 + 2 * 50 * (4 + 4))
     buckets = made().trainer_gpu_bytes - made(decodes_on_gpu=False).trainer_gpu_bytes
     assert buckets == 2 * (256 - 32) << 20, "two rooms of a window"
+
+
+def test_a_bucket_has_room_for_all_experts_of_a_layer() -> None:
+    """Which are one tensor, 7 times the embedding: Mixtral 8x7B's sizes, two layers of it."""
+    described = AutoConfig.for_model(
+        "mixtral",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        vocab_size=32000,
+    )
+    experts, shape = 8 * 2 * 14336 * 4096, model_shape(described)
+    assert shape.largest_product == experts > 7 * shape.table
+    models = {"target": "demo", "draft": "demo", "dtype": "bfloat16"}
+    for num_gpus in (0, 1):
+        pools = {name: {"num_gpus": num_gpus} for name in ("trainer", "generation")}
+        needs = MemoryNeeds(
+            config(cluster=pools, models=models), ModelShapes(target=shape), max_total_tokens=50
+        )
+        assert needs.plan(object_store_bytes=0).trainer_parts["publication"] == (2 - num_gpus) * 2 * experts
 
 
 def test_an_instance_beside_a_trainer_has_no_more_than_its_share() -> None:

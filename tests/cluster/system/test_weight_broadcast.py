@@ -16,16 +16,21 @@ from rlhfspec.cluster.system.weight_broadcast import Broadcast, why_not_nccl
 from rlhfspec.cluster.weights.publish import PublishedWeights
 from rlhfspec.core.config import ClusterConfig
 from rlhfspec.core.errors import InstanceLost, WaitTimeout
-from rlhfspec.core.weight_records import WeightManifest
+from rlhfspec.core.weight_records import TensorSpec, WeightManifest
 
+LARGE, MIB = 300 << 20, 1 << 20
+"Bytes of a tensor that is larger than a bucket anywhere."
 LAYOUT = WeightManifest(
     model="target",
     weight_version=0,
     checksum="good",
-    num_bytes=0,
-    chunk_num_bytes=(),
+    num_bytes=LARGE + MIB,
+    chunk_num_bytes=(LARGE, MIB),
     chunk_checksums=(),
-    tensors=(),
+    tensors=(
+        TensorSpec(name="a", dtype="bfloat16", shape=(LARGE // 2048, 1024), offset_bytes=0, num_bytes=LARGE),
+        TensorSpec(name="b", dtype="bfloat16", shape=(512, 1024), offset_bytes=LARGE, num_bytes=MIB),
+    ),
     hf_config_json="{}",
 )
 
@@ -55,7 +60,8 @@ def confirmed(name: str) -> Callable[..., LoadedWeights]:
     )
 
 
-def sent(told: WeightManifest) -> SentWeights:
+def sent(told: WeightManifest, bucket_bytes: int) -> SentWeights:
+    assert told.chunk_num_bytes == told.in_chunks_of(bucket_bytes).chunk_num_bytes
     return SentWeights(manifest=replace(told, checksum="good"), pack_s=1.0)
 
 
@@ -145,7 +151,7 @@ def test_a_shared_gpu_or_a_cpu_means_gloo_and_is_said_once(
     )
     assert played.publish(2) is not None
     assert played.forms() == ["gloo", "gloo"]
-    assert played.notes == [f"weights are broadcast through the host (Gloo), not over NCCL: {why}"]
+    assert played.notes == [f"weights go through the host (Gloo), not over NCCL: {why}"]
 
 
 def test_without_gpus_nobody_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +254,7 @@ def test_trainers_that_hold_different_weights_are_named_and_the_first_ones_are_p
         monkeypatch, CARDS[0], *CARDS[:2], num_gpus=0.4, transport="auto", more_trainers=(CARDS[1],)
     )
     assert played.publish(1) is not None
-    played.trainers["trainer-1"].answers["broadcast"] = lambda told: SentWeights(
+    played.trainers["trainer-1"].answers["broadcast"] = lambda told, _: SentWeights(
         manifest=replace(told, checksum="odd"), pack_s=1.0
     )
     assert played.publish(2) is None

@@ -266,7 +266,9 @@ def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, number: i
         engine.step()
         processes.followers[number].kill()
         processes.followers[number].wait()
-        with pytest.raises(GroupError, match=r"rank 0 of 4 waited for rank 1 or 2 or 3 and got|a rank ended with -9"):
+        with pytest.raises(
+            GroupError, match=r"rank 0 of 4 waited for rank 1 or 2 or 3 and got|a rank ended with -9"
+        ):
             while engine.has_work:
                 engine.step()
     finally:
