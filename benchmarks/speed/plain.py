@@ -176,7 +176,7 @@ def _numbers_read(workload: Workload) -> tuple[int, int]:
     config = model.config
     weights = sum(weight.numel() for weight in model.parameters())
     if not config.tie_word_embeddings:
-        weights -= model.get_input_embeddings().weight.numel()
+        weights -= config.vocab_size * config.hidden_size
     return weights, 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
 

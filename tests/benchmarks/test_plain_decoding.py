@@ -45,6 +45,7 @@ def tiny(folder: Path, *, tied: bool) -> Workload:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "threads", "end"), [(True, 1, "_b2"), (False, 2, "_b2_t2")])
 def test_a_share_is_what_steps_read_over_what_is_copied(
     tied: bool, threads: int, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
