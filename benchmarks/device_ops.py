@@ -5,9 +5,9 @@ moves something is one launch; operators that torch takes apart are counted by t
 (its parts are joined). Views and new memory are none. Whoever looks at a number is refused. Bars: a layer at most 10
 launches, plain and verifying, four of them products; a level of a tree of 16 at most 12 beside the draft's layers.
 Outside recordings a plain step at most 12, a chain of 8 at most 20, a tree of 8 at most 30, of 16 at most 40; one copy
-up and one down a step, waited for once. A publication: one wait for all its checksums on either side, and one for what
-is laid out. A prefill of fresh prompts: one call of attention a layer, no mask. An update: one copy up and one call of
-attention a layer for each pack, at most two waits a minibatch.
+down a step, waited for once, and one up where there is a draft. A publication: one wait for all its checksums on either
+side, and one for what is laid out. A prefill of fresh prompts: one call of attention a layer, no mask. An update: one
+copy up and one call of attention a layer for each pack, at most two waits a minibatch.
 """
 
 from __future__ import annotations

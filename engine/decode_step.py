@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,23 +51,12 @@ class StepOutput:
     accept_s: float
     recording_s: float = 0.0
     "beside them, of a shape's first step (`engine.recorded_step`): no cost model learns from it"
+    has_next: bool = False
+    "whether the next step was begun: in vain, where a sample comes in before it is read"
 
 
-@runtime_checkable
-class DecodeStep(Protocol):
-    """`decode_step`, or what does the same by recordings (`engine.recorded_step`)."""
-
-    def __call__(
-        self,
-        runner: ModelRunner,
-        drafter: Drafter | None,
-        batch: RunningBatch,
-        budget: Budget,
-        clock: Callable[[], float],
-        refinement: Refinement | None = None,
-    ) -> StepOutput:
-        """Decode one step."""
-        ...
+DecodeStep = Callable[..., StepOutput]
+"`decode_step`, or what does the same by recordings (`engine.recorded_step`)."
 
 
 @torch.inference_mode()
@@ -78,10 +67,13 @@ def decode_step(
     budget: Budget,
     clock: Callable[[], float],
     refinement: Refinement | None = None,
+    *,
+    may_go_on: bool = False,
 ) -> StepOutput:
     """Decode one step for the running batch; the caches follow, the committed tokens are the caller's.
 
-    `refinement` asks the law while the draft grows; without it the budget alone decides.
+    `refinement` asks the law while the draft grows; without it the budget alone decides. `may_go_on`: nobody is to come
+    in behind it, so that recordings may begin the next.
     """
     phases = Phases(clock, runner.device)
     # the step's one copy to the device, unless the policy looks at the draft
@@ -97,12 +89,12 @@ def decode_step(
         tree = drop_split_nodes(tree, lengths - 1)
     phases.mark()
 
-    found = forward_and_accept(runner, drafter, batch, budget, noise, tree, phases.mark, refinement)
-    # on a GPU these copies are under way until `concluded` has waited for the stream
-    on_host = [tensor.to("cpu", non_blocking=True).numpy() for tensor in found.tensors]
-    output = concluded(drafter, batch, budget, on_host, phases, looked_up=tree.looked_up)
-    if runner.taps is not None and found.hidden is not None:
-        runner.taps.note_verified(batch, found.hidden, output.token_ids, output.num_accepted)
+    decided, hidden = forward_and_accept(runner, drafter, batch, budget, noise, tree, phases.mark, refinement)
+    # on a GPU these copies are under way until the stream has been waited for
+    on_host = [tensor.to("cpu", non_blocking=True).numpy() for tensor in decided]
+    output = concluded(drafter, batch, budget, on_host, phases.finish(), looked_up=tree.looked_up)
+    if runner.taps is not None and hidden is not None:
+        runner.taps.note_verified(batch, hidden, output.token_ids, output.num_accepted)
     return output
 
 
@@ -111,13 +103,13 @@ def concluded(
     batch: RunningBatch,
     budget: Budget,
     on_host: Sequence[np.ndarray],
-    phases: Phases,
+    seconds: Sequence[float],
     *,
     looked_up: np.ndarray | None = None,
-    recording_s: float = 0.0,
+    **others: Any,
 ) -> StepOutput:
-    """Wait for what a step has decided (`Accepted.tensors`), let the drafter learn. `looked_up`: drafts that were."""
-    draft_s, verify_s, accept_s = phases.finish()
+    """Say what a step has decided (`forward_and_accept`), and let the drafter learn. `looked_up`: drafts that were."""
+    draft_s, verify_s, accept_s = seconds
     token_ids, policy, sampling, num_accepted, num_drafted, rank2_plus, *num_kept = on_host
     if drafter is not None and not budget.is_plain:
         drafter.learn(batch, token_ids, num_accepted, num_kept[0] if num_kept else None)
@@ -132,18 +124,8 @@ def concluded(
         draft_s=draft_s,
         verify_s=verify_s,
         accept_s=accept_s,
-        recording_s=recording_s,
+        **others,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """What a decode step has decided, on the device."""
-
-    tensors: tuple[Tensor, ...]
-    """tokens and two log-probabilities [B, D]; accepted, drafted and accepted of rank 2 and beyond [B]; where there was
-    a draft that a drafter keeps in a cache, how many of its nodes it keeps [B]"""
-    hidden: Tensor | None
 
 
 def forward_and_accept(
@@ -155,8 +137,13 @@ def forward_and_accept(
     tree: DraftTree,
     mark: Callable[[], None],
     refinement: Refinement | None = None,
-) -> Accepted:
-    """Verify a draft: forward, choices, accepted path, dense caches, log-probabilities. `mark` ends the forward."""
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Verify a draft: forward, choices, accepted path, dense caches, log-probabilities. `mark` ends the forward.
+
+    Returns:
+        Tokens and two log-probabilities [B, D]; accepted, drafted and accepted of rank 2 and beyond [B]; where there
+        was a draft that a drafter keeps in a cache, how many of its nodes it keeps [B]. And the path's hidden states.
+    """
     lengths = batch.inputs().lengths
     ancestors = None if tree.is_chain else ancestors_or_self(tree)
     # a node at depth d chooses the token of depth d + 1
@@ -174,18 +161,9 @@ def forward_and_accept(
             hidden = hidden.gather(1, verdict.path[..., None].expand(-1, -1, hidden.shape[-1]))
     policy, sampling = answers.logprobs(verdict, is_chain=tree.is_chain)
     kept_nodes = drafter.commit(batch, tree, verdict) if drafter is not None and tree.num_nodes else None
-    return Accepted(
-        tensors=(
-            verdict.token_ids,
-            policy,
-            sampling,
-            verdict.num_accepted,
-            (tree.token_ids >= 0).sum(1),
-            verdict.num_accepted_rank2_plus,
-            *([] if kept_nodes is None else [kept_nodes]),
-        ),
-        hidden=hidden,
-    )
+    decided = (verdict.token_ids, policy, sampling, verdict.num_accepted, (tree.token_ids >= 0).sum(1))
+    kept = () if kept_nodes is None else (kept_nodes,)
+    return (*decided, verdict.num_accepted_rank2_plus, *kept), hidden
 
 
 def _target_answers(

@@ -87,6 +87,8 @@ class Engine:
         self.max_prefill_tokens = max_prefill_tokens
         self._clock, self._decode = clock, decode
         self._observe_s, self.drafter_alarm = 0.0, ""
+        self._has_next = False
+        "whether a step is under way behind the last that was read"
         self._waiting: deque[SampleState] = deque()
         self._attempts: deque[SampleState] = deque()
         "of the waiting ones those that are made ahead: they have slots that nobody else wants"
@@ -196,13 +198,25 @@ class Engine:
             return unclaimed
         started = self._clock()
         remaining = self._batch.remaining_tokens
-        state = self._decode_state(int(remaining.max()))
+        # what a draft policy may use
+        state = DecodeState(
+            decode_step=self._tally["num_decode_steps"],
+            num_samples=len(self._batch),
+            context_tokens=self._batch.context_tokens,
+            max_remaining_tokens=int(remaining.max()),
+            num_waiting=len(self._waiting),
+            weight_version=self.weight_version,
+            drafter_version=self.drafter_version,
+            num_brought=0 if self.drafter is None else self.drafter.num_brought,
+        )
         budget = self.policy.plan(state) if self.drafter is not None else PLAIN
         # a law is asked over all drafters, whatever they have
         drafter = self.drafter if self._law or self.drafter is None else self.drafter.working()
         refinement = self._refinement(budget, remaining)
         planned = self._clock()
-        output = self._decode(self.runner, drafter, self._batch, budget, self._clock, refinement)
+        asked = (self.runner, drafter, self._batch, budget, self._clock, refinement)
+        output = self._decode(*asked, may_go_on=self._next_in_line() is None)
+        self._has_next = output.has_next
         emitted, finished, broken = self._batch.append(
             output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted
         )
@@ -219,7 +233,8 @@ class Engine:
             draft_s=output.draft_s,
             verify_s=output.verify_s,
             accept_s=output.accept_s,
-            other_s=self._clock() - started - timed,
+            # a device's seconds may have begun before the step was asked for
+            other_s=max(self._clock() - started - timed, 0.0),
             select_s=planned - started + (refinement.seconds if refinement else 0.0) + self._observe_s,
             draft=refinement.log(output.num_accepted) if refinement else None,
         )
@@ -257,19 +272,6 @@ class Engine:
         if not budget.refined or self.scorer is None or self._law is None:
             return None
         return Refinement(self._law, self.scorer, budget, remaining, self._clock)
-
-    def _decode_state(self, max_remaining_tokens: int) -> DecodeState:
-        """Return the facts that a draft policy may use."""
-        return DecodeState(
-            decode_step=self._tally["num_decode_steps"],
-            num_samples=len(self._batch),
-            context_tokens=self._batch.context_tokens,
-            max_remaining_tokens=max_remaining_tokens,
-            num_waiting=len(self._waiting),
-            weight_version=self.weight_version,
-            drafter_version=self.drafter_version,
-            num_brought=0 if self.drafter is None else self.drafter.num_brought,
-        )
 
     @property
     def has_work(self) -> bool:
@@ -424,18 +426,22 @@ class Engine:
             self.exchange.preempt(slot, weight_version=self.weight_version)
             self._tally.add(num_preemptions=1)
 
+    def _next_in_line(self) -> deque[SampleState] | None:
+        """The line whose first sample may come in now; None: there is none, or no room."""
+        line, free = self._waiting or self._attempts, self.runner.pool.num_slots - len(self._batch)
+        if not line or free <= self.exchange.num_reserved:
+            return None
+        return line if self.exchange.kv_admission.admits(line[0].num_committed_tokens) else None
+
     def _admit(self) -> None:
-        first, room, kept = len(self._batch), self.exchange.kv_admission, []
-        free = self.runner.pool.num_slots - first - self.exchange.num_reserved
-        while free > 0 and (line := self._waiting or self._attempts):
-            if not room.admits(line[0].num_committed_tokens):
-                break
+        first, kept = len(self._batch), []
+        # a step under way is read first
+        while not (first and self._has_next) and (line := self._next_in_line()):
             if line[0].request.num_top is not None:
                 self._score(line.popleft())
                 continue
             kept.append(self.exchange.take_kept(self._batch.add(line.popleft())))
-            free -= 1
-        room.hold()
+        self.exchange.kv_admission.hold()
         if len(self._batch) == first:
             return
         started = self._clock()

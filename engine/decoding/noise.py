@@ -219,6 +219,14 @@ def row_words(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return _mix32_host(np.stack([key[0] ^ mixed[0], key[1] + mixed[1]])).view(np.int32)
 
 
+def words_at(key: Int[Tensor, "B 2"], positions: Int[Tensor, "B D"]) -> Int[Tensor, "2 B D"]:
+    """Return the same where they lie: steps that go on without the host."""
+    at = positions.to(torch.int32)
+    mixed = [at * (0x9E3779B9 - (1 << 32)) + 0x3C6EF372, at * (0x85EBCA6B - (1 << 32)) ^ 0x27D4EB2F]
+    one, two = _mix32_(torch.stack(mixed))
+    return _mix32_(torch.stack([key[:, :1] ^ one, key[:, 1:] + two]))
+
+
 @cache
 def id_words(vocab_size: int, device: torch.device) -> Int[Tensor, " V"]:
     """One word for each token id; made once, for good: recorded steps read it."""

@@ -22,6 +22,8 @@ from ..upload import upload
 from .logprobs import token_logprobs
 from .noise import Noise
 
+_RATES = ("temperature", "divisor", "noise_factor", "top_k", "top_p", "min_p")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
@@ -53,16 +55,7 @@ class RowSampling:
     @staticmethod
     def of_rates(rates: Sequence[Tensor], **of_all: bool) -> RowSampling:
         """Take over what `host_rates` returns, on the device, and what is the same for all."""
-        temperature, divisor, noise_factor, top_k, top_p, min_p = rates
-        return RowSampling(
-            temperature=temperature,
-            divisor=divisor,
-            noise_factor=noise_factor,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            **of_all,
-        )
+        return RowSampling(**dict(zip(_RATES, rates, strict=True)), **of_all)
 
     @staticmethod
     def host_rates(params: list[SamplingParams]) -> list[np.ndarray]:

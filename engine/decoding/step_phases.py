@@ -17,19 +17,23 @@ class Phases:
         self._events: list[torch.cuda.Event] = []
         self.mark()
 
-    def mark(self) -> None:
-        """End a phase and begin the next."""
+    def mark(self, *, is_last: bool = False) -> None:
+        """End a phase and begin the next; the last one ends with what was called before."""
+        self._is_over = is_last
         self._times.append(self._clock())
         if self._stream is not None:
             event = torch.cuda.Event(enable_timing=True)
             event.record(self._stream)
             self._events.append(event)
 
-    def finish(self) -> list[float]:
-        """Wait for the device, once; return the seconds of each phase. The last one takes what is left of the whole."""
+    def finish(self, since_s: float = 0.0) -> list[float]:
+        """Wait for the device, once; return the seconds of each phase. The last one takes what is left of the whole.
+
+        The host's count from `since_s` on.
+        """
         if self._stream is not None:
-            self._stream.synchronize()
-        self._times.append(self._clock())
+            (self._events[-1] if self._is_over else self._stream).synchronize()
+        self._times = [max(at, since_s) for at in (*self._times, self._clock())]
         seconds = [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
         if self._stream is None:
             return seconds

@@ -27,7 +27,8 @@ MOST_OF_A_LEVEL = 12
 def test_a_step_is_launched_in_few_calls(plan: str) -> None:
     step = counted(plan)
     assert 0 < step["launches"] <= MOST_OUTSIDE[plan] and step["replayed"] > 20
-    assert step["ups"] == 1 and step["downs"] == 1 and not step["waits"]
+    # a plain step goes on where the one before lies
+    assert step["ups"] == (plan != "plain") and step["downs"] == 1 and not step["waits"]
 
 
 @pytest.mark.parametrize("plan", ["plain", "tree8"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhfspec.core.records import Completion, SamplingParams
+from rlhfspec.core.records import Completion, SampleKey, SamplingParams
 from rlhfspec.engine.attention.by_length import split_attention
 from rlhfspec.engine.attention.visibility import count_up
 from rlhfspec.engine.cache.kv_pool import KVPool
@@ -25,7 +26,7 @@ from rlhfspec.engine.drafters.level_drafter import noise_at_level
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Recorder, Run
-from rlhfspec.engine.recorded_step import StepRecordings
+from rlhfspec.engine.recorded_step import FixedBatch, StepRecordings
 from tests.engine.model.test_capture_legality import LawfulRecorder
 from tests.engine.model.test_cuda_graphs import TraceRecorder
 from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, assert_equal
@@ -125,6 +126,48 @@ def test_where_attention_goes_by_lengths_a_recording_serves_every_length(
     assert views == {engine.runner.pool.capacity}
 
 
+def test_steps_that_are_begun_before_the_last_is_read_change_no_bit(
+    make_engine: Make, make_requests: MakeRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stops inside, limits, joins, leaves, preemption, and moves to another engine and back."""
+    make, hot = partial(make_engine, backend=backend()), SamplingParams(max_new_tokens=22, temperature=0.8)
+    lengths = (3, 119, 17, 127, 60, 100, 1, 33, 9)
+    whole = make("off", batch=9).generate(make_requests(lengths, hot))
+    samplings = [
+        replace(hot, stop_token_ids=(int(one.token_ids[2 * index]),)) if index % 2 else hot
+        for index, one in enumerate(whole)
+    ]
+    requests = make_requests(lengths, samplings)
+    expected = make("off", batch=9).generate(requests)
+    assert {len(one.token_ids) for one in expected} > {22}, "some stop inside"
+
+    uploads: list[FixedBatch] = []
+    follow = FixedBatch.follow
+    monkeypatch.setattr(FixedBatch, "follow", lambda self, of: uploads.append(self) or follow(self, of))
+    engines = [make("off", batch=4), make("off", batch=3)]
+    begun, done, num_steps, num_moves = 0, dict[SampleKey, Completion](), 0, 0
+    for engine in engines:
+        recorded(engine, TraceRecorder())
+    for request in requests:
+        engines[0].submit(request)
+    while any(engine.has_work for engine in engines):
+        num_steps += 1
+        for source, target in (engines, engines[::-1]) if num_steps % 6 == 0 else ():
+            if source.num_running > 1 and target.num_running < target.runner.pool.num_slots:
+                key = list(source.progress())[num_steps % source.num_running]
+                state, pieces = source.exchange.detach(key, weight_version=0, shipped={"target": 0})
+                target.exchange.attach(state, pieces)
+                num_moves += 1
+        if num_steps % 10 == 0 and engines[0].num_running > 1:
+            engines[0].exchange.preempt(1, weight_version=0)
+        for engine in engines:
+            if engine.has_work:
+                done |= {one.key: one for one in engine.step()}
+                begun += engine._has_next
+    assert_equal([done[request.key] for request in requests], expected)
+    assert num_moves > 4 and begun > len(uploads) > num_moves, "most steps need nothing of the host"
+
+
 def test_samples_that_sample_unlike_share_a_recorded_step(
     make_engine: Make, make_requests: MakeRequests
 ) -> None:
@@ -188,7 +231,7 @@ def test_drafts_that_the_host_takes_part_in_run_as_they_come(
     engine = make(plan)
     steps = recorded(engine, TraceRecorder())
     assert_equal(engine.generate(requests), make("off").generate(requests))
-    drafted = [shape for shape in steps.shapes if shape.nodes]
+    drafted = [shape for shape in steps.shapes if shape.plan]
     assert not drafted
 
 

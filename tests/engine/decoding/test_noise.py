@@ -11,7 +11,15 @@ from scipy import stats
 from torch import Tensor
 
 from rlhfspec.core.records import SampleKey, Stream
-from rlhfspec.engine.decoding.noise import STREAM_IDS, gumbel_from_bits, gumbel_noise, key_words, noise_bits
+from rlhfspec.engine.decoding.noise import (
+    STREAM_IDS,
+    gumbel_from_bits,
+    gumbel_noise,
+    key_words,
+    noise_bits,
+    row_words,
+    words_at,
+)
 
 VOCAB_SIZE = 151_936
 PROMPT = np.array([5, 0, 7])
@@ -177,3 +185,13 @@ def test_the_noise_never_changes_between_versions() -> None:
     bits = noise_bits(key_words(KEY, PROMPT)[None], np.array([[0, 77]]), VOCAB_SIZE)
     assert bits[0][:, [0, 1, 151_935]].numpy().view(np.uint32).tolist() == GOLDEN_BITS
     assert noise_of(KEY, [77], 4)[0].tolist() == pytest.approx(GOLDEN_NOISE, abs=1e-6)
+
+
+def test_words_made_where_they_lie_are_the_hosts() -> None:
+    random = np.random.default_rng(0)
+    words = random.integers(-(1 << 31), 1 << 31, (64, 2)).astype(np.int32)
+    positions = random.integers(0, 1 << 20, (64, 3))
+    expected = row_words(words, positions)
+    assert (
+        words_at(torch.from_numpy(words), torch.from_numpy(positions)).numpy().tolist() == expected.tolist()
+    )
