@@ -78,7 +78,7 @@ fused = results()
 assert turned.count("rope") >= 2, "a layer each"
 assert len(own) == len(fused) > 4
 for one, other in zip(own, fused, strict=True):
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+    assert (one - other).norm() <= 1e-4 * one.norm() and other.any()
 print("equal")
 """
 
