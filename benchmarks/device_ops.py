@@ -64,7 +64,7 @@ from ..learning.training import packed_attention
 from ..learning.training.learner import Learner
 from ..learning.training.training_forward import forwards_made
 from .support.harness import Bench
-from .support.training_layer import has_liger, layer_update
+from .support.training_layer import layer_of_an_update
 from .support.workload import demo_workload
 
 META = torch.device("meta")
@@ -335,18 +335,6 @@ def update(*, layers: int = 2) -> dict[str, float]:
     }
 
 
-def layer_of_an_update() -> dict[str, float]:
-    """Return launches and GiB read and written of one decoder layer's forward and backward, by torch and by Liger."""
-    figures = {}
-    for name, liger in (("", False), ("_liger", True)):
-        if not liger or has_liger():
-            calls = DeviceCalls(device="cpu")
-            layer_update(calls, calls.note_kernel, liger=liger)
-            figures[f"launches_a_layer_update{name}"] = calls.counts["launches"]
-            figures[f"gib_a_layer_update{name}"] = calls.counts["bytes"] / 2**30
-    return figures
-
-
 def _updated(layers: int, epochs: int) -> Counter[str]:
     """Count an update of 4 groups of 2 answers, two minibatches an epoch and two packs each."""
     calls = DeviceCalls(read_as=1.0)
@@ -462,7 +450,7 @@ def run(bench: Bench) -> int:
 
 def count() -> dict[str, float]:
     """Return launches a layer, and what a step asks for inside recordings and outside of them."""
-    figures = prefill() | update() | layer_of_an_update() | publication()
+    figures = prefill() | update() | layer_of_an_update(lambda: DeviceCalls(device="cpu")) | publication()
     for name, kernels in (("", True), ("_library", False)):
         for what, plan in (("plain", "plain"), ("verify", "tree8")):
             figures[f"launches_a_layer_{what}{name}"] = layer_launches(plan, kernels=kernels)

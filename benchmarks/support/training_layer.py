@@ -81,3 +81,18 @@ def _launches(note: Note, liger: bool) -> Iterator[None]:
 
     with patch.object(JITFunction, "run", run):
         yield
+
+
+def layer_of_an_update(count: Callable[[], Any]) -> dict[str, float]:
+    """Return launches and GiB read and written of one decoder layer's forward and backward, by torch and by Liger.
+
+    `count` makes what counts operators (`benchmarks.device_ops.DeviceCalls`) on tensors of the host.
+    """
+    figures = {}
+    for name, liger in (("", False), ("_liger", True)):
+        if not liger or has_liger():
+            calls = count()
+            layer_update(calls, calls.note_kernel, liger=liger)
+            figures[f"launches_a_layer_update{name}"] = calls.counts["launches"]
+            figures[f"gib_a_layer_update{name}"] = calls.counts["bytes"] / 2**30
+    return figures

@@ -46,15 +46,14 @@ class Explained:
         """These, what a comparison measured, and what to change next."""
         compared = "nothing yet; `rlhfspec compare RUN` decodes the last batch once more, plain and static"
         return [
-            *start_up_rows(self.metrics),
             *self.mechanisms(),
             ("measured", compared if self.comparison is None else self.comparison.text),
             ("change next", self.change()),
         ]
 
     def text(self) -> str:
-        """The closing table and these rows."""
-        return as_text([*self.summary.rows(), *self.rows()])
+        """The closing table, the start by its parts, and these rows."""
+        return as_text([*self.summary.rows(), *start_up_rows(self.metrics), *self.rows()])
 
     def change(self) -> str:
         """What to change next: a key, a value, and why."""

@@ -13,6 +13,10 @@ import signal
 import socket
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from subprocess import Popen
+
 _ROOM = 1 << 17
 "Bytes of a command with its environment."
 _IMPORTED = (
@@ -36,7 +40,7 @@ _NAME = f"rlhfspec-workers-{os.urandom(12).hex()}"
 class _Forking:
     """The process that forks, kept as long as this one lives."""
 
-    process = None
+    process: "Popen[bytes] | None" = None
 
 
 def worker_environment() -> dict[str, str]:

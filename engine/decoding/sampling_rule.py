@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,8 @@ class RowSampling:
     @staticmethod
     def of_rates(rates: Sequence[Tensor], **of_all: bool) -> RowSampling:
         """Take over what `host_rates` returns, on the device, and what is the same for all."""
-        return RowSampling(**dict(zip(_RATES, rates, strict=True)), **of_all)
+        given: dict[str, Any] = dict(zip(_RATES, rates, strict=True)) | of_all
+        return RowSampling(**given)
 
     @staticmethod
     def host_rates(params: list[SamplingParams]) -> list[np.ndarray]:

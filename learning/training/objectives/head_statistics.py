@@ -150,8 +150,8 @@ class _HeadStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         vocab_size, dtype = settings.vocab_size, settings.dtype
         left, right = states.to(dtype), weight[:vocab_size].to(dtype)
-        nothing = states.new_zeros(3, 0, dtype=torch.promote_types(dtype, torch.float32))
-        kept, found = [], [nothing.unbind()]
+        nothing = torch.zeros(0, dtype=torch.promote_types(dtype, torch.float32), device=states.device)
+        kept, found = [], [(nothing,) * 3]
         # shorter types would round them
         ctx.keeps_logprobs = dtype.itemsize >= torch.float32.itemsize
         for rows in _product_chunks(states, vocab_size):

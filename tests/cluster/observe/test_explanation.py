@@ -12,7 +12,7 @@ import pytest
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.observe.explanation import Explained
-from rlhfspec.cluster.observe.summary import start_up_metrics, summarise
+from rlhfspec.cluster.observe.summary import start_up_metrics, start_up_rows, summarise
 from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict
 
@@ -131,12 +131,12 @@ def test_an_earlier_versions_run_is_explained_without_what_it_did_not_record() -
 def test_a_start_is_explained_by_its_parts_of_the_process_that_ran_last() -> None:
     first = start_up_metrics(40.0, {"starting Ray": 30.0})
     stages = {"loading torch and transformers": 4.0, "starting Ray": 3.0, "evaluating": 9.0}
-    rows = of_rows([row({}, **first), row({}, **start_up_metrics(10.0, stages)), row({})]).rows()
-    assert rows[:4] == [
+    metrics = [row({}, **first), row({}, **start_up_metrics(10.0, stages)), row({})]
+    assert start_up_rows(metrics) == [
         ("start-up", "10.0 s"),
         ("  loading torch and transformers", "4.0 s (40%)"),
         ("  starting Ray", "3.0 s (30%)"),
         ("  the rest", "3.0 s (30%)"),
     ]
-    earlier = of_rows([row({}, **{"time/start_up_s": 10.0})]).rows()
-    assert "start-up" not in [label for label, _ in earlier]
+    assert "loading torch and transformers  " in of_rows(metrics).text()
+    assert start_up_rows([row({}, **{"time/start_up_s": 10.0})]) == []

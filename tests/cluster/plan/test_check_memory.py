@@ -165,8 +165,8 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     layer = (6 + 3 + 2 * 0.5 + 4 * 2) * unit
     # every row of a minibatch once: keys and values of 2 heads of 8, of each layer
     paths = 32 * 50 * 2 * 2 * 8 * 4
-    # a chunk, its gradient and 8 copies beside what is kept, all at this size; gradients of head and embedding
-    logits, head = 256 * 100 * 4 * (3 + 8), 2 * 100 * 32 * 4
+    # a chunk and 8 copies beside what is kept, all at this size; gradients of head and embedding
+    logits, head = 256 * 100 * 4 * (2 + 8), 2 * 100 * 32 * 4
     frozen = {"refit": False}
     made = plan(config(trainer=trainer, drafter_training=frozen, **grpo))
     kept = made.trainer_bytes
@@ -189,10 +189,10 @@ def test_logits_are_planned_by_the_chunk_unless_something_comes_behind_the_head_
         found = needs.plan(object_store_bytes=0).trainer_parts["logits"]
         return found - 2 * vocab_size * 32 * 4
 
-    assert logits() == 4 * (2**26 + 2 * 2**23 + 8 * 2**18)
+    assert logits() == 4 * (2**26 + 2**23 + 8 * 2**18)
     assert logits(caps=True) == 4 * (4096 * 262_144 * 2 + 8 * 2**18)
     assert logits(refit=True) == 4 * (4096 * 262_144 * 3 + 8 * 2**18)
-    assert logits(vocab_size=100) == 4 * (4096 * 100 * 3 + 8 * 2**18)
+    assert logits(vocab_size=100) == 4 * (4096 * 100 * 2 + 8 * 2**18)
 
 
 def test_scoring_by_the_engine_takes_a_second_model_and_the_caches_of_some_samples() -> None:
@@ -221,15 +221,17 @@ def test_a_trainer_that_refits_holds_the_draft_its_moments_and_the_targets_it_le
     # weights, gradient, two moments; the weights before the refit; the packed copy
     copies = 4 + 1 + 1
     layer, logits = 64 * 8 * 4 * 24, 64 * 100 * 4 * 4
-    assert following - frozen == copies * 400 + layer + logits + 8 * 50 * 10 * 8
+    # logits that it sees, beside those that become their gradient
+    seen = 8 * 50 * 100 * 4
+    assert following - frozen == copies * 400 + layer + logits + seen + 8 * 50 * 10 * 8
     cotrain = plan(
         config(drafter_training={"mode": "cotrain"}, trainer={"max_tokens_per_forward": 64}, **sections)
     )
     alone = plan(
         config(drafter_training={"refit": False}, trainer={"max_tokens_per_forward": 64}, **sections)
     )
-    softmax = 64 * 100 * 4
-    assert cotrain.trainer_bytes - alone.trainer_bytes == copies * 400 + layer + logits + softmax
+    softmax, seen = 64 * 100 * 4, 64 * 100 * 4
+    assert cotrain.trainer_bytes - alone.trainer_bytes == copies * 400 + layer + logits + softmax + seen
     off = config(drafter_training=refit, speculation={"policy": "off"}, **sections)
     assert plan(off).trainer_bytes == frozen
 

@@ -160,7 +160,7 @@ def test_a_gpu_holds_what_the_memory_plan_counts(dtype, entropy):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal most
             found = func(*args, **(kwargs or {}))
-            for one in tree_leaves(found):
+            for one in filter(torch.is_tensor, tree_leaves(found)):
                 storage = one.untyped_storage()
                 times, _ = live.get(storage._cdata, (0, 0))
                 live[storage._cdata] = times + 1, storage.nbytes()
