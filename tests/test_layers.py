@@ -281,7 +281,7 @@ MAX_LINES_OF_A_ROOM = {
     "actors/remote": 1495,
     "actors/reward_server": 542,
     "actors/scheduling": 468,
-    "actors/transport": 1709,
+    "actors/transport": 1713,
     "actors/workers": 876,
     "cluster": 160,
     "cluster/commands": 2712,

@@ -6,6 +6,7 @@ A killed peer is seen at once, a silent one at the timeout, and other channels d
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,21 +30,26 @@ class GlooTransport(PairTransport):
         """Raise ConfigError when `host` is no address of this node."""
         super().__init__(host=host, timeout_s=timeout_s)
         try:
-            self._new_device()
+            _ProcessGroupGloo.create_device(hostname=host)
         except RuntimeError as error:
             raise ConfigError(
                 f"the transport gloo cannot use the address {host}: expected one of this node, got "
                 f"'{reason_of(error)}'; pass the node's own address"
             ) from error
 
-    def _new_device(self) -> Any:
-        # Without a device of ours gloo binds to what the host name resolves to, often the loopback.
+    @cached_property
+    def _device(self) -> Any:
+        # Gloo's own would be the loopback's. It wakes a hundred times a second: from the first pair on, not before.
         return _ProcessGroupGloo.create_device(hostname=self._host)
+
+    def close(self) -> None:
+        """See `Transport`."""
+        super().close()
+        self.__dict__.pop("_device", None)
 
     def _open_pair(self, store: PairStore, rank: int) -> Pair:
         options = _ProcessGroupGloo._Options()
-        # Its loop wakes a hundred times a second for as long as it lives: as long as this pair.
-        options._devices = [self._new_device()]
+        options._devices = [self._device]
         options._threads = 1
         options._timeout = timedelta(seconds=self._timeout_s)
         try:
@@ -58,8 +64,7 @@ class GlooPair:
     """A joined gloo group of two."""
 
     def __init__(self, group: Any, *, peer_rank: int) -> None:
-        self._group = group
-        self._peer_rank = peer_rank
+        self._group, self._peer_rank = group, peer_rank
 
     # The length is the tag: gloo matches frames of equal length only, so a receiver that expects another
     # length waits in vain. Without it a longer frame ends the receiving process (gloo throws in a thread of

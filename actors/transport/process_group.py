@@ -82,8 +82,7 @@ class PairEnd:
         require_frame(into, writable=True)
         with self._life.waiting(f"{into.size} bytes from {self._peer}", RuntimeError, OSError):
             ends_s = time.monotonic() + self._timeout_s
-            pair = self._joined()
-            pair.recv(into, max(ends_s - time.monotonic(), _LEAST_WAIT_S))
+            self._joined().recv(into, max(ends_s - time.monotonic(), _LEAST_WAIT_S))
 
     def close(self) -> None:
         """Leave the group (see `Sender`)."""
