@@ -88,6 +88,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "cluster/observe/monitoring.py": (PACKAGE,),
     "cluster/observe/run_record.py": (OURS, "`compare`"),
     "cluster/observe/timeline.py": (OURS, "timelines"),
+    "cluster/ray_start/forked_workers.py": (OURS, "a command that its own other half sent"),
     "cluster/ray_start/origin.py": (PACKAGE, "pyproject.toml"),
     "cluster/plan/model_files.py": (OURS, "whether a second template is there"),
     "cluster/resume/rewind.py": (OURS, "lines that are kept whole"),

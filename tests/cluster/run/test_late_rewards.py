@@ -328,7 +328,7 @@ def test_a_response_waits_for_the_rest_of_its_group_over_phases_and_a_resumed_ru
         lambda: Taken(completions=(*whole(asked[3], asked[0], asked[1]), *cut(asked[2]))),
         lambda: Taken(completions=(*whole(*asked),)),
     ]
-    one.scheduler.take = lambda wait_s: answers.pop(0)() if answers and asked else Taken()
+    one.scheduler.take = lambda wait_s, gathers=False: answers.pop(0)() if answers and asked else Taken()
     one.take = partial(GeneratingSystem.take, one)
     assert phase(one, schedule, -1).rollouts == [] and one.rewards.sent == [[0, 1]]
     one.rewards.due = [0, 1, 2, 3]
