@@ -52,7 +52,7 @@ ROWS = (
         what="Samples whose tokens or log-probabilities differ from plain decoding",
         result="exactness",
         arguments=("exactness",),
-        text="{mismatches:.0f} of {samples:.0f} ({tokens:,.0f} tokens)",
+        text="{mismatches:.0f} of {samples:,.0f} ({tokens:,.0f} tokens)",
     ),
     Row(
         what="Whole rollout, adaptive drafting: over plain decoding; over Hugging Face `generate`",
@@ -73,16 +73,17 @@ ROWS = (
         text="{step_over_plain_static:.2f}",
     ),
     Row(
-        what="Whole step of SmolLM2-135M over plain and static",
+        what="Whole step of SmolLM2-135M over plain and static, answers of 32 tokens at most",
         result="rlhf_real",
         arguments=("rlhf", "--real"),
         text="{step_over_plain_static:.2f}",
     ),
     Row(
-        what="Plain decoding at batch 8 over Hugging Face, vLLM's CPU build, OpenVINO GenAI",
+        what="Plain decoding at batch 8 over Hugging Face, llama.cpp, vLLM's CPU build, OpenVINO GenAI",
         result="engine",
         arguments=("engine",),
-        text="{plain_over_hf_b8:.2f}, {plain_over_vllm_b8:.2f}, {plain_over_openvino_b8:.2f}",
+        text="{plain_over_hf_b8:.2f}, {plain_over_llama_cpp_b8:.2f}, {plain_over_vllm_b8:.2f}, "
+        "{plain_over_openvino_b8:.2f}",
     ),
     Row(
         what="Live migration: samples changed; how long a moved sample rests, in decode steps",
