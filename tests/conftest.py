@@ -99,7 +99,7 @@ def local_ray() -> Iterator[None]:
     import ray
 
     from rlhfspec.cluster.folder.leftovers import remove_with_processes
-    from rlhfspec.cluster.ray_start.forked_workers import begin_forking, worker_command
+    from rlhfspec.cluster.ray_start.forked_workers import begin_forking
     from rlhfspec.cluster.ray_start.ray_init import PATIENCE, start_twice
 
     root = Path(__file__).resolve().parents[1]
@@ -114,7 +114,6 @@ def local_ray() -> Iterator[None]:
         object_store_memory=200 << 20,
         folder=folder,
         log_to_driver=False,
-        runtime_env={"py_executable": worker_command()},
     )
     begin_forking()
     yield

@@ -113,7 +113,7 @@ def serve_engine(
     from ...core.config_io import read_tree
     from ...core.settings.cluster import ClusterConfig
     from ..observe.console import Reporter
-    from ..ray_start.ray_session import begin_workers
+    from ..ray_start.forked_workers import begin_workers
 
     with Reporter() as report:
         report.stage("loading torch and transformers")

@@ -17,7 +17,7 @@ from ..plan.model_check import check_models
 from ..plan.names import resolve_models
 from ..plan.run_plan import RunPlan
 from ..plan.topology import plan_topology
-from ..ray_start.ray_session import is_local
+from ..ray_start.forked_workers import is_local
 from .evaluate_models import with_drafter
 from .ray_serve import ServerAddress, serve_application
 

@@ -10,7 +10,7 @@ from ...core.config import ClusterConfig
 from ...core.errors import PlacementError
 from ..plan.reward_plan import check_reward
 from ..ray_start import machine
-from ..ray_start.ray_session import is_local
+from ..ray_start.forked_workers import is_local
 from .ray_serve import ServerAddress, serve_application
 
 

@@ -41,14 +41,8 @@ from ...learning.training.training_forward import compute_dtype_on
 from ..folder.remote_copy import require_place
 from ..folder.trackers import require_trackers
 from ..ray_start import machine
-from ..ray_start.ray_session import (
-    check_local_ray,
-    is_local,
-    joined_address,
-    object_store_bytes,
-    ray_session,
-    require_reachable,
-)
+from ..ray_start.forked_workers import is_local, joined_address
+from ..ray_start.ray_session import check_local_ray, object_store_bytes, ray_session, require_reachable
 from .gpu_room import require_gpu_room
 from .inputs import Inputs, read_inputs
 from .memory_plan import MemoryNeeds, MemoryPlan, gib

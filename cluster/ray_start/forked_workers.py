@@ -1,24 +1,34 @@
 """Workers of a private Ray as forks of one process that has imported what every actor imports.
 
-An actor is a process of its own, and most of its start is imports. Ray is given a command for its workers
-(`py_executable` of a runtime environment): this file, which sends its words, its environment and its files to a process
-that was started with the run, and that one forks. Where it is gone the worker starts as Ray would start it.
+An actor is a process of its own, and most of its start is imports. A raylet starts workers by a file that prepares them
+(`setup_worker_path`): here this one, which sends its words, its environment and its files to a process that was started
+with the run, and that one forks. Ray itself, whose core reads the environment when it is imported, it imports with the
+first worker's; one of another, or one for which more is to be prepared, starts as Ray would start it.
 
-Run by its path with the standard library alone (`-SE`), as every worker passes through it.
+Run by its path with the standard library alone, as every worker passes through it.
 """
 
+import gc
 import json
 import os
+import runpy
+import select
 import signal
 import socket
+import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from subprocess import Popen
 
-_ROOM = 1 << 17
-"Bytes of a command with its environment."
+    from ...core.settings.cluster import ClusterConfig
+
+_ROOM = 1 << 18
+"Bytes of a command with its environment, above what a socket lets pass in one."
 _IMPORTED = (
     "numpy",
     "torch",
@@ -30,17 +40,34 @@ _IMPORTED = (
     "rlhfspec.learning.rewards.reward_function",
     "rlhfspec.learning.training.learner",
 )
-"Not Ray, which reads the environment when it is imported, and nothing that imports it."
-
-
-_NAME = f"rlhfspec-workers-{os.urandom(12).hex()}"
-"Of a socket without a file: nothing is left of it."
+"Before there is a Ray."
+_IMPORTED_WITH_RAY = (
+    "ray._private.workers.default_worker",
+    "rlhfspec.actors.generation.decode_loop",
+    "rlhfspec.actors.remote.actor_start",
+)
+"No class of an actor: Ray draws a name for it, and forks would draw the same ones from then on."
+_NAME = "RLHFSPEC_WORKERS"
+"Of the variable with the name of a socket without a file: nothing is left of it."
+_CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 class _Forking:
-    """The process that forks, kept as long as this one lives."""
+    """The process that forks, kept as long as this one or its Ray lives."""
 
     process: "Popen[bytes] | None" = None
+    name = ""
+
+
+def joined_address(cluster: "ClusterConfig") -> str | None:
+    """The address of the running cluster that the run is to join; None where it starts one."""
+    return cluster.address or os.environ.get("RAY_ADDRESS") or None
+
+
+def is_local(cluster: "ClusterConfig") -> bool:
+    """Whether the run starts a Ray of its own on this machine."""
+    ray = sys.modules.get("ray")
+    return not (joined_address(cluster) or (ray is not None and ray.is_initialized()))
 
 
 def worker_environment() -> dict[str, str]:
@@ -53,14 +80,19 @@ def worker_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(folders)}
 
 
-def worker_command() -> str:
-    """What Ray is to start workers with (`py_executable`): forks once `begin_forking` was called, alone before."""
-    from shlex import join
+def raylet_environment() -> dict[str, str]:
+    """For a raylet that starts workers by this file; none before it is wanted, as a fork is there at once."""
+    _Forking.name = _Forking.name or f"rlhfspec-workers-{os.urandom(12).hex()}"
+    return {_NAME: _Forking.name, "RAY_prestart_worker_first_driver": "0"}
 
-    return join([sys.executable, "-SE", __file__, _NAME])
+
+def begin_workers(cluster: "ClusterConfig") -> None:
+    """Begin to fork for a run that starts a Ray of its own."""
+    if is_local(cluster):
+        begin_forking()
 
 
-def begin_forking() -> None:
+def begin_forking() -> "Popen[bytes]":
     """Start the process that forks, where it does not run; it imports for some seconds, and workers wait for it."""
     from subprocess import DEVNULL, PIPE, Popen
 
@@ -68,9 +100,9 @@ def begin_forking() -> None:
     from .quiet import quiet_environment
 
     if _Forking.process is not None and _Forking.process.poll() is None:
-        return
+        return _Forking.process
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as commands:
-        commands.bind(f"\0{_NAME}")
+        commands.bind("\0" + raylet_environment()[_NAME])
         commands.listen(64)
         _Forking.process = Popen(
             [sys.executable, "-m", __name__, str(commands.fileno())],
@@ -84,33 +116,71 @@ def begin_forking() -> None:
             stderr=DEVNULL,
             start_new_session=True,
         )
+    return _Forking.process
 
 
-def _hand_over(name: str, command: list[str]) -> None:
-    """Let the process that forks run a worker, and last as long as the worker does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
+@contextmanager
+def forking() -> Iterator[None]:
+    """Fork workers of the Ray of this block; the next Ray has a process of its own for it, that imports it."""
+    with begin_forking() as process:
         try:
-            worker.connect(f"\0{name}")
-        except OSError:
-            os.execv(sys.executable, [sys.executable, *command])
-        socket.send_fds(worker, [json.dumps([command, dict(os.environ), os.getcwd()]).encode()], [0, 1, 2])
-        worker.recv(1)
+            yield
+        finally:
+            process.terminate()
+            _Forking.process, _Forking.name = None, ""
 
 
-def _next_worker(commands: socket.socket) -> tuple[list[str], dict[str, str], str]:
-    """Fork for every command until standard input ends; return in the child, with its own."""
-    import select
-    import struct
+def _hand_over(words: list[str]) -> None:
+    """Let the process that forks run a worker, and last as long as the worker does."""
+    given = next((word.removeprefix(_CONTEXT) for word in words if word.startswith(_CONTEXT)), "{}")
+    context = json.loads(given)
+    variables = context.pop("env_vars", {})
+    is_prepared = any(value and value != sys.executable for value in context.values())
+    # another tree, settings of Ray's core, what Ray puts together
+    is_odd = any(
+        name == "PYTHONPATH" or "$" in value or (name.startswith("RAY_") and not name.isupper())
+        for name, value in variables.items()
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker, suppress(OSError):
+        if not is_prepared and not is_odd:
+            worker.connect("\0" + os.environ[_NAME])
+            command = [word for word in words if not word.startswith((_CONTEXT, _LANGUAGE))]
+            message = json.dumps([command, dict(os.environ), variables, os.getcwd()])
+            socket.send_fds(worker, [message.encode()], [0, 1, 2])
+            if worker.recv(1):
+                worker.recv(1)
+                return
+    os.execv(
+        sys.executable, [sys.executable, os.path.join(os.path.dirname(words[0]), "setup_worker.py"), *words]
+    )
 
+
+def _is_over(commands: socket.socket | None = None) -> bool:
+    """Whether nobody wants workers any more; with `commands`, once there is one or nobody does."""
+    readable, *_ = select.select([sys.stdin, *filter(None, [commands])], [], [], None if commands else 0)
+    return sys.stdin in readable
+
+
+def _next_worker(commands: socket.socket) -> tuple[list[str], str]:
+    """Fork for every command of one Ray until standard input ends; return in the child, with its own and its folder."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while sys.stdin not in select.select([commands, sys.stdin], [], [])[0]:
+    ray: dict[str, str] | None = None
+    while not _is_over(commands):
         worker, _ = commands.accept()
         _, user, _ = struct.unpack("3i", worker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():
             worker.close()
             continue
-        command, files, *_ = socket.recv_fds(worker, _ROOM, 3)
-        if os.fork():
+        message, files, *_ = socket.recv_fds(worker, _ROOM, 3)
+        command, environment, variables, folder = json.loads(message)
+        reads = {name: value for name, value in environment.items() if name.startswith("RAY_")}
+        if ray is None:
+            ray = reads
+            _take(environment)
+            _import(_IMPORTED_WITH_RAY)
+        if ray == reads:
+            worker.send(b"1")
+        if ray != reads or os.fork():
             for file in (*files, worker.detach()):
                 os.close(file)
             continue
@@ -123,26 +193,35 @@ def _next_worker(commands: socket.socket) -> tuple[list[str], dict[str, str], st
             os.dup2(file, number)
             os.close(file)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        return json.loads(command)
+        _take(environment | variables)
+        return command, folder
     sys.exit()
+
+
+def _import(modules: tuple[str, ...]) -> None:
+    """Import for all forks to come."""
+    for module in modules:
+        import_module(module)
+        if _is_over():
+            sys.exit()
+    gc.collect()
+    gc.freeze()
+
+
+def _take(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _fork() -> None:
     """Import, fork when told to, and be the worker in the child."""
-    import gc
-    import runpy
-    from importlib import import_module
-
-    numpy, torch, *_ = [import_module(module) for module in _IMPORTED]
-    gc.collect()
-    gc.freeze()
-    sys.argv, environment, folder = _next_worker(socket.socket(fileno=int(sys.argv[1])))
-    os.environ.clear()
-    os.environ.update(environment)
+    _import(_IMPORTED)
+    sys.argv, folder = _next_worker(socket.socket(fileno=int(sys.argv[1])))
     os.chdir(folder)
     # numpy draws its seed, torch reads its threads, when it is imported
-    numpy.random.seed()
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    sys.modules["numpy"].random.seed()
+    torch = sys.modules["torch"]
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     sys.path[0] = os.path.dirname(sys.argv[0])
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -151,4 +230,4 @@ if __name__ == "__main__":
     if __package__:
         _fork()
     else:
-        _hand_over(sys.argv[1], sys.argv[2:])
+        _hand_over(sys.argv[1:])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import Any
 
 import ray
 from ray._private import parameter, ray_constants, services
-from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]
+from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, GcsClient, persist_port  # type: ignore[attr-defined]
 
-from ...core.proc_files import PARENT, PROC, STATE, stat_fields
 from ..folder.leftovers import end_processes
+from . import forked_workers
+from .private_folder import environment
 
-SLOW_START = ("timed out during startup", "error message from the dashboard")
-"What Ray says when its own processes, or its dashboard, did not come up in time."
+SLOW_START = "timed out during startup"
+"What Ray says when its own processes did not come up in time."
 START_S = 180
 "What each of Ray's processes may take to come up: where several share few cores, its own half a minute is too short."
 PATIENCE = {
@@ -32,11 +33,14 @@ PATIENCE = {
 "Of the environment, for Ray's processes and for `ray.init`."
 _AGENT_PORTS = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 "As `RayParams` calls them."
-_LEFT_OUT = {"no_monitor": True, "include_log_monitor": False}
-"Processes without use here: nothing is scaled, and no log is sent to the driver. Python, as most that starts beside."
-_ITS_OWN = ("raylet", "gcs_server")
-"Names of those without which a start cannot succeed."
-_LOOK_S = 0.2
+_SETTINGS = {
+    # processes without use here: nothing is scaled, and no log is sent to the driver
+    "no_monitor": True,
+    "include_log_monitor": False,
+    "setup_worker_path": forked_workers.__file__,
+}
+_LOOK_S = 0.1
+_DASHBOARD_NICE = 10
 
 
 class StartFailed(Exception):
@@ -52,11 +56,11 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
     for is_last in (False, True):
         *agents, export = _free_ports(len(_AGENT_PORTS) + 1)
         try:
-            with _patience(), _given(_LEFT_OUT | dict(zip(_AGENT_PORTS, agents, strict=True))):
+            given = _SETTINGS | dict(zip(_AGENT_PORTS, agents, strict=True))
+            with environment(forked_workers.raylet_environment()), _given(given):
                 return ray.init(_temp_dir=str(folder), _metrics_export_port=export, **settings)
         except Exception as error:
-            is_slow = isinstance(error, StartFailed) or any(words in str(error) for words in SLOW_START)
-            if is_last or not is_slow:
+            if is_last or not (isinstance(error, StartFailed) or SLOW_START in str(error)):
                 raise
         ray.shutdown()
         end_processes(folder)
@@ -70,18 +74,32 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def _given(settings: Mapping[str, int]) -> Iterator[None]:
-    """Let `ray.init` start its processes with settings that it takes no arguments for."""
-    whole, start = parameter.RayParams, services.start_raylet
+def _given(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Let `ray.init` start its processes with settings that it takes no arguments for, and wait for them."""
+    changes = (_start_ray_process, _start_raylet, _start_api_server, _get_node)
+    before = {change.__name__[1:]: getattr(services, change.__name__[1:]) for change in changes}
+    whole, started = parameter.RayParams, dict[str, Any]()
+    for change, ray_own in zip(changes, before.values(), strict=True):
+        setattr(services, change.__name__[1:], partial(change, ray_own, started))
     parameter.RayParams = partial(whole, **settings)  # type: ignore[misc]
-    services.start_raylet = partial(_start_raylet, start)
     try:
         yield
     finally:
-        parameter.RayParams, services.start_raylet = whole, start
+        parameter.RayParams = whole
+        for name, ray_own in before.items():
+            setattr(services, name, ray_own)
 
 
-def _start_raylet(start: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _start_ray_process(start: Any, started: dict[str, Any], command: Any, kind: str, **named: Any) -> Any:
+    """Remember it; actors come up beside the dashboard, and go first."""
+    one = start(command, kind, **named)
+    started[kind] = one.process
+    if kind == ray_constants.PROCESS_TYPE_DASHBOARD:
+        os.setpriority(os.PRIO_PROCESS, one.process.pid, _DASHBOARD_NICE)
+    return one
+
+
+def _start_raylet(start: Any, _: Any, *args: Any, **named: Any) -> Any:
     """Say first where the dashboard's agent will listen: a raylet waits for that file although the port is given."""
     given = signature(start).bind(*args, **named).arguments
     port = given["dashboard_agent_listen_port"]
@@ -89,45 +107,25 @@ def _start_raylet(start: Callable[..., Any], *args: Any, **named: Any) -> Any:
     return start(*args, **named)
 
 
-@contextmanager
-def _patience() -> Iterator[None]:
-    """Let `ray.init` wait: how long it does for its raylet and dashboard cannot be told to it."""
-    asked, dashboard_s = services.get_node, ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
-    services.get_node = _patiently(asked, set(_ended_children()))
-    ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = max(dashboard_s, START_S)
-    try:
-        yield
-    finally:
-        services.get_node, ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = asked, dashboard_s
+def _start_api_server(start: Any, _: Any, *args: Any, **named: Any) -> Any:
+    """Say first where the dashboard will listen, which is given: nobody waits for it. None where none is wanted."""
+    given = signature(start).bind(*args, **named).arguments
+    head = GcsClient(address=given["gcs_address"], cluster_id=given["cluster_id_hex"])
+    at, of = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
+    head.internal_kv_put(at, f"{given['host']}:{given.get('port') or 1}".encode(), True, of)
+    return start(*args, **named) if given["include_dashboard"] else ("", None)
 
 
-def _patiently(ask: Callable[[str, str], Any], ended_before: set[int]) -> Callable[[str, str], Any]:
-    """What asks for a node until it is there; Ray takes a RuntimeError for 'not yet' and gives up after 30 s."""
-
-    def ask_on(gcs_address: str, node_id: str) -> Any:
-        ends_s = time.monotonic() + START_S
-        while True:
-            try:
-                return ask(gcs_address, node_id)
-            except RuntimeError:
-                ended = [name for pid, name in _ended_children().items() if pid not in ended_before]
-                if ended:
-                    raise StartFailed(f"{' and '.join(sorted(ended))} ended while it was coming up") from None
-                if time.monotonic() > ends_s:
-                    raise
-            time.sleep(_LOOK_S)
-
-    return ask_on
-
-
-def _ended_children() -> dict[int, str]:
-    """This process's children of Ray's that have ended and that nobody has asked how, by number."""
-    found = {}
-    for entry in PROC.glob("[0-9]*"):
-        fields = stat_fields(int(entry.name))
-        if fields[STATE : STATE + 1] == ["Z"] and fields[PARENT] == str(os.getpid()):
-            with suppress(OSError):
-                name = (entry / "comm").read_text().strip()
-                if name in _ITS_OWN:
-                    found[int(entry.name)] = name
-    return found
+def _get_node(ask: Any, started: dict[str, Any], gcs_address: str, node_id: str) -> Any:
+    """Ask until it is there; Ray takes a RuntimeError for 'not yet' and gives up after 30 s."""
+    ends_s = time.monotonic() + START_S
+    while True:
+        try:
+            return ask(gcs_address, node_id)
+        except RuntimeError:
+            ended = [kind for kind, one in started.items() if one.poll() is not None]
+            if ended:
+                raise StartFailed(f"{' and '.join(sorted(ended))} ended while it was coming up") from None
+            if time.monotonic() > ends_s:
+                raise
+        time.sleep(_LOOK_S)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 
 from ...actors.remote.actor_start import actor_environment
 from ...actors.remote.watch import waits_noted
@@ -38,7 +38,7 @@ from ..folder.leftovers import (
     uninterrupted,
 )
 from . import machine
-from .forked_workers import begin_forking, worker_command, worker_environment
+from .forked_workers import forking, joined_address, worker_environment
 from .origin import IS_CHECKOUT, ROOT
 from .private_folder import (
     BELOW,
@@ -90,22 +90,6 @@ class RaySession:
     "where its files lie if not where they should, what dead runs had left and what was done with it: a line each"
     environment: Mapping[str, str] = field(default_factory=dict)
     "variables that tell actors their run"
-
-
-def is_local(cluster: ClusterConfig) -> bool:
-    """Whether the run starts a Ray of its own on this machine."""
-    return not (joined_address(cluster) or ray.is_initialized())
-
-
-def joined_address(cluster: ClusterConfig) -> str | None:
-    """The address of the running cluster that the run is to join; None where it starts one."""
-    return cluster.address or os.environ.get("RAY_ADDRESS") or None
-
-
-def begin_workers(cluster: ClusterConfig) -> None:
-    """Let what forks the workers of a run's own Ray begin to import, beside this process."""
-    if is_local(cluster):
-        begin_forking()
 
 
 def check_local_ray(cluster: ClusterConfig) -> None:
@@ -209,10 +193,9 @@ def _local(
         ):
             with waits_noted(lambda: f"Ray's own processes, each for {START_S} s at most"):
                 context = _start(cluster, folder, namespace, store_bytes)
-            # not beside Ray's agents, which have seconds to come up; most commands have begun it long before
-            begin_forking()
             note_address(folder, context.address_info["gcs_address"])
-            with sigterm_exits(on_sigterm):
+            # most commands have begun it long before
+            with forking(), sigterm_exits(on_sigterm):
                 yield RaySession(
                     namespace=namespace,
                     is_local=True,
@@ -238,7 +221,6 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
             folder=own,
             log_to_driver=False,
             logging_level=logging.WARNING,
-            runtime_env={"py_executable": worker_command()},
         )
     except Exception as error:  # of many kinds: sockets, processes, memory
         # bad settings have been refused above: it is the machine
@@ -347,6 +329,16 @@ def free_port() -> int:
 def _dashboard_url(context: Any) -> str | None:
     url = context.dashboard_url
     return f"http://{url}" if url else None
+
+
+def note_dashboard(note: Callable[[str], None]) -> None:
+    """Tell where the dashboard of this process's Ray, which nobody waits for, has ended."""
+    node = worker._global_node
+    started = {} if node is None else node.all_processes
+    for one in started.get(ray_constants.PROCESS_TYPE_DASHBOARD, []):
+        if node is not None and (code := one.process.poll()) is not None:
+            logs = node.get_logs_dir_path()
+            note(f"Ray's dashboard ended with exit code {code}, and the run goes on without it: see {logs}")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ..observe.outcome_checks import UNCHANGED
 from ..observe.summary import START_UP_STAGES, signal_line, start_up_metrics, unread_line, with_signal
 from ..plan.run_plan import RunPlan
 from ..plan.run_profile import RunProfile
-from ..ray_start.ray_session import RaySession, ray_session, sigterm_exits
+from ..ray_start.ray_session import RaySession, note_dashboard, ray_session, sigterm_exits
 from ..resume.checkpoints import save_checkpoints
 from ..resume.run_state import RunState
 from ..resume.trainer_restarts import LOSSES, TrainerRestarts
@@ -109,6 +109,7 @@ def _train_with_restarts(
         try:
             with running_system(plan, own, note=report.note, patience_s=patience_s) as system:
                 is_up = True
+                note_dashboard(report.note)
                 observer.watch(system)
                 train(system, run_dir, report, resume=state)
             return system.target.manifest

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.outside import user_path
+from ..ray_start.forked_workers import begin_workers
 
 if TYPE_CHECKING:
     from ...core.config import Config, RunConfig
@@ -65,8 +66,6 @@ def prepare_run(
     else:
         config, resumed = _named_run(resume, file, overrides, report)
     if not dry_run:
-        from ..ray_start.ray_session import begin_workers
-
         begin_workers(config.cluster)
     path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from ..folder.run_time import with_time

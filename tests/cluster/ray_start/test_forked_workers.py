@@ -1,20 +1,21 @@
-"""Workers of a private Ray are forks of one process that has imported what they need; without it they start alone."""
+"""Workers of a private Ray are forks of one process that has imported what they need; others start as Ray would."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhfspec.cluster.ray_start.forked_workers import begin_forking, worker_command
+from rlhfspec.cluster.ray_start import forked_workers
+from rlhfspec.cluster.ray_start.forked_workers import forking, raylet_environment
 from rlhfspec.cluster.ray_start.origin import ROOT
 from rlhfspec.core.proc_files import PROC
 
@@ -22,70 +23,107 @@ WORKER = """
 import json, os, sys
 facts = {"argv": sys.argv, "torch": "torch" in sys.modules, "ray": "ray" in sys.modules, "folder": os.getcwd()}
 if facts["torch"]:
-    import numpy, torch
-    facts |= {"threads": torch.get_num_threads(), "drawn": numpy.random.rand()}
-print(json.dumps(facts | {"said": os.environ.get("SAID"), "beside": sys.path[0], "input": sys.stdin.read()}))
+    import numpy, random, torch
+    facts |= {"threads": torch.get_num_threads(), "drawn": [numpy.random.rand(), random.random()]}
+    if facts["ray"]:
+        from ray import NodeID
+        facts["drawn"].append(NodeID.from_random().hex())
+said = {name: os.environ.get(name) for name in ("SAID", "RAY_SAID")}
+print(json.dumps(facts | said | {"beside": sys.path[0], "input": sys.stdin.read()}))
 print("a warning", file=sys.stderr)
 """
 ENDING = (
     "from rlhfspec.cluster.ray_start import forked_workers as one; one.begin_forking(); "
     "print(one._Forking.process.pid)"
 )
+PLAIN = "--serialized-runtime-env-context={}"
 
 
-@pytest.fixture(autouse=True)
-def _one_forks() -> None:
-    begin_forking()
+@pytest.fixture(scope="module")
+def forks() -> Iterator[dict[str, str]]:
+    """What a raylet is told whose workers are forked; another than that of the session's Ray."""
+    kept = forked_workers._Forking.process, forked_workers._Forking.name
+    forked_workers._Forking.process, forked_workers._Forking.name = None, ""
+    with forking():
+        yield raylet_environment()
+    forked_workers._Forking.process, forked_workers._Forking.name = kept
 
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Path:
+    (tmp_path / "setup_worker.py").write_text("import sys; print(sys.argv[1:]); print(sys.stdin.read())")
     (path := tmp_path / "worker.py").write_text(WORKER)
     return path
 
 
-def run(command: str, worker: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
-    words = [*shlex.split(command), str(worker), "--node=1"]
+def run(worker: Path, context: str = PLAIN, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """A worker as a raylet starts it."""
+    words = [sys.executable, forked_workers.__file__, str(worker), "--node=1", context, "--language=PYTHON"]
     return subprocess.run(words, input="here", capture_output=True, text=True, timeout=300, **settings)
+
+
+def is_alone(worker: Path, **settings: Any) -> bool:
+    """Whether it is started as Ray starts it, with all that it is told."""
+    ended = run(worker, **settings)
+    told = [str(worker), "--node=1", settings.get("context", PLAIN), "--language=PYTHON"]
+    return ended.stdout.splitlines() == [str(told), "here"]
 
 
 @pytest.mark.slow
 def test_a_worker_is_a_fork_with_the_words_files_folder_and_environment_that_it_was_started_with(
-    worker: Path, tmp_path: Path
+    worker: Path, tmp_path: Path, forks: dict[str, str]
 ) -> None:
     drawn = []
     for threads in (1, 3):
-        variables = {"SAID": "yes", "OMP_NUM_THREADS": str(threads)}
-        ended = run(worker_command(), worker, cwd=tmp_path, env=variables)
+        variables = forks | {"RAY_SAID": "yes", "OMP_NUM_THREADS": "7"}
+        of_actor = {"env_vars": {"SAID": "too", "OMP_NUM_THREADS": str(threads)}}
+        context = f"--serialized-runtime-env-context={json.dumps(of_actor)}"
+        ended = run(worker, context, cwd=tmp_path, env=variables)
         facts = json.loads(ended.stdout)
-        drawn.append(facts.pop("drawn"))
+        drawn += facts.pop("drawn")
         assert facts == {
             "argv": [str(worker), "--node=1"],
             "torch": True,
-            "ray": False,
+            "ray": True,
             "folder": str(tmp_path),
             "threads": threads,
-            "said": "yes",
+            "SAID": "too",
+            "RAY_SAID": "yes",
             "beside": str(tmp_path),
             "input": "here",
         }
         assert ended.stderr.startswith("a warning\n")
-    assert drawn[0] != drawn[1]
+    assert len({*drawn}) == 6, "no two draw the same"
+    # Ray's core has read another environment
+    assert is_alone(worker, env=forks | {"RAY_SAID": "no"})
 
 
-def test_where_nobody_forks_a_worker_starts_as_it_would_have(worker: Path, tmp_path: Path) -> None:
-    words = shlex.split(worker_command())
-    facts = json.loads(run(shlex.join([*words[:-1], "nobody"]), worker, cwd=tmp_path).stdout)
-    assert facts["argv"] == [str(worker), "--node=1"] and facts["input"] == "here" and not facts["torch"]
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"py_executable": "/another/python"},
+        {"command_prefix": ["cd", "elsewhere", "&&"]},
+        {"override_worker_entrypoint": "/in/a/container.py"},
+        {"env_vars": {"PYTHONPATH": "/another/tree"}},
+        {"env_vars": {"LIBRARY": "${HOME}/lib"}},
+    ],
+)
+def test_a_worker_that_ray_must_prepare_is_left_to_it(
+    worker: Path, forks: dict[str, str], more: dict[str, Any]
+) -> None:
+    assert is_alone(worker, context=f"--serialized-runtime-env-context={json.dumps(more)}", env=forks)
+
+
+def test_where_nobody_forks_a_worker_starts_as_it_would_have(worker: Path, forks: dict[str, str]) -> None:
+    assert is_alone(worker, env=dict.fromkeys(forks, "nobody"))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may be somebody else")
-def test_nobody_else_has_a_worker_run() -> None:
-    *_, name = shlex.split(worker_command())
+def test_nobody_else_has_a_worker_run(forks: dict[str, str]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         os.seteuid(65534)
         try:
-            other.connect(f"\0{name}")
+            other.connect("\0" + forks[forked_workers._NAME])
         finally:
             os.seteuid(0)
         other.settimeout(300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -111,6 +112,17 @@ def answer(url: str, token: str | None, entrypoint: str | None = None) -> tuple[
         return error.code, error.read().decode()
 
 
+def await_dashboard(url: str) -> None:
+    """Ray does not wait for it."""
+    ends_s = time.monotonic() + 180.0
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < ends_s
+            time.sleep(0.2)
+
+
 @contextmanager
 def private_ray(temp: str, **more: str) -> Iterator[tuple[subprocess.Popen, dict[str, str]]]:
     names = ("RAY_AUTH_MODE", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -171,9 +183,10 @@ def test_who_has_no_token_is_refused_and_ctrl_c_leaves_no_process_no_folder_and_
     ):
         assert said["worker"] == str(ROOT / "core" / "__init__.py")
         assert processes_of(said["folder"])
+        file, url = Path(said["token"]), said["url"]
+        await_dashboard(url)
         # metrics ask for no token: nobody from outside may reach it
         assert listeners(child.pid) == {"127.0.0.1"}
-        file, url = Path(said["token"]), said["url"]
         token = file.read_text()
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(token) == 64
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700

@@ -110,7 +110,7 @@ def test_an_actor_prints_no_progress_bars_whatever_its_nodes_environment(local_r
         probe = Probe.options(**options).remote()
         assert not ray.get(probe.draws.remote(), timeout=60)
         # a fork has the variables with which its libraries were imported
-        own = {"py_executable": sys.executable, "env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": ""}}
+        own = {"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": "", "PYTHONPATH": os.environ["PYTHONPATH"]}}
         noisy = options | {"name": "noisy", "runtime_env": own}
         ray.kill(probe)
         assert ray.get(Probe.options(**noisy).remote().draws.remote(), timeout=60)

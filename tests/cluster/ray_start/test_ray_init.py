@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from folder_user import user_of
@@ -16,6 +17,7 @@ from folder_user import user_of
 from rlhfspec.cluster.folder.owner import processes_using
 from rlhfspec.cluster.ray_start import ray_init
 from rlhfspec.cluster.ray_start.ray_init import StartFailed, start_twice
+from rlhfspec.cluster.ray_start.ray_session import note_dashboard
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,7 +33,6 @@ def _the_sessions_ray_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         StartFailed("raylet ended while it was coming up"),
         Exception("The current node timed out during startup. This could happen because"),
-        Exception("The last 20 lines of dashboard.log (it contains the error message from the dashboard): "),
     ],
 )
 def test_ray_that_did_not_come_up_in_time_is_started_once_more_and_nothing_of_the_first_try_runs(
@@ -108,22 +109,14 @@ def test_a_node_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch, tm
     assert ray_init.START_S < clock[0] < 2 * ray_init.START_S
 
 
-@pytest.fixture
-def ended_raylets(tmp_path: Path) -> Iterator[Callable[[], None]]:
-    """What starts a process of that name that ends at once, and is not asked how before the test is over."""
-    raylet = tmp_path / "raylet"
-    raylet.symlink_to("/bin/true")
-    children: list[subprocess.Popen] = []
-    yield lambda: children.append(subprocess.Popen([raylet]))
-    for child in children:
-        child.wait()
+def end_a_raylet() -> None:
+    """Start one, as Ray does, that ends at once."""
+    ray_init.services.start_ray_process(["/bin/true"], "raylet", fate_share=False).process.wait()
 
 
-def test_a_raylet_that_ended_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended_raylets: Callable[[], None]
-):
+def test_a_raylet_that_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def answer() -> object:
-        ended_raylets()
+        end_a_raylet()
         raise RuntimeError("not yet")
 
     with pytest.raises(StartFailed, match="raylet ended while it was coming up"):
@@ -131,14 +124,14 @@ def test_a_raylet_that_ended_is_not_waited_for(
 
 
 def test_a_raylet_that_ended_in_the_first_try_is_none_of_the_second(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended_raylets: Callable[[], None]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     tries, asked = [], []
 
     def answer() -> object:
         asked.append(len(tries))
         if len(tries) == 1:
-            ended_raylets()
+            end_a_raylet()
         if asked.count(2) < 3:
             raise RuntimeError("not yet")
         return {"node": 2}
@@ -150,6 +143,29 @@ def test_a_raylet_that_ended_in_the_first_try_is_none_of_the_second(
     monkeypatch.setattr(ray_init.services, "get_node", lambda address, node: answer())
     monkeypatch.setattr(ray_init.ray, "init", start)
     assert start_twice(folder=tmp_path) == {"node": 2} and asked.count(2) == 3
+
+
+@pytest.mark.parametrize("command", [["false"], ["sleep", "600"]])
+def test_a_dashboard_that_ended_is_told(monkeypatch: pytest.MonkeyPatch, command: list[str]):
+    with subprocess.Popen(command) as process:
+        node = SimpleNamespace(
+            all_processes={"dashboard": [SimpleNamespace(process=process)]},
+            get_logs_dir_path=lambda: "/of/ray",
+        )
+        monkeypatch.setattr(ray_init.ray._private.worker, "_global_node", node)
+        notes: list[str] = []
+        if command == ["false"]:
+            process.wait()
+        note_dashboard(notes.append)
+        process.kill()
+    told = "Ray's dashboard ended with exit code 1, and the run goes on without it: see /of/ray"
+    assert notes == ([told] if command == ["false"] else [])
+
+
+@pytest.mark.ray
+def test_without_a_dashboard_there_is_no_process_for_it(local_ray: None):
+    node = ray_init.ray._private.worker._global_node
+    assert node.all_processes.keys() == {"gcs_server", "raylet"} and not node.webui_url
 
 
 ENDING = """
