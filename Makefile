@@ -54,10 +54,11 @@ test: setup
 
 # What computes a second time: as on a processor without AVX-512, which rounds otherwise and has no bfloat16, and with
 # every shape and type of the engine and of learning checked at each call, which is three times as slow: some minutes.
-# Groups of trainers, minutes of processes, compute what one trainer does.
+# Groups of trainers, minutes of processes, compute what one trainer does; Triton's interpreter asks no processor.
 COMPUTES := $(addprefix tests/engine/,attention cpu decoding model test_losslessness.py) tests/cluster/verify \
-  $(addprefix tests/learning/,training rewards) --ignore-glob='*_cuda.py' \
-  $(patsubst %,--ignore=tests/learning/training/test_%.py,several_trainers scored_by_the_engine supervised_group)
+  $(addprefix tests/learning/,training $(patsubst %,rewards/test_%.py,engine_scores reward_model token_rewards)) \
+  --ignore-glob='*_cuda.py' $(patsubst %,--ignore=tests/learning/training/test_%.py, \
+  several_trainers scored_by_the_engine supervised_group fused_rows)
 test-avx2: setup
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(SHARED) \
 	  --jaxtyping-packages=rlhfspec.engine,rlhfspec.learning,beartype.beartype -m "not ray and not slow" $(COMPUTES)

@@ -47,6 +47,7 @@ RUN = (
         "trace",
     ),
 )
+ONE_INSTANCE = "--set=cluster.generation.num_actors=1"
 LESS = {
     "drafter make": ["--tokens=100", "--draft-vocab=16", "--max-new-tokens=8"],
     "drafter eval": ["--max-new-tokens=8", "--limit=4"],
@@ -56,9 +57,10 @@ LESS = {
     "simulate": ["--samples=64", "--max-new-tokens=256"],
     "simulate cluster": ["--set=lengths.samples=32", "--set=lengths.max_new_tokens=256"],
     "train": ["--set=run.iterations=2", "--set=run.state_every=1"],
-    "eval": ["--limit=2", "--max-new-tokens=8", "--set=speculation.policy=bandit"],
+    "eval": ["--limit=2", "--max-new-tokens=8", "--set=speculation.policy=bandit", ONE_INSTANCE],
 }
 TRAINED = [
+    ONE_INSTANCE,
     "--set=speculation.policy=bandit",
     "--set=run.checkpoint_every=1",
     "--set=sampling.max_new_tokens=8",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -49,36 +48,107 @@ def folder_of(path: Path) -> tuple[str, ...]:
     return ("rlhfspec", *path.relative_to(ROOT).parts[:-1])
 
 
-def imported_names(tree: ast.AST, folder: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every import below `tree`, a module of `folder`: the module in full and the names taken from it."""
-    for node in ast.walk(tree):
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of a module, nested ones too."""
+
+    name: str
+    num_lines: int
+    takes_the_whole_config: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the laws of this page ask of a module; its tree, which is large, is not kept."""
+
+    num_lines: int
+    docstring: str | None
+    imports: tuple[ast.Import | ast.ImportFrom, ...]
+    "in functions too"
+    imports_at_load: tuple[ast.Import | ast.ImportFrom, ...]
+    "not in functions, not for type checkers only"
+    constants: tuple[str, ...]
+    "what is assigned at the top, as often as it is"
+    functions: tuple[Function, ...]
+    names: Mapping[str, int]
+    "every identifier, and a line where it stands"
+
+
+def source_of(text: str) -> Source:
+    """Read the source text of a module."""
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return Source(
+        num_lines=len(text.splitlines()),
+        docstring=ast.get_docstring(tree),
+        imports=imports_among(nodes),
+        imports_at_load=imports_among(n for node in tree.body if runs_at_load(node) for n in ast.walk(node)),
+        constants=tuple(map(ast.unparse, assigned)),
+        functions=tuple(
+            function_of(n) for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        ),
+        names={name: getattr(node, "lineno", 0) for node in nodes for name in identifiers_of(node)},
+    )
+
+
+@cache
+def source(path: Path) -> Source:
+    """Read a module, once for all laws."""
+    return source_of(path.read_text())
+
+
+def imports_among(nodes: Iterable[ast.AST]) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def runs_at_load(node: ast.stmt) -> bool:
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return not is_function and not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+
+
+def function_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
+    arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    return Function(
+        name=node.name,
+        num_lines=(node.end_lineno or node.lineno) - node.lineno + 1,
+        takes_the_whole_config=any(
+            isinstance(one.annotation, ast.Name) and one.annotation.id == "Config" for one in arguments
+        ),
+    )
+
+
+def identifiers_of(node: ast.AST) -> Iterator[str]:
+    """Every text in a node that is not a constant's is a name, those of modules with dots."""
+    if not isinstance(node, ast.Constant):
+        for _, value in ast.iter_fields(node):
+            for name in value if isinstance(value, list) else [value]:
+                if isinstance(name, str):
+                    yield from name.split(".")
+
+
+def imported_names(
+    nodes: Iterable[ast.Import | ast.ImportFrom], folder: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Imports in a module of `folder`: the module in full and the names taken from it."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, ()) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             above = folder[: len(folder) - node.level + 1] if node.level else ()
             yield ".".join((*above, *filter(None, [node.module]))), tuple(alias.name for alias in node.names)
 
 
-@cache
-def imports_of(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def imports_of(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every import of a module, in functions too."""
-    return tuple(imported_names(ast.parse(path.read_text()), folder_of(path)))
+    return imported_names(source(path).imports, folder_of(path))
 
 
-def imports_at_load(tree: ast.Module, folder: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Imports that run when the module is loaded: not in functions, not for type checkers only."""
-    for node in tree.body:
-        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        is_type_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if not (is_function or is_type_checking):
-            yield from imported_names(node, folder)
-
-
-def layer_faults(source: str, folder: tuple[str, ...]) -> list[str]:
-    """What the source text of a module of `folder` may not import."""
+def layer_faults(module: Source, folder: tuple[str, ...]) -> list[str]:
+    """What a module of `folder` may not import."""
     faults = []
     layer = folder[1]
-    for name, _ in imported_names(ast.parse(source), ("its package", *folder[1:])):
+    for name, _ in imported_names(module.imports, ("its package", *folder[1:])):
         top, *rest = name.split(".")
         if top == "its package":
             if rest[0] not in LAYERS or LAYERS.index(rest[0]) > LAYERS.index(layer):
@@ -96,7 +166,7 @@ def import_graph() -> dict[str, set[str]]:
     graph = {}
     for name, path in known.items():
         targets = set()
-        for module, members in imports_at_load(ast.parse(path.read_text()), folder_of(path)):
+        for module, members in imported_names(source(path).imports_at_load, folder_of(path)):
             targets |= {module, *(f"{module}.{member}" for member in members)}
         graph[name] = (targets & set(known)) - {name}
     return graph
@@ -125,26 +195,26 @@ def test_a_folder_imports_only_from_its_left(folder: str) -> None:
     faults = [
         f"{path.relative_to(ROOT)}: {fault}"
         for path in modules(folder)
-        for fault in layer_faults(path.read_text(), folder_of(path))
+        for fault in layer_faults(source(path), folder_of(path))
     ]
     assert not faults, "\n".join(faults)
 
 
 def test_the_layer_rule_catches_planted_faults() -> None:
     policies, learning = ("rlhfspec", "policies", "scaling"), ("rlhfspec", "learning")
-    assert layer_faults("from ...actors.actor_messages import Order", policies)
-    assert layer_faults("from rlhfspec.core.records import Prompt", policies)
-    assert layer_faults("from ..benchmarks.engine import run", learning)
-    assert layer_faults("def f():\n    import ray", learning)
-    assert layer_faults("import torch.nn", policies)
-    assert not layer_faults("import json\nfrom ...core.records import Prompt", policies)
+    assert layer_faults(source_of("from ...actors.actor_messages import Order"), policies)
+    assert layer_faults(source_of("from rlhfspec.core.records import Prompt"), policies)
+    assert layer_faults(source_of("from ..benchmarks.engine import run"), learning)
+    assert layer_faults(source_of("def f():\n    import ray"), learning)
+    assert layer_faults(source_of("import torch.nn"), policies)
+    assert not layer_faults(source_of("import json\nfrom ...core.records import Prompt"), policies)
 
 
 def test_every_import_of_ours_is_found_by_its_path_alone() -> None:
     """By an editor or a drawing that runs nothing and knows nothing of this project."""
     checked = 0
     for path in modules(*LAYERS, "benchmarks"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in source(path).imports:
             if isinstance(node, ast.ImportFrom) and node.level:
                 found = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
                 for name in node.names:
@@ -153,7 +223,7 @@ def test_every_import_of_ours_is_found_by_its_path_alone() -> None:
                         is_module or found.with_suffix(".py").is_file() or (found / "__init__.py").is_file()
                     )
                     checked += 1
-            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            else:
                 assert "rlhfspec" not in ast.unparse(node), f"{path}:{node.lineno}"
     assert checked > 3000
 
@@ -204,9 +274,8 @@ def test_portable_code_imports_nothing_from_a_back_end(own: str) -> None:
 
 @pytest.mark.parametrize("path", modules(*LAYERS, "benchmarks"), ids=module_name)
 def test_modules_are_small_and_say_what_they_are(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_LINES
-    assert ast.get_docstring(ast.parse(text)), "the module docstring is missing"
+    assert source(path).num_lines <= MAX_LINES
+    assert source(path).docstring, "the module docstring is missing"
 
 
 def packages() -> list[Path]:
@@ -216,7 +285,7 @@ def packages() -> list[Path]:
 @pytest.mark.parametrize("folder", packages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_package_is_small_and_says_what_lives_there(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) <= MAX_FILES
-    said = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").splitlines()
+    said = (source(folder / "__init__.py").docstring or "").splitlines()
     assert [line.split(": ")[0] for line in said[2:4]] == ["Lives here", "Must not live here"]
 
 
@@ -233,8 +302,7 @@ def test_a_file_name_tells_which_file_it_is() -> None:
 def test_a_module_gives_each_constant_one_value(folder: str) -> None:
     """The later of two would hold for all of the module's functions."""
     for path in modules(folder):
-        assigned = [n.targets for n in ast.parse(path.read_text()).body if isinstance(n, ast.Assign)]
-        names = [ast.unparse(target) for targets in assigned for target in targets]
+        names = source(path).constants
         twice = {name for name in names if name.isupper() and len(name) > 1 and names.count(name) > 1}
         assert not twice, f"{path.relative_to(ROOT)}: {sorted(twice)}"
 
@@ -303,17 +371,10 @@ MAX_FUNCTION_LINES = 80
 MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 15
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def functions() -> Iterator[tuple[str, Function]]:
     """Every function of the source, named `path name`."""
     for path in modules(*LAYERS):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield f"{path.relative_to(ROOT)} {node.name}", node
-
-
-def takes_the_whole_config(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
-    return any(a.annotation is not None and ast.unparse(a.annotation) == "Config" for a in arguments)
+        yield from ((f"{path.relative_to(ROOT)} {one.name}", one) for one in source(path).functions)
 
 
 def test_the_source_only_shrinks() -> None:
@@ -322,19 +383,19 @@ def test_the_source_only_shrinks() -> None:
     lines: dict[str, int] = {}
     for path in sources:
         room = "/".join(path.relative_to(ROOT).parts[:-1][:2])
-        lines[room] = lines.get(room, 0) + len(path.read_text().splitlines())
+        lines[room] = lines.get(room, 0) + source(path).num_lines
     grown = {room: n for room, n in lines.items() if n > MAX_LINES_OF_A_ROOM.get(room, 0)}
     assert not grown, f"above their rows of MAX_LINES_OF_A_ROOM: {grown}"
     assert lines.keys() == MAX_LINES_OF_A_ROOM.keys(), "a room that is gone keeps no row"
 
 
 def test_a_function_fits_on_a_page() -> None:
-    lengths = {name: node.end_lineno - node.lineno + 1 for name, node in functions() if node.end_lineno}
-    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+    long = [name for name, function in functions() if function.num_lines > MAX_FUNCTION_LINES]
+    assert long == []
 
 
 def test_few_functions_take_the_whole_config() -> None:
-    taking = [name for name, function in functions() if takes_the_whole_config(function)]
+    taking = [name for name, function in functions() if function.takes_the_whole_config]
     assert len(taking) <= MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG, "\n".join(taking)
 
 
@@ -367,15 +428,25 @@ KEYS_OF_FILES = {room: {"told_at", "figures"} for room in ("cluster/observe", "c
 "Names of fields that stand in files (`live.json`), by folder."
 
 
+def private_words(name: str) -> set[str]:
+    """Those of PRIVATE_WORDS that an identifier is made of."""
+    return PRIVATE_WORDS & set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
+
+
 def test_names_are_words_of_the_field() -> None:
-    found, any_of_them = set(), re.compile("|".join(PRIVATE_WORDS), re.IGNORECASE)
+    found = set()
     for path in modules(*LAYERS):
         keys = KEYS_OF_FILES.get(str(path.parent.relative_to(ROOT)), ())
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type != tokenize.NAME or token.string in keys or not any_of_them.search(token.string):
-                continue
-            words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", token.string).lower().split("_")
-            if PRIVATE_WORDS & set(words):
-                found.add(f"{path.relative_to(ROOT)}:{token.start[0]} {token.string}")
+        for name, line in source(path).names.items():
+            if name not in keys and private_words(name):
+                found.add(f"{path.relative_to(ROOT)}:{line} {name}")
         found |= {str(path.relative_to(ROOT)) for part in path.with_suffix("").parts if part in PRIVATE_WORDS}
     assert not found, "\n".join(sorted(found))
+
+
+def test_every_kind_of_name_is_seen() -> None:
+    text = "from a.b import c as d\ndef e(f, *g: h, i=j, **k):\n    global l\n    return m.n(o=lambda p: q)"
+    assert source_of(text).names.keys() == set("abcdefghijklmnopq")
+    text = "class A(B, c=D):\n    match e:\n        case F(g=h): pass\n        case {1: i, **j} | [*k]: pass"
+    text += "\n    try: l\n    except M as n: del o"
+    assert source_of(text).names.keys() == set("ABcDeFghijklMno")

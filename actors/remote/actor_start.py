@@ -21,6 +21,8 @@ RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."
 LOGS_VARIABLE = "RLHFSPEC_LOGS"
 "Its folder of logs; empty: none are kept."
+_BEGAN_WITH = gc.get_freeze_count()
+"Objects that are set aside already: of a fork those of what it was forked from."
 
 
 def actor_environment(run: str, logs: Path | None) -> dict[str, str]:
@@ -43,8 +45,9 @@ def begin_actor(name: str) -> str:
 
 def set_heap_aside() -> None:
     """Keep what is there out of later collections: one over torch, transformers and models holds all threads up."""
-    # what was set aside before and is in use no more goes now
-    gc.unfreeze()
+    if gc.get_freeze_count() > _BEGAN_WITH:
+        # what was set aside here and is in use no more goes now
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -10,13 +10,13 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 
 import ray
 from ray.exceptions import RayError
 
 from ...core.errors import NodeDied
+from ...core.proc_files import PARENT, PROC, stat_fields
 from .deaths import OWN_NODE_DIED
 
 _raylet_died = threading.Event()
@@ -48,15 +48,12 @@ def _is_marked_dead() -> bool:
 
 def own_raylet() -> int | None:
     """Process id of the raylet that this process has started, None where it has joined a cluster."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # the kernel cuts names at 15 bytes, within a character too
-            pid, rest = stat.read_text(errors="replace").split(" (", 1)
-        except OSError:
-            continue
-        name, fields = rest.rsplit(") ", 1)
-        if name == "raylet" and int(fields.split()[1]) == os.getpid():
-            return int(pid)
+    for entry in PROC.glob("[0-9]*"):
+        pid = int(entry.name)
+        if stat_fields(pid)[PARENT : PARENT + 1] == [str(os.getpid())]:
+            with suppress(OSError):
+                if (entry / "comm").read_bytes() == b"raylet\n":
+                    return pid
     return None
 
 

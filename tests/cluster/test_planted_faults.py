@@ -210,6 +210,7 @@ def test_a_run_whose_versions_have_one_checksum_ends_with_its_state_and_is_no_go
             "rollout": {"prompts_per_iteration": 4},
             "engine": {"max_running_samples": 4},
             "trainer": {"learning_rate": NOTHING_MOVES, "num_threads": 1},
+            "cluster": {"generation": {"num_actors": 1}},
         }
     )
     run_dir, printed = RunDir.create(config, tmp_path / "run"), io.StringIO()

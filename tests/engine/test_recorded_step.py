@@ -28,7 +28,7 @@ from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Recorder, Run
 from rlhfspec.engine.recorded_step import FixedBatch, StepRecordings
 from tests.engine.model.test_capture_legality import LawfulRecorder
-from tests.engine.model.test_cuda_graphs import TraceRecorder
+from tests.engine.model.test_cuda_graphs import TapeRecorder
 from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, assert_equal
 from tests.helpers.backends import torch_backend
 
@@ -96,7 +96,7 @@ def test_replayed_steps_change_no_bit(
 ) -> None:
     make = partial(make_engine, backend=backend(), batch=7)
     requests = make_requests(PROMPT_LENGTHS, SAMPLINGS[sampling])
-    engine, recorder = make(plan), TraceRecorder()
+    engine, recorder = make(plan), TapeRecorder()
     steps = recorded(engine, recorder)
     assert_equal(engine.generate(requests), plain(sampling))
     assert recorder.replays > 2 * len(steps.shapes) > 0
@@ -113,7 +113,7 @@ def test_where_attention_goes_by_lengths_a_recording_serves_every_length(
     plan: str,
     whole: bool,
 ) -> None:
-    engine, recorder = make_engine(plan, backend=backend(), batch=7), TraceRecorder()
+    engine, recorder = make_engine(plan, backend=backend(), batch=7), TapeRecorder()
     runners = [engine.runner] if engine.drafter is None else [engine.runner, engine.drafter.runner]  # type: ignore[attr-defined]
     for runner in runners:
         runner.attention = split_attention
@@ -147,7 +147,7 @@ def test_steps_that_are_begun_before_the_last_is_read_change_no_bit(
     engines = [make("off", batch=4), make("off", batch=3)]
     begun, done, num_steps, num_moves = 0, dict[SampleKey, Completion](), 0, 0
     for engine in engines:
-        recorded(engine, TraceRecorder())
+        recorded(engine, TapeRecorder())
     for request in requests:
         engines[0].submit(request)
     while any(engine.has_work for engine in engines):
@@ -175,7 +175,7 @@ def test_samples_that_sample_unlike_share_a_recorded_step(
     lengths = PROMPT_LENGTHS[:4]
     requests = make_requests(lengths, [list(SAMPLINGS.values())[index % 3] for index in range(len(lengths))])
     engine = make("tree8")
-    recorded(engine, TraceRecorder())
+    recorded(engine, TapeRecorder())
     assert_equal(engine.generate(requests), make("off").generate(requests))
 
 
@@ -204,7 +204,7 @@ def test_the_last_tokens_before_a_caches_end_run_unrecorded(
     make = partial(make_engine, backend=backend(), batch=2, max_total_tokens=70)
     requests = make_requests((12, 40), SamplingParams(max_new_tokens=30))
     engine = make("tree16")
-    steps = recorded(engine, TraceRecorder())
+    steps = recorded(engine, TapeRecorder())
     assert_equal(engine.generate(requests), make("off").generate(requests))
     assert steps.shapes
 
@@ -215,7 +215,7 @@ def test_a_spent_budget_leaves_further_steps_unrecorded(
     make = partial(make_engine, backend=backend(), batch=3)
     requests = make_requests((3, 100, 17), SamplingParams(max_new_tokens=40))
     engine = make("off")
-    steps = recorded(engine, TraceRecorder(bytes_each=400_000), max_bytes=300_000)
+    steps = recorded(engine, TapeRecorder(bytes_each=400_000), max_bytes=300_000)
     with caplog.at_level(logging.WARNING):
         done = engine.generate(requests)
     assert_equal(done, make("off").generate(requests))
@@ -229,7 +229,7 @@ def test_drafts_that_the_host_takes_part_in_run_as_they_come(
     make = partial(make_engine, backend=backend())
     requests = make_requests((5, 9), SAMPLINGS["hot"])
     engine = make(plan)
-    steps = recorded(engine, TraceRecorder())
+    steps = recorded(engine, TapeRecorder())
     assert_equal(engine.generate(requests), make("off").generate(requests))
     drafted = [shape for shape in steps.shapes if shape.plan]
     assert not drafted
@@ -239,7 +239,7 @@ def test_padding_samples_write_into_slots_that_nobody_has(
     make_engine: Make, make_requests: MakeRequests
 ) -> None:
     engine = make_engine("tree8", backend=backend(), batch=8)
-    recorded(engine, TraceRecorder())
+    recorded(engine, TapeRecorder())
     for request in make_requests((5, 9, 12), SamplingParams(max_new_tokens=30)):
         engine.submit(request)
     engine.step()
@@ -313,7 +313,7 @@ def test_what_a_replay_reads_stays_however_many_other_tables_are_made(
 def test_no_cost_model_learns_how_long_a_recording_took(
     make_engine: Make, make_requests: MakeRequests
 ) -> None:
-    class SlowRecorder(TraceRecorder):
+    class SlowRecorder(TapeRecorder):
         def record(self, run: Run) -> Run:
             now[0] += 1000.0
             return super().record(run)

@@ -34,7 +34,7 @@ STRATEGIES = ("ddp", "fsdp2")
 RUNS = [(strategy, case) for strategy in STRATEGIES for case in CASES]
 COTRAINED = "grpo"
 "The case in which a draft model learns with the target."
-UPDATES, SAVED_AFTER = 5, 4
+UPDATES, SAVED_AFTER = 3, 2
 
 
 def tied_model() -> LlamaForCausalLM:

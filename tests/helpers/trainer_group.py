@@ -1,12 +1,12 @@
 """Runs a function in several processes that form one process group, as trainer actors do."""
 
-import multiprocessing
 import queue
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from forked_script import forks
 
 from rlhfspec.learning.training.parallel import DataParallel, join_group, new_store, store_at
 from rlhfspec.learning.training.sharded import Sharded
@@ -18,15 +18,7 @@ _CPU = torch.device("cpu")
 
 def run_group(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = LONG_S) -> list[Any]:
     """What `function(rank, *args)` returns in each of `size` processes, by rank; exceptions are returned."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "peft",
-            "rlhfspec.learning.training.learner",
-            "rlhfspec.learning.training.sharded",
-            "rlhfspec.learning.training.learner_state",
-        ]
-    )
+    context = forks()
     store = new_store(HOST, size, timeout_s)
     results = context.Queue()
     processes = [

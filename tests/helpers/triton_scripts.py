@@ -51,13 +51,16 @@ def built(name, kernel, types, constants, num_warps=4, aligned=()):
 "Begin of a script that builds kernels: `built` notes what they take in `found`."
 
 
-def output_of(script: str, **environment: str) -> str:
-    """Return what a script prints. Raises AssertionError with its errors where it fails."""
+def interpreted(script: str, *words: str) -> str:
+    """Return what a script prints in Triton's interpreter, which is chosen when Triton is imported: in no fork.
+
+    Raises AssertionError with its errors where it fails.
+    """
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": path} | environment,
+        [sys.executable, "-c", script, *words],
+        env=os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=300,

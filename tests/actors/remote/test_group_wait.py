@@ -35,23 +35,36 @@ class Member:
         return what
 
 
-@pytest.fixture
-def ask(local_ray):
+@pytest.fixture(scope="module")
+def idle(local_ray):
+    """Members that have answered, for the next test."""
     members = []
+    yield members
+    for one in members:
+        ray.kill(one)
+
+
+@pytest.fixture
+def ask(idle):
+    asked = []
 
     def ask(*whats, timeout_s=LONG_S, meanwhile=None):
-        new = [Member.remote() for _ in whats]
-        members.extend(new)
-        ray.get([one.__ray_ready__.remote() for one in new], timeout=LONG_S)
+        idle.extend(Member.remote() for _ in whats[len(idle) :])
+        members = [idle.pop() for _ in whats]
+        asked.extend(zip(members, whats, strict=True))
+        ray.get([one.__ray_ready__.remote() for one in members], timeout=LONG_S)
         refs = {
             f"trainer-{i}": one.answer.remote(what)
-            for i, (one, what) in enumerate(zip(new, whats, strict=True))
+            for i, (one, what) in enumerate(zip(members, whats, strict=True))
         }
         return get_all(refs, waiter="the loop", order="update", timeout_s=timeout_s, meanwhile=meanwhile)
 
     yield ask
-    for one in members:
-        ray.kill(one)
+    for one, what in asked:
+        if what in ("die", "silent"):
+            ray.kill(one)
+        else:
+            idle.append(one)
 
 
 @pytest.mark.parametrize("whats", [("silent",), ("silent", "b")])

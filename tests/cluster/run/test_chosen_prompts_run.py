@@ -47,7 +47,7 @@ def test_a_resumed_run_replaces_and_leaves_out_the_same(
         "rollout": {"prompts_per_iteration": 3, "samples_per_prompt": 2, "max_staleness": 2},
         "algorithm": {"kind": "dapo", "max_extra_groups": 4, "correction": {"kind": "tis"}},
         "trainer": {"minibatch_size": 6, "learning_rate": 1e-3, "num_threads": 1},
-        "cluster": {"dashboard": False},
+        "cluster": {"dashboard": False, "generation": {"num_actors": 1}},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 0

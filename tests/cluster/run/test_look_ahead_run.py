@@ -53,7 +53,7 @@ def config_of(tiny_pair, look_ahead: object, drafter: str, **sections: dict) -> 
             # near enough that most of an attempt is proved, far enough that some part
             "trainer": {"minibatch_size": 6, "learning_rate": 3e-4, "num_threads": 1},
             "drafter_training": {"refit": False},
-            "cluster": {"generation": {"num_actors": 2}},
+            "cluster": {"generation": {"num_actors": 1 if look_ahead == "off" else 2}},
         }
         | sections
     )

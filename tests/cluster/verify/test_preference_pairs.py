@@ -94,7 +94,7 @@ def test_prompts_are_sampled_anew_from_a_kept_version_and_again_alike(
     reward = f"{run.parent / 'by_length.py'}:by_length"
     (run.parent / "by_length.py").write_text("def by_length(response):\n    return len(response)\n")
     words = ("--sample", "4", "--limit", "8", "--reward", reward, "--set", "cluster.dashboard=false")
-    words += ("--set", "sampling.max_new_tokens=100")
+    words += ("--set", "sampling.max_new_tokens=100", "--set", "cluster.generation.num_actors=1")
     rows = rows_of(run, tmp_path / "last.jsonl", *words)
     assert f"weight version 2 of {run}" in capsys.readouterr().out
     assert rows and all(len(row["chosen"]) > len(row["rejected"]) for row in rows)

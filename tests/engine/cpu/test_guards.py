@@ -1,11 +1,12 @@
 """Operations over raw addresses touch nothing beside their buffers, whatever the shapes, and follow their formulas."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.forked_script import as_main, output_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -13,17 +14,8 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_operation_touches_a_byte_beside_its_buffers(seed: int) -> None:
     """In a process of its own: the pages beside the buffers may not be touched, and one that does so ends."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.guarded_operations", str(seed)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-2000:]}"
-    assert done.stdout.split() == ["ran", "26", "missing"], done.stdout
+    said = output_of(as_main("tests.helpers.guarded_operations"), seed)
+    assert said.split() == ["ran", "26", "missing"]
 
 
 def test_the_guard_ends_a_process_that_reads_one_value_too_many() -> None:

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.helpers.triton_scripts import COMPILE, NEEDS_TRITON, output_of
+from tests.helpers.forked_script import output_of
+from tests.helpers.triton_scripts import COMPILE, NEEDS_TRITON, interpreted
 
 EQUAL = """
 import torch
@@ -88,7 +89,7 @@ print(json.dumps(found))
 
 @NEEDS_TRITON
 def test_it_equals_torchs_over_ragged_lengths_trees_and_windows() -> None:
-    assert output_of(EQUAL, TRITON_INTERPRET="1") == "equal"
+    assert interpreted(EQUAL) == "equal"
 
 
 @NEEDS_TRITON

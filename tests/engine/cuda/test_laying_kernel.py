@@ -8,7 +8,8 @@ import torch
 
 from rlhfspec.engine.cuda.cuda_backend import CudaBackend
 from rlhfspec.engine.model.linears import MatrixLinear, Rows
-from tests.helpers.triton_scripts import COMPILE, NEEDS_TRITON, output_of
+from tests.helpers.forked_script import output_of
+from tests.helpers.triton_scripts import COMPILE, NEEDS_TRITON, interpreted
 
 EQUAL = """
 import torch
@@ -46,7 +47,7 @@ print(json.dumps(found))
 
 @NEEDS_TRITON
 def test_it_moves_the_bits_that_torch_moves_and_finds_one_that_changed() -> None:
-    assert output_of(EQUAL, TRITON_INTERPRET="1") == "equal"
+    assert interpreted(EQUAL) == "equal"
 
 
 @NEEDS_TRITON

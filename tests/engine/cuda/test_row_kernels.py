@@ -8,7 +8,8 @@ import torch
 
 from rlhfspec.engine.cuda import row_operators
 from rlhfspec.engine.model.compute_backend import RowOperators
-from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, output_of
+from tests.helpers.forked_script import output_of
+from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, interpreted
 
 EQUAL = """
 import torch
@@ -81,7 +82,7 @@ print(json.dumps(found))
 
 @NEEDS_TRITON
 def test_kernels_equal_their_torch_bodies_and_rows_their_own_alone() -> None:
-    assert output_of(EQUAL, TRITON_INTERPRET="1") == "equal"
+    assert interpreted(EQUAL) == "equal"
 
 
 @NEEDS_TRITON

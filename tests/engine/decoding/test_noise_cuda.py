@@ -13,7 +13,8 @@ import torch
 from rlhfspec.core.records import SamplingParams
 from rlhfspec.engine.decoding.noise import HashedNoise, HashedNoiseSource
 from tests.helpers.backends import CPU, own_backend
-from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, output_of
+from tests.helpers.forked_script import output_of
+from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, interpreted
 
 SCRIPT = """
 import numpy as np, torch
@@ -66,7 +67,7 @@ print(json.dumps(found))
 
 @NEEDS_TRITON
 def test_kernels_equal_torch() -> None:
-    assert output_of(SCRIPT, TRITON_INTERPRET="1") == "equal"
+    assert interpreted(SCRIPT) == "equal"
 
 
 @NEEDS_TRITON

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.helpers.triton_scripts import COMPILE, NEEDS_TRITON, output_of
+from tests.helpers.forked_script import output_of
+from tests.helpers.triton_scripts import COMPILE, NEEDS_TRITON, interpreted
 
 EQUAL = """
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ print(json.dumps(found))
 
 @NEEDS_TRITON
 def test_they_grow_the_tree_that_torch_grows() -> None:
-    assert output_of(EQUAL, TRITON_INTERPRET="1") == "equal"
+    assert interpreted(EQUAL) == "equal"
 
 
 @NEEDS_TRITON

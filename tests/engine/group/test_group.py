@@ -256,19 +256,19 @@ def test_a_sample_moves_between_groups_of_other_sizes(group: GroupRanks, outward
     assert bits([done[request.key] for request in wanted]) == bits(expected)
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, number: int) -> None:
-    processes = LocalRanks(tmp_path, 4)
+@pytest.mark.parametrize(("num_ranks", "killed"), [(2, 1), (4, 3)])
+def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, num_ranks: int, killed: int) -> None:
+    processes = LocalRanks(tmp_path, num_ranks)
+    others = " or ".join(map(str, range(1, num_ranks)))
     try:
         engine = engine_of("look_up", processes.ranks)
         for request in requests(4):
             engine.submit(request)
         engine.step()
-        processes.followers[number].kill()
-        processes.followers[number].wait()
-        with pytest.raises(
-            GroupError, match=r"rank 0 of 4 waited for rank 1 or 2 or 3 and got|a rank ended with -9"
-        ):
+        processes.followers[killed - 1].kill()
+        processes.followers[killed - 1].wait()
+        waited = f"rank 0 of {num_ranks} waited for rank {others} and got"
+        with pytest.raises(GroupError, match=f"{waited}|a rank ended with -9"):
             while engine.has_work:
                 engine.step()
     finally:

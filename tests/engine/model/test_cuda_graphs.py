@@ -1,16 +1,18 @@
 """Recorded decode forwards: the same bits as running each forward, whatever the batch, tree and view.
 
-A recording on the CPU is a trace: the very kernels of one run, on the addresses they had. What a step must copy in
+A recording on the CPU is a tape: the very kernels of one run, on the addresses they had. What a step must copy in
 and did not is stale then, as in a CUDA graph.
 """
 
 import copy
 import logging
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
@@ -22,18 +24,48 @@ from rlhfspec.engine.model.cuda_graphs import ForwardGraphs, Recorder, Run, Step
 from rlhfspec.engine.model.forward_plan import TreePlan
 from rlhfspec.engine.recorded_step import StepRecordings
 from tests.engine.conftest import Pair
+from tests.engine.model.test_capture_legality import HOST_READS
 from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, assert_equal
 from tests.helpers.backends import torch_backend
 
 
 @pytest.fixture
 def make_engine(make_engine: Make) -> Make:
-    """As on a GPU: a trace cannot see code of our own."""
+    """As on a GPU: a tape cannot see code of our own."""
     return partial(make_engine, backend=torch_backend())
 
 
-class TraceRecorder:
-    """Kernels as torch traced them."""
+class Tape(TorchDispatchMode):
+    """Notes every operation, what it was given and what came of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[Any, tuple, dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in HOST_READS, f"{name}: what the host read would stay that of the recording"
+        result = func(*args, **(kwargs or {}))
+        self._noted.append((func, args, kwargs or {}, result))
+        return result
+
+    def again(self, of: torch.Tensor) -> torch.Tensor:
+        """Run all once more; return what `of` is then. Tensors that were not made inside are read where they lie."""
+        made: dict[int, Any] = {}
+
+        def now(given: Any) -> Any:
+            if isinstance(given, torch.Tensor):
+                return made.get(id(given), given)
+            return type(given)(map(now, given)) if isinstance(given, list | tuple) else given
+
+        for func, args, kwargs, before in self._noted:
+            done = func(*now(args), **{name: now(value) for name, value in kwargs.items()})
+            made.update(zip(map(id, tree_leaves(before)), tree_leaves(done), strict=True))
+        return now(of)
+
+
+class TapeRecorder:
+    """Kernels as one run called them."""
 
     def __init__(self, bytes_each: int = 1) -> None:
         self.held_bytes = 0
@@ -41,13 +73,14 @@ class TraceRecorder:
         self._bytes_each = bytes_each
 
     def record(self, run: Run) -> Run:
-        traced = make_fx(run)()
-        result = traced().clone()
+        with Tape() as tape:
+            first = run()
+        result = first.clone()
         self.held_bytes += self._bytes_each
 
         def replay() -> torch.Tensor:
             self.replays += 1
-            return result.copy_(traced())
+            return result.copy_(tape.again(first))
 
         return replay
 
@@ -67,7 +100,7 @@ def recorded(engine: Engine, recorder: Recorder, *, max_bytes: int = 1 << 20) ->
 )
 def test_replays_change_no_bit(make_engine: Make, make_requests: MakeRequests, plan: str, dtype: str) -> None:
     requests = make_requests(PROMPT_LENGTHS, SamplingParams(max_new_tokens=12))
-    recorder = TraceRecorder()
+    recorder = TapeRecorder()
     engine = recorded(make_engine(plan, dtype=dtype, batch=7), recorder)
     assert_equal(engine.generate(requests), make_engine("off", dtype=dtype).generate(requests))
     graphs = engine.runner.graphs
@@ -83,7 +116,7 @@ def test_a_spent_budget_leaves_further_shapes_unrecorded(
     make_engine: Make, make_requests: MakeRequests, caplog: pytest.LogCaptureFixture
 ) -> None:
     requests = make_requests((3, 100, 17), SamplingParams(max_new_tokens=60))
-    engine = recorded(make_engine("off", batch=3), TraceRecorder(bytes_each=400_000), max_bytes=300_000)
+    engine = recorded(make_engine("off", batch=3), TapeRecorder(bytes_each=400_000), max_bytes=300_000)
     with caplog.at_level(logging.WARNING):
         done = engine.generate(requests)
     assert_equal(done, make_engine("off").generate(requests))
@@ -99,7 +132,7 @@ def test_what_was_recorded_reads_new_weights_where_the_old_ones_lay(
 ) -> None:
     requests = make_requests((5, 9), SamplingParams(max_new_tokens=8))
     other = new_model(2, "float32")
-    recorder = TraceRecorder()
+    recorder = TapeRecorder()
     engine = recorded(make_engine("off"), recorder)
     before = engine.generate(requests)
     held = recorder.held_bytes
@@ -114,7 +147,7 @@ def test_what_was_recorded_reads_new_weights_where_the_old_ones_lay(
 def test_padding_samples_write_only_to_the_end_of_their_slot(
     make_engine: Make, make_requests: MakeRequests
 ) -> None:
-    engine = recorded(make_engine("chain4", batch=8), TraceRecorder())
+    engine = recorded(make_engine("chain4", batch=8), TapeRecorder())
     pool = engine.runner.pool
     for request in make_requests((5, 9, 12), SamplingParams(max_new_tokens=30)):
         engine.submit(request)

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, output_of
+from tests.helpers.forked_script import output_of
+from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, interpreted
 
 EQUAL = """
 import torch
@@ -28,7 +29,7 @@ print(json.dumps(found))
 
 @NEEDS_TRITON
 def test_the_kernels_sums_are_torchs() -> None:
-    assert output_of(EQUAL, TRITON_INTERPRET="1") == "equal"
+    assert interpreted(EQUAL) == "equal"
 
 
 @NEEDS_TRITON

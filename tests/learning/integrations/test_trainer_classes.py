@@ -38,6 +38,8 @@ SMALL = {
     "sampling.max_new_tokens": 24,
     "rollout.prompts_per_iteration": 4,
     "rollout.samples_per_prompt": 2,
+    "cluster.generation.num_actors": 1,
+    "cluster.dashboard": False,
 }
 
 

