@@ -34,7 +34,7 @@ from .attention.by_length import SplitAttention
 from .attention.visibility import count_up
 from .decode_step import StepOutput, concluded, decode_step, forward_and_accept
 from .decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only, select_best
-from .decoding.noise import words_at
+from .decoding.noise import row_words_on_device
 from .decoding.running_batch import LAST_TOKENS, RunningBatch, SampleCounters, StepInputs
 from .decoding.sampling_rule import RowSampling
 from .decoding.step_phases import Phases
@@ -104,7 +104,7 @@ class FixedBatch(RunningBatch):
         inputs.lengths.add_(1)
         inputs.last_tokens.copy_(torch.cat([inputs.last_tokens[:, 1:], self.chosen[:, None]], dim=1))
         positions = inputs.lengths[:, None] + count_up(self._num_words, self.device)
-        inputs.words.copy_(words_at(self._key_words, positions))
+        inputs.words.copy_(row_words_on_device(self._key_words, positions))
         return self.chosen
 
     def inputs(self, num_words: int = 0) -> StepInputs:
