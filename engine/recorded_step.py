@@ -194,7 +194,6 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
         budget: Budget,
         clock: Callable[[], float],
         refinement: Refinement | None = None,
-        *,
         may_go_on: bool = False,
     ) -> StepOutput:
         """See `engine.decode_step.decode_step`; replayed where that is possible."""
@@ -216,8 +215,8 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
             self._next = BegunStep.of(step, batch, clock, behind=step.go_on)
         seconds = begun.phases.finish(called_s)
         found = [each[rows] for each in _unpacked(begun.packed, step.results)]
-        has_next = self._next is not None
-        return concluded(drafter, batch, budget, found, seconds, recording_s=recording_s, has_next=has_next)
+        output = concluded(drafter, batch, budget, found, seconds)
+        return replace(output, recording_s=recording_s, has_next=self._next is not None)
 
     def _shape(
         self,
