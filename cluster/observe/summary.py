@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ...core.records import Reward
+from .console import START_UP_STAGES
 from .outcome_checks import faults
 
 Metrics = Mapping[str, float]
@@ -112,14 +113,6 @@ def _are_equal(row: Metrics, one: str, other: str) -> bool:
 
 _NO_DIVERGENCE = 1e-7
 "Nats a token: rounding alone."
-START_UP_STAGES = {
-    "imports": "loading torch and transformers",
-    "check": "checking models, data and memory",
-    "profile": "reading the profile",
-    "ray": "starting Ray",
-    "actors": "starting actors, with their first weights",
-}
-"What a reporter calls the parts of a start, which are kept as `time/start_up_<part>_s`."
 
 
 def start_up_metrics(whole_s: float, stages_s: Metrics) -> dict[str, float]:
