@@ -23,6 +23,8 @@ TREE: dict[str, Any] = {
     "trainer": {"num_threads": 2},
     "algorithm": {"kl_coef": 0.0},
 }
+EQUAL = {"reward/min": 0.5, "reward/max": 0.5}
+AHEAD = ["rollout.max_staleness=1", "algorithm.correction.kind=tis"]
 PARTS = {"generate": 4.0, "update": 2.0, "publish": 1.0, "score": 0.5, "refit": 0.5, "evaluate": 0.0}
 
 
@@ -89,11 +91,22 @@ def test_five_rows_say_what_each_mechanism_gave() -> None:
         (["trainer.num_threads=1"], {"parts": {"update": 6.0}}, "trainer.num_threads=2"),
         (["algorithm.kl_coef=0.1"], {"parts": {"update": 6.0}}, "algorithm.kl_coef=0"),
         (["trainer.epochs=3"], {"parts": {"update": 6.0}}, "trainer.epochs=1"),
-        ([], {"parts": {"update": 6.0}}, "rollout.max_staleness=1"),
+        ([], {"parts": {"update": 6.0}}, "nothing that these records show"),
+        (
+            ["cluster.trainer.num_gpus=1", "trainer.device=auto"],
+            {"parts": {"update": 6.0}},
+            "rollout.max_staleness=1",
+        ),
+        (AHEAD, {"time/backpressure_s": 5.0}, "cluster.generation.num_actors=1: instances share"),
+        ([*AHEAD, "speculation.policy=off"], {"time/rollout_wait_s": 5.0}, "speculation.policy=goodput"),
         ([], {"parts": {"publish": 6.0, "generate": 1.0}}, "rollout.prompts_per_iteration=64"),
         ([], {"parts": {"score": 6.0, "generate": 1.0}}, "cluster.reward.num_actors=2"),
         ([], {"parts": {"refit": 6.0, "generate": 1.0}}, "drafter_training.budget_share=0.025"),
-        ([], {"learner/no_signal": 1.0, "reward/min": 0.5, "reward/max": 0.5}, "the rewards first"),
+        (
+            [],
+            EQUAL | {"learner/no_signal": 1.0},
+            "the rewards first: iteration 1: its rewards taught nothing",
+        ),
     ],
 )
 def test_the_change_fits_the_largest_part(settings: list[str], more: dict[str, Any], said: str) -> None:
