@@ -21,7 +21,8 @@ _MANY_TAUGHT_NOTHING = 0.3
 "Of the iterations: above this share the rewards are to be fixed first."
 _LOW_ACCEPTANCE = 1.2
 "Tokens a sample and decode step."
-_MUCH_IDLE = 0.3
+_MUCH_IDLE, _MANY_PROMPTS = 0.3, 0.5
+"Of the seconds of generation; of an update's tokens."
 _WAITS = ("time/rollout_wait_s", "time/backpressure_s", "time/pause_s")
 
 
@@ -151,16 +152,17 @@ class Explained:
         decoding = config.engine.num_threads * pool.num_actors * (pool.num_gpus == 0)
         is_ahead = config.rollout.max_staleness > 0
         if 0 < learning < cores and not is_ahead:
-            more = cores // trainers.num_actors
-            yield f"trainer.num_threads={more}: updates used {learning} of {cores} cores, while instances rest"
+            yield f"trainer.num_threads={cores // trainers.num_actors}: updates used {learning} of {cores} cores"
         if is_ahead and learning and pool.num_actors > 1 and learning + decoding > cores:
             yield f"cluster.generation.num_actors={pool.num_actors - 1}: instances share the trainers' cores"
         if config.algorithm.kl_coef > 0.0:
             yield "algorithm.kl_coef=0, where the reward needs no reference: one forward less, and a model"
         if trainer.epochs > 1:
             yield "trainer.epochs=1: every epoch computes all responses once more"
-        if config.rollout.samples_per_prompt == 1 and not config.algorithm.has_critic:
-            yield "rollout.samples_per_prompt=8: what a prompt's samples begin with is computed once"
+        prompts = 1.0 - self.summary.num_response_tokens / max(self._total("update/num_tokens"), 1.0)
+        if prompts > _MANY_PROMPTS and not config.algorithm.has_critic:
+            more = 2 * config.rollout.samples_per_prompt
+            yield f"rollout.samples_per_prompt={more}: {prompts:.0%} of its tokens are prompts', once for all of one"
         # on the cores that each has now they would only slow each other down
         if not is_ahead and learning + decoding <= cores:
             corrected = " with algorithm.correction.kind=decoupled" * (config.algorithm.advantage != "none")

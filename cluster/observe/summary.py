@@ -51,16 +51,12 @@ def unread_line(rewards: Sequence[Reward]) -> str | None:
     return f"{share:.1%} of the judge's answers count as reward.default; the first {shown}" if share else None
 
 
-def signal_rows(metrics: Iterable[Metrics]) -> list[tuple[str, str]]:
+def signal_rows(metrics: Sequence[Metrics]) -> list[tuple[str, str]]:
     """Rows of the closing table: iterations that could teach nothing, and those that were mostly cut."""
-    firsts: Counter[str] = Counter()
-    num_rows = num_cut = 0
-    unread: list[float] = []
-    for row in metrics:
-        num_rows += 1
-        num_cut += row.get("rollout/length_cut_share", 0.0) > MANY_CUT
-        unread += filter(None, [unread_share(row)])
-        firsts.update(what for what, _ in islice(_causes(row), 1))
+    num_rows = len(metrics)
+    num_cut = sum(row.get("rollout/length_cut_share", 0.0) > MANY_CUT for row in metrics)
+    unread = [share for row in metrics if (share := unread_share(row))]
+    firsts = Counter(what for row in metrics for what, _ in islice(_causes(row), 1))
     rows = []
     if firsts:
         why = ", ".join(f"{what} ({count})" for what, count in firsts.most_common())
