@@ -15,7 +15,7 @@ from ..folder.layout import RunDir
 from ..folder.run_status import describe_status
 from ..ray_start.machine import num_cores
 from .run_record import Comparison, RunRecord
-from .summary import Summary, as_text, signal_line, start_up_rows
+from .summary import MANY_CUT, Summary, as_text, signal_line, start_up_rows
 
 _MANY_TAUGHT_NOTHING = 0.3
 "Of the iterations: above this share the rewards are to be fixed first."
@@ -125,7 +125,7 @@ class Explained:
         )
 
     def _changes(self, largest: str) -> Iterator[str]:
-        """What would make the largest part of the time shorter, the surest first."""
+        """What would make the largest part of the time shorter, the surest first; then what cut most responses."""
         config = self.config
         budget_share, every = config.drafter_training.budget_share / 2, max(config.evaluation.every, 1)
         if largest == "generate":
@@ -140,6 +140,8 @@ class Explained:
             yield f"drafter_training.budget_share={budget_share:g}: the draft's refit took most of the time"
         elif largest == "evaluate":
             yield f"evaluation.every={2 * every}: evaluations took most of the time"
+        if self._total("rollout/length_cut_share") > MANY_CUT * len(self.metrics):
+            yield f"sampling.max_new_tokens={2 * config.sampling.max_new_tokens}: most responses are cut"
 
     @property
     def _twice_the_prompts(self) -> str:

@@ -88,6 +88,12 @@ def test_five_rows_say_what_each_mechanism_gave() -> None:
         ([], {"rollout/decode_s": 4.0}, "rollout.prompts_per_iteration=64: instances stood idle for 50%"),
         ([], {"num_cores": 8}, "cluster.generation.num_actors=8"),
         ([], {}, "nothing that these records show"),
+        ([], {"rollout/length_cut_share": 0.7}, "sampling.max_new_tokens=512: most responses are cut"),
+        (
+            [],
+            {"update/num_tokens": 500.0, "parts": {"update": 6.0}},
+            "rollout.samples_per_prompt=2: 60% of its",
+        ),
         (["trainer.num_threads=1"], {"parts": {"update": 6.0}}, "trainer.num_threads=2"),
         (["algorithm.kl_coef=0.1"], {"parts": {"update": 6.0}}, "algorithm.kl_coef=0"),
         (["trainer.epochs=3"], {"parts": {"update": 6.0}}, "trainer.epochs=1"),
