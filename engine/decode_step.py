@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +54,10 @@ class StepOutput:
     "whether the next step was begun: in vain, where a sample comes in before it is read"
 
 
-DecodeStep = Callable[..., StepOutput]
+DecodeStep = Callable[
+    [ModelRunner, Drafter | None, RunningBatch, Budget, Callable[[], float], Refinement | None, bool],
+    StepOutput,
+]
 "`decode_step`, or what does the same by recordings (`engine.recorded_step`)."
 
 
@@ -67,7 +69,6 @@ def decode_step(
     budget: Budget,
     clock: Callable[[], float],
     refinement: Refinement | None = None,
-    *,
     may_go_on: bool = False,
 ) -> StepOutput:
     """Decode one step for the running batch; the caches follow, the committed tokens are the caller's.
@@ -106,7 +107,6 @@ def concluded(
     seconds: Sequence[float],
     *,
     looked_up: np.ndarray | None = None,
-    **others: Any,
 ) -> StepOutput:
     """Say what a step has decided (`forward_and_accept`), and let the drafter learn. `looked_up`: drafts that were."""
     draft_s, verify_s, accept_s = seconds
@@ -124,7 +124,6 @@ def concluded(
         draft_s=draft_s,
         verify_s=verify_s,
         accept_s=accept_s,
-        **others,
     )
 
 

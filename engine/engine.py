@@ -214,8 +214,8 @@ class Engine:
         drafter = self.drafter if self._law or self.drafter is None else self.drafter.working()
         refinement = self._refinement(budget, remaining)
         planned = self._clock()
-        asked = (self.runner, drafter, self._batch, budget, self._clock, refinement)
-        output = self._decode(*asked, may_go_on=self._next_in_line() is None)
+        may_go_on = self._next_in_line() is None
+        output = self._decode(self.runner, drafter, self._batch, budget, self._clock, refinement, may_go_on)
         self._has_next = output.has_next
         emitted, finished, broken = self._batch.append(
             output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted

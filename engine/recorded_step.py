@@ -34,7 +34,7 @@ from .attention.by_length import SplitAttention
 from .attention.visibility import count_up
 from .decode_step import StepOutput, concluded, decode_step, forward_and_accept
 from .decoding.draft_tree import DraftTree, chain, drop_split_nodes, root_only, select_best
-from .decoding.noise import words_at
+from .decoding.noise import row_words_on_device
 from .decoding.running_batch import LAST_TOKENS, RunningBatch, SampleCounters, StepInputs
 from .decoding.sampling_rule import RowSampling
 from .decoding.step_phases import Phases
@@ -104,7 +104,7 @@ class FixedBatch(RunningBatch):
         inputs.lengths.add_(1)
         inputs.last_tokens.copy_(torch.cat([inputs.last_tokens[:, 1:], self.chosen[:, None]], dim=1))
         positions = inputs.lengths[:, None] + count_up(self._num_words, self.device)
-        inputs.words.copy_(words_at(self._key_words, positions))
+        inputs.words.copy_(row_words_on_device(self._key_words, positions))
         return self.chosen
 
     def inputs(self, num_words: int = 0) -> StepInputs:
@@ -194,7 +194,6 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
         budget: Budget,
         clock: Callable[[], float],
         refinement: Refinement | None = None,
-        *,
         may_go_on: bool = False,
     ) -> StepOutput:
         """See `engine.decode_step.decode_step`; replayed where that is possible."""
@@ -216,8 +215,8 @@ class StepRecordings(Recordings[StepShape, RecordedStep]):
             self._next = BegunStep.of(step, batch, clock, behind=step.go_on)
         seconds = begun.phases.finish(called_s)
         found = [each[rows] for each in _unpacked(begun.packed, step.results)]
-        has_next = self._next is not None
-        return concluded(drafter, batch, budget, found, seconds, recording_s=recording_s, has_next=has_next)
+        output = concluded(drafter, batch, budget, found, seconds)
+        return replace(output, recording_s=recording_s, has_next=self._next is not None)
 
     def _shape(
         self,

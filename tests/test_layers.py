@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -278,13 +279,17 @@ def test_modules_are_small_and_say_what_they_are(path: Path) -> None:
     assert source(path).docstring, "the module docstring is missing"
 
 
+def test_a_folder_has_few_modules() -> None:
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in modules(*LAYERS, "benchmarks"))
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
 def packages() -> list[Path]:
     return sorted({path.parent for path in modules(*LAYERS)})
 
 
 @pytest.mark.parametrize("folder", packages(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_package_is_small_and_says_what_lives_there(folder: Path) -> None:
-    assert len(list(folder.glob("*.py"))) <= MAX_FILES
+def test_a_package_says_what_lives_there(folder: Path) -> None:
     said = (source(folder / "__init__.py").docstring or "").splitlines()
     assert [line.split(": ")[0] for line in said[2:4]] == ["Lives here", "Must not live here"]
 
@@ -323,17 +328,17 @@ MAX_LINES_OF_A_ROOM = {
     "policies/scheduling": 1848,
     "policies/simulate": 3295,
     "policies/staleness": 768,
-    "engine": 2506,
-    "engine/attention": 542,
+    "engine": 2504,
+    "engine/attention": 530,
     "engine/cache": 1169,
     "engine/calibration": 765,
     "engine/cpu": 2676,
     "engine/cuda": 751,
-    "engine/decoding": 1966,
-    "engine/drafters": 3174,
+    "engine/decoding": 1963,
+    "engine/drafters": 3170,
     "engine/group": 920,
     "engine/model": 3896,
-    "engine/weights": 2048,
+    "engine/weights": 2044,
     "learning": 6,
     "learning/data": 4928,
     "learning/drafts": 2995,
@@ -352,18 +357,18 @@ MAX_LINES_OF_A_ROOM = {
     "actors/transport": 1713,
     "actors/workers": 876,
     "cluster": 160,
-    "cluster/commands": 2712,
+    "cluster/commands": 2703,
     "cluster/folder": 2230,
     "cluster/jobs": 1543,
     "cluster/observe": 2560,
-    "cluster/ray_start": 1005,
-    "cluster/plan": 2923,
+    "cluster/ray_start": 1074,
+    "cluster/plan": 2916,
     "cluster/report": 652,
     "cluster/resume": 1326,
     "cluster/run": 2378,
     "cluster/serving": 2022,
     "cluster/system": 2704,
-    "cluster/verify": 1734,
+    "cluster/verify": 1728,
     "cluster/weights": 302,
     "integrations": 1613,
 }

@@ -18,6 +18,7 @@ from rich.console import Console
 from transformers.modeling_utils import PreTrainedModel
 
 from ...core.config import SpeculationConfig
+from ...engine.admission import MB
 from ..peers.client import Peer
 from ..support.timing import (
     Figures,
@@ -175,7 +176,6 @@ RESERVED_SLOTS, PAGED_SLOTS = 4, 32
 LONGEST, USUAL, SPREAD = 900, 70, 1.0
 "New tokens: drawn from a lognormal distribution of this median and sigma, cut at the longest."
 PAGED_PROMPT_TOKENS, NUM_SAMPLES = 32, 64
-MB = 10**6
 
 
 def paging(figures: Figures, rounds: int) -> None:

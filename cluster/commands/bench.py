@@ -1,14 +1,13 @@
 """`rlhfspec bench` and `rlhfspec gpu-selftest`: figures of this machine, kept as files.
 
-A benchmark is a module of `benchmarks/` with `run(bench) -> int`; a `benchmarks/support/harness.py:Bench` writes its
-`OUT/NAME.json`.
+A benchmark is a module `benchmarks/NAME.py`, or `NAME/bench.py` beside what only it needs, with `run(bench) -> int`; a
+`benchmarks/support/harness.py:Bench` writes its `OUT/NAME.json`.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-import pkgutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,24 +16,15 @@ from ..ray_start.origin import ROOT
 from .arguments import folder, number
 from .declare import Arg
 
-WITH_REAL_MODEL = (
-    "engine",
-    "drafting",
-    "rollout",
-    "exactness",
-    "groups",
-    "update",
-    "chain",
-    "rlhf",
-    "served",
-)
+WITH_REAL = ("engine", "drafting", "rollout", "exactness", "groups", "update", "chain", "rlhf", "served")
 THAT_WATCH = ("served", "soak")
 _MINUTES = number("minutes above 0", float, lambda value: 0 < value < math.inf)
 
 
 def benchmark_names(folder: Path = ROOT / "benchmarks") -> list[str]:
-    """Names of the benchmarks: the folder's modules; its packages are what they share."""
-    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg)
+    """Names of the benchmarks; packages without a module `bench` are what they share."""
+    found = (*folder.glob("[!_]*.py"), *folder.glob("*/bench.py"))
+    return sorted(path.parent.name if path.stem == "bench" else path.stem for path in found)
 
 
 def bench(
@@ -51,7 +41,7 @@ def bench(
     | None = None,
     real: Annotated[
         bool,
-        Arg(help=f"{', '.join(WITH_REAL_MODEL)}: SmolLM2-135M-Instruct instead; writes NAME_real.json"),
+        Arg(help=f"{', '.join(WITH_REAL)}: SmolLM2-135M-Instruct instead; writes NAME_real.json"),
     ] = False,
 ) -> int:
     """Run one benchmark and keep its figures.
@@ -89,17 +79,16 @@ def bench(
         raise ConfigError(f"--profile shows the phases of a decode step: bench engine does, not {name}")
     if minutes is not None and name not in THAT_WATCH:
         raise ConfigError(f"--minutes says how long to watch: {', '.join(THAT_WATCH)} do, not {name}")
-    if real and name not in WITH_REAL_MODEL:
-        raise ConfigError(
-            f"--real takes a real model: {', '.join(WITH_REAL_MODEL)} can; bench {name} has none"
-        )
+    if real and name not in WITH_REAL:
+        raise ConfigError(f"--real takes a real model: {', '.join(WITH_REAL)} can; bench {name} has none")
     if real and profile:
         raise ConfigError("--profile shows the decode step of a made model; leave out --real or --profile")
     mode = "quick" if quick else "full" if full else "default"
     made = _of_the_checkout("support.harness").Bench(
         name, out=out, mode=mode, data=data, is_real=real, minutes=minutes
     )
-    return _of_the_checkout(name).run(made, **({"profile": True} if profile else {}))
+    module = f"{name}.bench" if (ROOT / "benchmarks" / name).is_dir() else name
+    return _of_the_checkout(module).run(made, **({"profile": True} if profile else {}))
 
 
 def gpu_selftest(

@@ -46,7 +46,7 @@ def evaluate(
           --samples-per-prompt 8 --temperature 0.7 --out results
     """
     from ...core.config_io import read_tree
-    from ..observe.console import Reporter
+    from ..observe.console import START_UP_STAGES, Reporter
 
     tree = read_tree(config) if config is not None else {}
     if reward is not None:
@@ -59,7 +59,7 @@ def evaluate(
     }
     sampling = {key: value for key, value in wishes.items() if value is not None}
     with Reporter() as report:
-        report.stage("loading torch and transformers")
+        report.stage(START_UP_STAGES["imports"])
         from ..folder.run_time import with_time
         from ..jobs.evaluate_models import (
             evaluate_model,
@@ -120,13 +120,13 @@ def profile(
     """
     from ...core.config_io import load_config
     from ...profiles.profile import save_profile
-    from ..observe.console import Reporter
+    from ..observe.console import START_UP_STAGES, Reporter
     from ..plan.inputs import read_inputs
     from ..plan.names import resolve_models
     from ..plan.run_profile import RunProfile
 
     with Reporter() as report:
-        report.stage("loading torch and transformers")
+        report.stage(START_UP_STAGES["imports"])
         loaded = resolve_models(load_config(config, overrides), report)
         inputs = read_inputs(loaded)
         run_profile = RunProfile(loaded.ending_at(inputs.end_token_ids), inputs)

@@ -48,7 +48,7 @@ def rescore(
     To learn from it: rlhfspec fork RUN --at 0 --set reward.kind=rewards.py:mended
     """  # fmt: skip
     from ...core.errors import ConfigError
-    from ..observe.console import Reporter
+    from ..observe.console import START_UP_STAGES, Reporter
 
     if out is not None and out.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(
@@ -62,7 +62,7 @@ def rescore(
         )
     chosen = [] if reward is None else [f"reward={json.dumps({'kind': reward})}"]
     with Reporter() as report:
-        report.stage("loading torch and transformers")
+        report.stage(START_UP_STAGES["imports"])
         from ..verify.choice import RecordedRun
         from ..verify.rescored_run import rescore_run
 
@@ -108,7 +108,7 @@ def pairs(
       rlhfspec dpo --model MODEL --data pairs.jsonl --out dpo
     """
     from ...core.errors import ConfigError
-    from ..observe.console import Reporter
+    from ..observe.console import START_UP_STAGES, Reporter
 
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: expected a file .jsonl in a folder that is there; name another")
@@ -119,7 +119,7 @@ def pairs(
         )
     chosen = [] if reward is None else [f"reward={json.dumps({'kind': reward})}"]
     with Reporter() as report:
-        report.stage("loading torch and transformers")
+        report.stage(START_UP_STAGES["imports"])
         from ..verify.choice import RecordedRun
         from ..verify.preference_pairs import pairs_of, pairs_of_run
 

@@ -112,11 +112,11 @@ def serve_engine(
     """
     from ...core.config_io import read_tree
     from ...core.settings.cluster import ClusterConfig
-    from ..observe.console import Reporter
+    from ..observe.console import START_UP_STAGES, Reporter
     from ..ray_start.forked_workers import begin_workers
 
     with Reporter() as report:
-        report.stage("loading torch and transformers")
+        report.stage(START_UP_STAGES["imports"])
         tree = read_tree(config) if config is not None else {}
         begin_workers(ClusterConfig(address=address or tree.get("cluster", {}).get("address")))
         from ..jobs.engine_server import plan_server, serve_engine

@@ -58,10 +58,10 @@ def verify(
     Exit codes: 0 nothing differs, 1 something differs, nothing at all could be verified, or what the run says of its
     own outcome cannot be (all versions have one checksum, first ratios are off), 2 no run folder.
     """
-    from ..observe.console import Reporter
+    from ..observe.console import START_UP_STAGES, Reporter
 
     with Reporter() as report:
-        report.stage("loading torch and transformers")
+        report.stage(START_UP_STAGES["imports"])
         from ..verify.verify_run import verify_run
 
         with report.job("verify") as tick:
@@ -100,7 +100,9 @@ def compare(run_dir: Annotated[Path, Arg("RUN", "folder that the run printed fir
 
 def compare_and_tell(run_dir: Path, report: Reporter) -> None:
     """What `compare` does. Raises as `compare_run`."""
-    report.stage("loading torch and transformers")
+    from ..observe.console import START_UP_STAGES
+
+    report.stage(START_UP_STAGES["imports"])
     from ...core.metrics import read_metrics
     from ..jobs.plain_static import compare_run
     from ..observe.outcome_checks import faults
@@ -181,10 +183,10 @@ def replay(
 
 
 def _replay_sample(run_dir: Path, index: int) -> int:
-    from ..observe.console import Reporter
+    from ..observe.console import START_UP_STAGES, Reporter
 
     with Reporter() as report:
-        report.stage("loading torch and transformers")
+        report.stage(START_UP_STAGES["imports"])
         from ..verify.choice import RecordedRun
         from ..verify.replay_sample import replay_sample, sample_lines
 

@@ -26,6 +26,14 @@ from ..folder.layout import RunDir
 
 _PLAIN_LINE_EVERY_S = 10.0
 "Without a terminal, a long job says something this often, and at every new stage."
+START_UP_STAGES = {
+    "imports": "loading torch and transformers",
+    "check": "checking models, data and memory",
+    "profile": "reading the profile",
+    "ray": "starting Ray",
+    "actors": "starting actors, with their first weights",
+}
+"What a reporter calls the parts of a start, which are kept as `time/start_up_<part>_s`."
 
 
 class PipeConsole(Console):

@@ -15,13 +15,15 @@ from ..folder.layout import RunDir
 from ..folder.run_status import describe_status
 from ..ray_start.machine import num_cores
 from .run_record import Comparison, RunRecord
-from .summary import Summary, as_text, start_up_rows
+from .summary import MANY_CUT, Summary, as_text, signal_line, start_up_rows
 
 _MANY_TAUGHT_NOTHING = 0.3
 "Of the iterations: above this share the rewards are to be fixed first."
 _LOW_ACCEPTANCE = 1.2
 "Tokens a sample and decode step."
-_MUCH_IDLE = 0.3
+_MUCH_IDLE, _MANY_PROMPTS = 0.3, 0.5
+"Of the seconds of generation; of an update's tokens."
+_WAITS = ("time/rollout_wait_s", "time/backpressure_s", "time/pause_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +60,13 @@ class Explained:
     def change(self) -> str:
         """What to change next: a key, a value, and why."""
         no_signal_share = self._total("learner/no_signal") / len(self.metrics)
-        if no_signal_share > _MANY_TAUGHT_NOTHING and self.summary.signal:
-            return f"the rewards first: {self.summary.signal[0][1]}"
-        part_s = self.summary.part_s
+        lines = filter(None, (signal_line(number, row) for number, row in enumerate(self.metrics)))
+        if no_signal_share > _MANY_TAUGHT_NOTHING and (line := next(lines, None)) is not None:
+            return f"the rewards first: {line}"
+        part_s = dict(self.summary.part_s)
+        if self.config.rollout.max_staleness and self._total("time/pause_s"):
+            # one is hidden behind the other, which waits where it is not
+            part_s |= {"generate": self._total(_WAITS[0]), "update": self._total(_WAITS[1])}
         largest = max(part_s, key=lambda part: part_s[part])
         return next(self._changes(largest), "nothing that these records show")
 
@@ -80,15 +86,12 @@ class Explained:
         return self._total("rollout/decode_s") / max(instances_s, 1e-9)
 
     def _waiting(self) -> str:
-        if self._decode_share is None:
+        if (share := self._decode_share) is None:
             return "not recorded by the version that ran it"
-        decoded = (
-            f"instances decoded {self._decode_share:.0%} of generation; the rest they had no sample, or waited for "
-            "a core"
-        )
+        decoded = f"instances decoded {share:.0%} of generation; else they had no sample, or no core"
         if not any("time/pause_s" in row for row in self.metrics):
             return decoded
-        waits = [self._total(f"time/{name}_s") for name in ("rollout_wait", "backpressure", "pause")]
+        waits = [self._total(name) for name in _WAITS]
         who = "Trainers waited {:.1f} s for samples, instances {:.1f} s for trainers and {:.1f} s for publications"
         return f"{decoded}. {who.format(*waits)}"
 
@@ -122,71 +125,71 @@ class Explained:
         )
 
     def _changes(self, largest: str) -> Iterator[str]:
-        """What would make the largest part of the time shorter, the surest first."""
-        config, cores = self.config, self.num_cores
-        twice_the_prompts = f"rollout.prompts_per_iteration={2 * config.rollout.prompts_per_iteration}"
+        """What would make the largest part of the time shorter, the surest first; then what cut most responses."""
+        config = self.config
+        budget_share, every = config.drafter_training.budget_share / 2, max(config.evaluation.every, 1)
         if largest == "generate":
-            yield from self._changes_of_generation(twice_the_prompts)
+            yield from self._changes_of_generation()
         elif largest == "update":
-            trainer, num_trainers = config.trainer, config.cluster.trainer.num_actors
-            if config.cluster.trainer.num_gpus == 0 and cores > trainer.num_threads * num_trainers:
-                yield (
-                    f"trainer.num_threads={cores // num_trainers}: the update used {trainer.num_threads} a trainer of "
-                    f"{cores} cores, and instances rest meanwhile"
-                )
-            if config.algorithm.kl_coef > 0.0:
-                yield (
-                    "algorithm.kl_coef=0, where the reward needs no reference: one forward less for every token, and "
-                    "a model"
-                )
-            if trainer.epochs > 1:
-                yield "trainer.epochs=1: every epoch computes all responses once more"
-            if config.rollout.samples_per_prompt == 1 and not config.algorithm.has_critic:
-                yield "rollout.samples_per_prompt=8: what a prompt's samples begin with is computed once"
-            if not config.rollout.max_staleness:
-                corrected = config.algorithm.advantage != "none"
-                yield (
-                    f"rollout.max_staleness=1{' with algorithm.correction.kind=decoupled' if corrected else ''}: the "
-                    "next batch is sampled while this one is learned from"
-                )
+            yield from self._changes_of_updates()
         elif largest == "publish":
-            yield f"{twice_the_prompts}: a publication for twice as many samples"
+            yield f"{self._twice_the_prompts}: a publication for twice as many samples"
         elif largest == "score":
             yield f"cluster.reward.num_actors={2 * config.cluster.reward.num_actors}: rewards were waited for"
         elif largest == "refit":
-            budget = config.drafter_training.budget_share / 2
-            yield f"drafter_training.budget_share={budget:g}: the draft's refit took most of the time"
+            yield f"drafter_training.budget_share={budget_share:g}: the draft's refit took most of the time"
         elif largest == "evaluate":
-            yield f"evaluation.every={2 * max(config.evaluation.every, 1)}: evaluations took most of the time"
+            yield f"evaluation.every={2 * every}: evaluations took most of the time"
+        if self._total("rollout/length_cut_share") > MANY_CUT * len(self.metrics):
+            yield f"sampling.max_new_tokens={2 * config.sampling.max_new_tokens}: most responses are cut"
 
-    def _changes_of_generation(self, twice_the_prompts: str) -> Iterator[str]:
-        config = self.config
-        if not self.config.speculation.drafts:
-            yield (
-                "speculation.policy=goodput with a draft in models.draft, or speculation.drafter=suffix: nothing drafts"
-            )
+    @property
+    def _twice_the_prompts(self) -> str:
+        return f"rollout.prompts_per_iteration={2 * self.config.rollout.prompts_per_iteration}"
+
+    def _changes_of_updates(self) -> Iterator[str]:
+        config, trainer, cores = self.config, self.config.trainer, self.num_cores
+        trainers, pool = config.cluster.trainer, config.cluster.generation
+        learning = trainer.num_threads * trainers.num_actors * (trainers.num_gpus == 0)
+        decoding = config.engine.num_threads * pool.num_actors * (pool.num_gpus == 0)
+        is_ahead = config.rollout.max_staleness > 0
+        if 0 < learning < cores and not is_ahead:
+            yield f"trainer.num_threads={cores // trainers.num_actors}: updates used {learning} of {cores} cores"
+        if is_ahead and learning and pool.num_actors > 1 and learning + decoding > cores:
+            yield f"cluster.generation.num_actors={pool.num_actors - 1}: instances share the trainers' cores"
+        if config.algorithm.kl_coef > 0.0:
+            yield "algorithm.kl_coef=0, where the reward needs no reference: one forward less, and a model"
+        if trainer.epochs > 1:
+            yield "trainer.epochs=1: every epoch computes all responses once more"
+        prompts = 1.0 - self.summary.num_response_tokens / max(self._total("update/num_tokens"), 1.0)
+        if prompts > _MANY_PROMPTS and not config.algorithm.has_critic:
+            more = 2 * config.rollout.samples_per_prompt
+            yield f"rollout.samples_per_prompt={more}: {prompts:.0%} of its tokens are prompts', once for all of one"
+        # on the cores that each has now they would only slow each other down
+        if not is_ahead and learning + decoding <= cores:
+            corrected = " with algorithm.correction.kind=decoupled" * (config.algorithm.advantage != "none")
+            yield f"rollout.max_staleness=1{corrected}: the next batch is sampled while this one is learned from"
+
+    def _changes_of_generation(self) -> Iterator[str]:
+        config, speculation = self.config, self.config.speculation
+        if not speculation.drafts:
+            draft = "policy=goodput" if speculation.policy == "off" else "drafter=suffix"
+            yield f"speculation.{draft}: nothing drafts"
         if config.reallocation.policy in ("pull", "static"):
-            yield (
-                "reallocation.policy=finish_time: samples stay where they began, and a batch ends with its longest"
-            )
+            yield "reallocation.policy=finish_time: samples stay where they began, the longest too"
         if self.summary.mean_acceptance_length < _LOW_ACCEPTANCE:
             yield (
                 "speculation.look_up=suffix, or another models.draft: this one's tokens are seldom accepted"
-                if config.speculation.drafter in ("model", "head", "mtp")
+                if speculation.drafter in ("model", "head", "mtp")
                 else "speculation.drafter=model with a draft in models.draft: what is looked up is seldom accepted"
             )
-        idle_share = 0.0 if self._decode_share is None else 1.0 - self._decode_share
-        if idle_share > _MUCH_IDLE:
-            yield (
-                f"{twice_the_prompts}: instances stood idle for {idle_share:.0%} of generation, behind the longest "
-                "responses"
-            )
-        used = config.cluster.generation.num_actors * config.engine.num_threads
-        if self.num_cores > used:
-            yield (
-                f"cluster.generation.num_actors={self.num_cores // config.engine.num_threads}: the machine has "
-                f"{self.num_cores} cores, instances used {used}"
-            )
+        idle = 0.0 if self._decode_share is None else 1.0 - self._decode_share
+        if idle > _MUCH_IDLE:
+            yield f"{self._twice_the_prompts}: instances stood idle for {idle:.0%} of generation, behind the longest"
+        cores, used = self.num_cores, config.cluster.generation.num_actors * config.engine.num_threads
+        if cores > used:
+            more = cores // config.engine.num_threads
+            yield f"cluster.generation.num_actors={more}: instances used {used} of {cores} cores"
 
 
 def explain_run(run: RunRecord) -> Explained | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ...core.records import Reward
+from .console import START_UP_STAGES
 from .outcome_checks import faults
 
 Metrics = Mapping[str, float]
@@ -50,16 +51,12 @@ def unread_line(rewards: Sequence[Reward]) -> str | None:
     return f"{share:.1%} of the judge's answers count as reward.default; the first {shown}" if share else None
 
 
-def signal_rows(metrics: Iterable[Metrics]) -> list[tuple[str, str]]:
+def signal_rows(metrics: Sequence[Metrics]) -> list[tuple[str, str]]:
     """Rows of the closing table: iterations that could teach nothing, and those that were mostly cut."""
-    firsts: Counter[str] = Counter()
-    num_rows = num_cut = 0
-    unread: list[float] = []
-    for row in metrics:
-        num_rows += 1
-        num_cut += row.get("rollout/length_cut_share", 0.0) > MANY_CUT
-        unread += filter(None, [unread_share(row)])
-        firsts.update(what for what, _ in islice(_causes(row), 1))
+    num_rows = len(metrics)
+    num_cut = sum(row.get("rollout/length_cut_share", 0.0) > MANY_CUT for row in metrics)
+    unread = [share for row in metrics if (share := unread_share(row))]
+    firsts = Counter(what for row in metrics for what, _ in islice(_causes(row), 1))
     rows = []
     if firsts:
         why = ", ".join(f"{what} ({count})" for what, count in firsts.most_common())
@@ -112,14 +109,6 @@ def _are_equal(row: Metrics, one: str, other: str) -> bool:
 
 _NO_DIVERGENCE = 1e-7
 "Nats a token: rounding alone."
-START_UP_STAGES = {
-    "imports": "loading torch and transformers",
-    "check": "checking models, data and memory",
-    "profile": "reading the profile",
-    "ray": "starting Ray",
-    "actors": "starting actors, with their first weights",
-}
-"What a reporter calls the parts of a start, which are kept as `time/start_up_<part>_s`."
 
 
 def start_up_metrics(whole_s: float, stages_s: Metrics) -> dict[str, float]:

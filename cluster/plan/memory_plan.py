@@ -40,12 +40,11 @@ from ...learning.training.engine_scoring import MOST_SLOTS
 from ...learning.training.objectives.head_statistics import logit_copies, most_logits
 from .model_sizes import DTYPE_BYTES, ModelShapes
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 MOVING_POLICIES = ("finish_time", "paper_rule")
 "Of `reallocation.policy`: samples move between instances."
 GPU_PAGE_BYTES = 2 << 20
 "What drivers map at least; the device is not asked here."
-MIB = 1 << 20
 
 TORCH_PROCESS_BYTES = 500 * MIB
 "A Ray actor with torch and transformers imported, and code of our own compiled: 40 MiB of it."

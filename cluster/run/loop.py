@@ -19,10 +19,10 @@ from ...core.records import Rollout, UpdateReport
 from ...core.weight_records import WeightManifest
 from ..folder.layout import RunDir
 from ..folder.run_status import STOPPING
-from ..observe.console import Reporter
+from ..observe.console import START_UP_STAGES, Reporter
 from ..observe.iteration_metrics import iteration_metrics, with_evaluation
 from ..observe.outcome_checks import UNCHANGED
-from ..observe.summary import START_UP_STAGES, signal_line, start_up_metrics, unread_line, with_signal
+from ..observe.summary import signal_line, start_up_metrics, unread_line, with_signal
 from ..plan.run_plan import RunPlan
 from ..plan.run_profile import RunProfile
 from ..ray_start.ray_session import RaySession, note_dashboard, ray_session, sigterm_exits

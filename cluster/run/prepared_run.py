@@ -69,7 +69,7 @@ def prepare_run(
         begin_workers(config.cluster)
     path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from ..folder.run_time import with_time
-    from ..observe.summary import START_UP_STAGES
+    from ..observe.console import START_UP_STAGES
     from ..plan.names import resolve_models
 
     report.stage(START_UP_STAGES["imports"])

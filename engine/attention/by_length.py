@@ -35,19 +35,7 @@ class Marks:
 class SplitAttention:
     """A back end with two entrances: torch's by a bias, as in prefills, and decode steps by lengths."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        bias: Tensor,
-        *,
-        rows: int,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor:
-        """See `engine.attention.backends.Attention`."""
-        return sdpa_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+    __call__ = staticmethod(sdpa_attention)
 
     def by_length(
         self,

@@ -28,6 +28,9 @@ from ..upload import upload
 MASK64 = (1 << 64) - 1
 STREAM_IDS = {Stream.TRAIN: 1, Stream.EVAL: 2, Stream.BENCH: 3}
 LARGEST_W = 1.0 - 2.0**-24
+# what makes a position's first word, by a sum, and its second, by an exclusive or
+FIRST_FACTOR, FIRST_TERM = 0x9E3779B9, 0x3C6EF372
+SECOND_FACTOR, SECOND_MASK = 0x85EBCA6B, 0x27D4EB2F
 
 
 def key_words(key: SampleKey, prompt: Integer[np.ndarray, " T"]) -> np.ndarray:
@@ -172,26 +175,20 @@ def noise_source(device: torch.device) -> NoiseSource:
     return HashedNoiseSource(device) if can_run_triton(device) else NoiseSource(device)
 
 
-def gumbel_noise(
-    words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
-) -> Float[Tensor, "B D V"]:
-    """Return the noise of every token id at the given absolute positions, by library calls.
+def gumbel_noise(words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Float[Tensor, "B D V"]:
+    """Return the noise of every token id at the given absolute positions, by library calls on the host.
 
     Args:
         words: key words of each sample, int32 [B, 2].
         positions: index, in the unpadded conversation, of the token to be sampled, [B, D].
         vocab_size: V; the noise of an id does not depend on it.
-        device: where to compute; the CPU by default.
     """
-    return gumbel_from_bits(noise_bits(words, positions, vocab_size, device))
+    return gumbel_from_bits(noise_bits(words, positions, vocab_size))
 
 
-def noise_bits(
-    words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
-) -> Int[Tensor, "B D V"]:
+def noise_bits(words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Int[Tensor, "B D V"]:
     """Return the 32 hash bits of every (sample, position, token id), as int32."""
-    (on_device,) = upload([row_words(words, positions)], device or torch.device("cpu"))
-    return bits_of_words(on_device, vocab_size)
+    return bits_of_words(torch.from_numpy(row_words(words, positions)), vocab_size)
 
 
 def bits_of_words(words: Int[Tensor, "2 B D"], vocab_size: int) -> Int[Tensor, "B D V"]:
@@ -214,15 +211,15 @@ def gumbel_from_bits(bits: Tensor) -> Tensor:
 def row_words(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Two words for each (sample, position), int32 [2, B, D], hashed on the host: they are few."""
     at = positions.astype(np.uint32)
-    mixed = _mix32_host(np.stack([at * 0x9E3779B9 + 0x3C6EF372, at * 0x85EBCA6B ^ 0x27D4EB2F]))
+    mixed = _mix32_host(np.stack([at * FIRST_FACTOR + FIRST_TERM, at * SECOND_FACTOR ^ SECOND_MASK]))
     key = words.view(np.uint32).T[:, :, None]
     return _mix32_host(np.stack([key[0] ^ mixed[0], key[1] + mixed[1]])).view(np.int32)
 
 
-def words_at(key: Int[Tensor, "B 2"], positions: Int[Tensor, "B D"]) -> Int[Tensor, "2 B D"]:
+def row_words_on_device(key: Int[Tensor, "B 2"], positions: Int[Tensor, "B D"]) -> Int[Tensor, "2 B D"]:
     """Return the same where they lie: steps that go on without the host."""
     at = positions.to(torch.int32)
-    mixed = [at * (0x9E3779B9 - (1 << 32)) + 0x3C6EF372, at * (0x85EBCA6B - (1 << 32)) ^ 0x27D4EB2F]
+    mixed = [at * (FIRST_FACTOR - (1 << 32)) + FIRST_TERM, at * (SECOND_FACTOR - (1 << 32)) ^ SECOND_MASK]
     one, two = _mix32_(torch.stack(mixed))
     return _mix32_(torch.stack([key[:, :1] ^ one, key[:, 1:] + two]))
 

@@ -92,6 +92,11 @@ class WeightPacker:
         self._begins_at = 0
         "where the piece in the bucket begins in its tensor"
 
+    def pack(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[WeightManifest, list[np.ndarray]]:
+        """Return the manifest and all `chunks` at once, a whole copy of the model; raises what `chunks` does."""
+        chunks = list(self.chunks(tensors))
+        return self.manifest(), chunks
+
     def chunks(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[np.ndarray]:
         """Copy the tensors one by one, rounding to nearest, and yield each chunk, uint8 [n], when it is full.
 
@@ -222,29 +227,20 @@ def _rows(tensor: Tensor, at: int, num_bytes: int, tensor_bytes: int) -> Tensor:
     return tensor[at // row_bytes : (at + num_bytes) // row_bytes]
 
 
-def pack_weights(model: CausalLM, **how: Any) -> tuple[WeightManifest, list[np.ndarray]]:
-    """Copy a model's weights, in the types they have, into chunks; see `pack_tensors`."""
-    config = model.config.to_json_string(use_diff=False)
-    return pack_tensors(unique_tensors(model), hf_config_json=config, **how)
-
-
-def pack_tensors(
-    tensors: Iterable[tuple[str, Tensor]], **how: Any
+def pack_weights(
+    model: CausalLM,
+    *,
+    name: PublishedName,
+    weight_version: int,
+    chunk_bytes: int = CHUNK_BYTES,
+    kind: DigestKind = "xxh3",
 ) -> tuple[WeightManifest, list[np.ndarray]]:
-    """Copy named tensors into chunks and describe them; a whole copy of the model, where `WeightPacker` streams.
-
-    `how`: the arguments of `WeightPacker`.
-
-    Returns:
-        The manifest and the chunks, uint8 [n] each.
-
-    Raises:
-        NotFiniteError: a weight is NaN or infinite; it names the tensor.
-        WeightsError: `chunk_bytes` is less than 1.
-    """
-    packer = WeightPacker(**how)
-    chunks = list(packer.chunks(tensors))
-    return packer.manifest(), chunks
+    """Copy a model's weights, in the types they have, into chunks; see `WeightPacker.pack`."""
+    config = model.config.to_json_string(use_diff=False)
+    packer = WeightPacker(
+        name=name, weight_version=weight_version, hf_config_json=config, chunk_bytes=chunk_bytes, kind=kind
+    )
+    return packer.pack(unique_tensors(model))
 
 
 def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> dict[str, Tensor]:
@@ -436,7 +432,7 @@ def model_checksum(model: CausalLM, *, like: str = "") -> str:
 
 
 def checksum_of(tensors: Iterable[Tensor], *, like: str = "") -> str:
-    """Return the checksum that `pack_tensors` would put into the manifest, of the kind of `like`."""
+    """Return the checksum that a `WeightPacker` would put into the manifest, of the kind of `like`."""
     whole = Digest(kind_of(like))
     for tensor in tensors:
         whole.add(tensor)

@@ -189,13 +189,13 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_TABLES = (
+_METADATA_CLASSES = (
     "Metadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING TensorProperties TensorStorageMetadata "
     "BytesStorageMetadata ChunkStorageMetadata"
 )
 _CLASSES = frozenset(
     {
-        *((_METADATA, name) for name in _TABLES.split()),
+        *((_METADATA, name) for name in _METADATA_CLASSES.split()),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),

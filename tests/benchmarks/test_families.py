@@ -14,9 +14,10 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import rlhfspec.engine.model.stock_forward
-from rlhfspec.benchmarks.families import trial
-from rlhfspec.benchmarks.families.configs import TABLES, Family, all_families, build_model, quick_families
-from rlhfspec.benchmarks.families.trial import (
+from rlhfspec.benchmarks.models import trial
+from rlhfspec.benchmarks.models.bench import GOOD, page, row, rows_of
+from rlhfspec.benchmarks.models.configs import TABLES, Family, all_families, build_model, quick_families
+from rlhfspec.benchmarks.models.trial import (
     CorruptionError,
     Finding,
     GuardedMemory,
@@ -24,7 +25,6 @@ from rlhfspec.benchmarks.families.trial import (
     try_families,
     try_family,
 )
-from rlhfspec.benchmarks.models import GOOD, page, row, rows_of
 from rlhfspec.engine.cache.kv_memory import PoolShape
 from rlhfspec.engine.cache.kv_pool import KVPool
 from rlhfspec.engine.engine import Engine

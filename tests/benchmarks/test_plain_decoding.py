@@ -7,39 +7,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from random_pair import save_random_pair
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec.benchmarks.speed import plain
 from rlhfspec.benchmarks.support.timing import Figures, Rate
 from rlhfspec.benchmarks.support.workload import Workload
 from rlhfspec.core.records import Prompt, SamplingParams
 from rlhfspec.learning.models.make import PairPaths
+from rlhfspec.learning.models.tokenization import character_tokenizer
+from rlhfspec.learning.tasks.chain_task import ALPHABET
 
-V, H, INNER, LAYERS, NEW = 64, 32, 48, 2, 6
+TOKENIZER = character_tokenizer(ALPHABET)
+V, H, INNER, LAYERS, NEW = len(TOKENIZER), 32, 64, 2, 6
 RATES = {"ours": 30.0, "ours_bf16": 60.0, "hf": 10.0, "copy": 1e6}
 
 
 def tiny(folder: Path, *, tied: bool) -> Workload:
     """Two prompts of 5 tokens; two heads of 16, over one of keys and values."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=H,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_random_pair(folder, TOKENIZER, positions=32, target_layers=LAYERS, tied=tied)
     return Workload(
         name="tiny",
-        paths=PairPaths(target=folder, draft=folder),
-        known_tokenizer=None,
+        paths=PairPaths(target=folder / "target", draft=folder / "draft"),
+        known_tokenizer=TOKENIZER,
         prompts=[Prompt(prompt_id=number, token_ids=np.arange(1, 6) + number) for number in range(2)],
         sampling=SamplingParams(max_new_tokens=NEW, temperature=0.0),
     )
@@ -57,7 +47,6 @@ def test_a_share_is_what_steps_read_over_what_is_copied(
     monkeypatch.setattr(plain, "interleaved", given)
     monkeypatch.setattr(plain, "available_peers", list)
     monkeypatch.setattr(plain, "COPIED_BYTES", 1 << 10)
-    monkeypatch.setattr(Workload, "vocab_size", V)
     figures = Figures()
     rows = plain.plain_decoding({2: tiny(tmp_path, tied=tied)}, figures, 1, Console(), threads=threads)
 

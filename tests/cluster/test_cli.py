@@ -15,7 +15,7 @@ from refused_command import refused
 
 from rlhfspec.cluster.cli import commands, main
 from rlhfspec.cluster.commands.arguments import SECONDS, set_flag
-from rlhfspec.cluster.commands.bench import WITH_REAL_MODEL, benchmark_names
+from rlhfspec.cluster.commands.bench import WITH_REAL, benchmark_names
 from rlhfspec.cluster.commands.declare import Arg, Group, add_arguments, call
 from rlhfspec.cluster.plan.inputs import require_cores
 from rlhfspec.cluster.ray_start.origin import PACKAGES, ROOT, shadowed_packages
@@ -246,8 +246,8 @@ def test_an_unknown_benchmark_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_helpers_are_not_offered_as_benchmarks() -> None:
-    assert {"exactness", "engine"} <= set(benchmark_names())
-    assert not {"support", "pages"} & set(benchmark_names())
+    assert {"exactness", "engine", "models"} <= set(benchmark_names())
+    assert not {"support", "pages", "bench", "__init__"} & set(benchmark_names())
 
 
 def test_every_package_comes_from_this_tree() -> None:
@@ -281,7 +281,7 @@ def test_a_real_benchmark_without_the_model_is_skipped_and_says_why(
     for name, value in (("HOME", tmp_path), ("XDG_CACHE_HOME", tmp_path), ("PIP_FIND_LINKS", tmp_path)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    for name in WITH_REAL_MODEL:
+    for name in WITH_REAL:
         assert main(["bench", name, "--real", "--quick", "--out", str(tmp_path / "bench")]) == 0
         assert "skipped: smollm2-135m-instruct cannot be had" in capsys.readouterr().out, name
     assert not list((tmp_path / "bench").iterdir())

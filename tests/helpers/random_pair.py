@@ -10,9 +10,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 
 def save_random_pair(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, *, positions: int, target_layers: int = 2
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    positions: int,
+    target_layers: int = 2,
+    tied: bool = False,
 ) -> None:
-    """Write `folder/target` and `folder/draft`, of one layer, for a tokenizer, which is written beside both."""
+    """Write `folder/target` and `folder/draft`, of one layer, for a tokenizer, which is written beside both.
+
+    `tied`: their head has the weights of their embeddings.
+    """
     end: Any = tokenizer.eos_token_id
     pad: Any = tokenizer.pad_token_id
     for seed, (name, num_layers) in enumerate((("target", target_layers), ("draft", 1))):
@@ -25,6 +33,7 @@ def save_random_pair(
             num_attention_heads=2,
             num_key_value_heads=1,
             max_position_embeddings=positions,
+            tie_word_embeddings=tied,
             eos_token_id=end,
             pad_token_id=pad,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....core.errors import WeightsError
 from ....core.weight_records import WeightManifest
-from ...weights.chunks import checksum_of, pack_tensors
+from ...weights.chunks import WeightPacker, checksum_of
 from .head_weights import (
     ARCHITECTURE,
     HeadWeights,
@@ -27,14 +27,10 @@ from .mtp_weights import MtpConfig, config_of_mtp_tree, mtp_tree
 
 
 def pack_head(head: HeadWeights, *, weight_version: int) -> tuple[WeightManifest, list[np.ndarray]]:
-    """Copy a head, in the types it has, into chunks as `draft`; see `pack_tensors` for what is returned and raised."""
+    """Copy a head, in the types it has, into chunks as `draft`; see `WeightPacker.pack`."""
     tree = mtp_tree(head.config) if isinstance(head.config, MtpConfig) else config_tree(head)
-    return pack_tensors(
-        sorted(head.tensors.items()),
-        hf_config_json=json.dumps(tree),
-        name="draft",
-        weight_version=weight_version,
-    )
+    packer = WeightPacker(name="draft", weight_version=weight_version, hf_config_json=json.dumps(tree))
+    return packer.pack(sorted(head.tensors.items()))
 
 
 def is_head(manifest: WeightManifest) -> bool:

@@ -23,6 +23,8 @@ TREE: dict[str, Any] = {
     "trainer": {"num_threads": 2},
     "algorithm": {"kl_coef": 0.0},
 }
+EQUAL = {"reward/min": 0.5, "reward/max": 0.5}
+AHEAD = ["rollout.max_staleness=1", "algorithm.correction.kind=tis"]
 PARTS = {"generate": 4.0, "update": 2.0, "publish": 1.0, "score": 0.5, "refit": 0.5, "evaluate": 0.0}
 
 
@@ -86,14 +88,39 @@ def test_five_rows_say_what_each_mechanism_gave() -> None:
         ([], {"rollout/decode_s": 4.0}, "rollout.prompts_per_iteration=64: instances stood idle for 50%"),
         ([], {"num_cores": 8}, "cluster.generation.num_actors=8"),
         ([], {}, "nothing that these records show"),
+        ([], {"rollout/length_cut_share": 0.7}, "sampling.max_new_tokens=512: most responses are cut"),
+        (
+            ["algorithm.kind=grpo", "rollout.samples_per_prompt=4"],
+            {"update/num_tokens": 500.0, "parts": {"update": 6.0}},
+            "rollout.samples_per_prompt=8: 60% of its",
+        ),
         (["trainer.num_threads=1"], {"parts": {"update": 6.0}}, "trainer.num_threads=2"),
         (["algorithm.kl_coef=0.1"], {"parts": {"update": 6.0}}, "algorithm.kl_coef=0"),
         (["trainer.epochs=3"], {"parts": {"update": 6.0}}, "trainer.epochs=1"),
-        ([], {"parts": {"update": 6.0}}, "rollout.max_staleness=1"),
+        ([], {"parts": {"update": 6.0}}, "nothing that these records show"),
+        (
+            ["cluster.trainer.num_gpus=1", "trainer.device=auto"],
+            {"parts": {"update": 6.0}},
+            "rollout.max_staleness=1",
+        ),
+        (
+            AHEAD,
+            {"time/backpressure_s": 5.0, "time/pause_s": 0.1},
+            "cluster.generation.num_actors=1: instances share",
+        ),
+        (
+            [*AHEAD, "speculation.policy=off"],
+            {"time/rollout_wait_s": 5.0, "time/pause_s": 0.1},
+            "speculation.policy=goodput",
+        ),
         ([], {"parts": {"publish": 6.0, "generate": 1.0}}, "rollout.prompts_per_iteration=64"),
         ([], {"parts": {"score": 6.0, "generate": 1.0}}, "cluster.reward.num_actors=2"),
         ([], {"parts": {"refit": 6.0, "generate": 1.0}}, "drafter_training.budget_share=0.025"),
-        ([], {"learner/no_signal": 1.0, "reward/min": 0.5, "reward/max": 0.5}, "the rewards first"),
+        (
+            [],
+            EQUAL | {"learner/no_signal": 1.0},
+            "the rewards first: iteration 1: its rewards taught nothing",
+        ),
     ],
 )
 def test_the_change_fits_the_largest_part(settings: list[str], more: dict[str, Any], said: str) -> None:
@@ -102,9 +129,9 @@ def test_the_change_fits_the_largest_part(settings: list[str], more: dict[str, A
 
 @pytest.mark.parametrize("parts", [{"update": 6.0}, {"publish": 6.0}, {"score": 6.0}, {"refit": 6.0}, {}])
 def test_a_change_is_a_key_with_a_value_that_the_config_takes(parts: dict[str, float]) -> None:
-    told = explained("reallocation.policy=pull", parts=parts).change().split(": ")[0]
-    changed = config_of("reallocation.policy=pull", *told.split(" with "))
-    assert changed != config_of("reallocation.policy=pull")
+    settings = ("reallocation.policy=pull", "trainer.epochs=2")
+    told = explained(*settings, parts=parts).change().split(": ")[0]
+    assert config_of(*settings, *told.split(" with ")) != config_of(*settings)
 
 
 def test_of_a_folder_without_iterations_nothing_is_explained(tmp_path: Path, capsys) -> None:

@@ -18,7 +18,7 @@ from rlhfspec.engine.decoding.noise import (
     key_words,
     noise_bits,
     row_words,
-    words_at,
+    row_words_on_device,
 )
 
 VOCAB_SIZE = 151_936
@@ -191,7 +191,5 @@ def test_words_made_where_they_lie_are_the_hosts() -> None:
     random = np.random.default_rng(0)
     words = random.integers(-(1 << 31), 1 << 31, (64, 2)).astype(np.int32)
     positions = random.integers(0, 1 << 20, (64, 3))
-    expected = row_words(words, positions)
-    assert (
-        words_at(torch.from_numpy(words), torch.from_numpy(positions)).numpy().tolist() == expected.tolist()
-    )
+    on_device = row_words_on_device(torch.from_numpy(words), torch.from_numpy(positions))
+    assert on_device.numpy().tolist() == row_words(words, positions).tolist()

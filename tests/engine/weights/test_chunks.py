@@ -15,7 +15,6 @@ from rlhfspec.engine.weights.chunks import (
     load_into,
     model_checksum,
     not_finite,
-    pack_tensors,
     pack_weights,
     require_loadable,
     unique_tensors,
@@ -104,9 +103,8 @@ def test_the_packed_bytes_are_those_that_earlier_versions_packed() -> None:
         ("b", torch.arange(33, dtype=torch.float32).div(3).to(torch.bfloat16)),
         ("c", torch.tensor([-0.0, 0.0, 1.5]).to(torch.float16)),
     ]
-    manifest, chunks = pack_tensors(
-        tensors, hf_config_json="{}", name="target", weight_version=0, chunk_bytes=64
-    )
+    packer = WeightPacker(hf_config_json="{}", name="target", weight_version=0, chunk_bytes=64)
+    manifest, chunks = packer.pack(tensors)
     assert (len(chunks), manifest.num_bytes) == (3, 20096), "a tensor is never cut"
     old = hashlib.blake2b(b"".join(chunk.tobytes() for chunk in chunks), digest_size=16).hexdigest()
     assert old == "2b60151004d8cb9987a306250537bb0c"

@@ -14,7 +14,6 @@ from rlhfspec.engine.weights.chunks import (
     WeightPacker,
     buckets_of,
     checksum_of,
-    pack_tensors,
     weight_views,
 )
 from rlhfspec.engine.weights.digests import Digest, read_once, word_sums
@@ -103,7 +102,8 @@ def test_words_are_of_the_tensors_whatever_the_chunks(device: torch.device | Non
     is_cut = len(again.chunk_num_bytes) > len(manifest.chunk_num_bytes)
     assert is_cut or again.chunk_num_bytes == manifest.chunk_num_bytes
     assert is_cut == (chunk_bytes == 64) and again.describes_what(manifest)
-    one, _ = pack_tensors(tensors(), hf_config_json="{}", name="target", weight_version=1, kind="words")
+    packer = WeightPacker(hf_config_json="{}", name="target", weight_version=1, kind="words")
+    one, _ = packer.pack(tensors())
     assert one.describes_what(manifest)
 
 
@@ -160,7 +160,7 @@ def test_cut_tensors_have_the_checksum_that_whole_ones_have_and_come_together_ag
     given = [("a", torch.randn(3, 2)), ("aa", torch.randn(100, 5).bfloat16()), *tensors()[1:]]
     given += [("d", torch.randn(40, 4)), ("e", torch.ones(2))]
     settings = {"name": "target", "weight_version": 1, "hf_config_json": "{}", "kind": kind}
-    whole, _ = pack_tensors(given, **settings)
+    whole, _ = WeightPacker(**settings).pack(given)
     layout = whole.in_chunks_of(256)
     assert len(layout.chunk_num_bytes) > len(whole.chunk_num_bytes) and max(layout.chunk_num_bytes) <= 256
 

@@ -335,7 +335,7 @@ def try_families(
         attempt: what tries one family, in its process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlhfspec.benchmarks.families.trial"])
+    context.set_forkserver_preload(["rlhfspec.benchmarks.models.trial"])
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
     try:

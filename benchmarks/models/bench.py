@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import transformers
 
-from .families.configs import all_families, quick_families
-from .families.trial import TOLERANCE, Finding, try_families
-from .support.harness import Bench
+from ..support.harness import Bench
+from .configs import all_families, quick_families
+from .trial import TOLERANCE, Finding, try_families
 
 GOOD = ("exact", "fast only", "refused", "not built")
 "Outcomes that a page may have; any other is a fault of the engine."
