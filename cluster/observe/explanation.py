@@ -127,7 +127,6 @@ class Explained:
     def _changes(self, largest: str) -> Iterator[str]:
         """What would make the largest part of the time shorter, the surest first; then what cut most responses."""
         config = self.config
-        budget_share, every = config.drafter_training.budget_share / 2, max(config.evaluation.every, 1)
         if largest == "generate":
             yield from self._changes_of_generation()
         elif largest == "update":
@@ -137,9 +136,10 @@ class Explained:
         elif largest == "score":
             yield f"cluster.reward.num_actors={2 * config.cluster.reward.num_actors}: rewards were waited for"
         elif largest == "refit":
-            yield f"drafter_training.budget_share={budget_share:g}: the draft's refit took most of the time"
+            share = config.drafter_training.budget_share / 2
+            yield f"drafter_training.budget_share={share:g}: the draft's refit took most of the time"
         elif largest == "evaluate":
-            yield f"evaluation.every={2 * every}: evaluations took most of the time"
+            yield f"evaluation.every={2 * max(config.evaluation.every, 1)}: evaluations took most of the time"
         if self._total("rollout/length_cut_share") > MANY_CUT * len(self.metrics):
             yield f"sampling.max_new_tokens={2 * config.sampling.max_new_tokens}: most responses are cut"
 
@@ -152,7 +152,7 @@ class Explained:
         trainers, pool = config.cluster.trainer, config.cluster.generation
         learning = trainer.num_threads * trainers.num_actors * (trainers.num_gpus == 0)
         decoding = config.engine.num_threads * pool.num_actors * (pool.num_gpus == 0)
-        is_ahead = config.rollout.max_staleness > 0
+        is_ahead, is_corrected = config.rollout.max_staleness > 0, config.algorithm.advantage != "none"
         if 0 < learning < cores and not is_ahead:
             yield f"trainer.num_threads={cores // trainers.num_actors}: updates used {learning} of {cores} cores"
         if is_ahead and learning and pool.num_actors > 1 and learning + decoding > cores:
@@ -167,7 +167,7 @@ class Explained:
             yield f"rollout.samples_per_prompt={more}: {prompts:.0%} of its tokens are prompts', once for all of one"
         # on the cores that each has now they would only slow each other down
         if not is_ahead and learning + decoding <= cores:
-            corrected = " with algorithm.correction.kind=decoupled" * (config.algorithm.advantage != "none")
+            corrected = " with algorithm.correction.kind=decoupled" if is_corrected else ""
             yield f"rollout.max_staleness=1{corrected}: the next batch is sampled while this one is learned from"
 
     def _changes_of_generation(self) -> Iterator[str]:
