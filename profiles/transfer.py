@@ -39,10 +39,6 @@ class LearntLine:
         self._scale = doubt * np.maximum(self._start, 0.01 * self._start.max())
         self._rows: deque[np.ndarray] = deque(maxlen=MEMORY)
 
-    def predict(self, features: np.ndarray) -> np.ndarray:
-        """Seconds of each row, [n] of [n, k], or of one, [k]."""
-        return np.asarray(features, dtype=float) @ self.coefficients
-
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """Learn from one observation; what is not above 0 or not finite is passed over."""
         if not (np.isfinite(seconds) and seconds > 0):
@@ -80,16 +76,12 @@ class TransferModel:
 
     def seconds(self, num_bytes: np.ndarray | float, *, cold: np.ndarray | bool = False) -> np.ndarray:
         """Predicted seconds; `cold` where the channel must be opened first."""
-        return self._line.predict(self._features(num_bytes, cold))
+        latency_s, megabyte_s, open_s = self._line.coefficients
+        return latency_s + megabyte_s * (np.asarray(num_bytes) / 1e6) + open_s * np.asarray(cold, dtype=float)
 
     def observe(self, num_bytes: int, seconds: float, *, cold: bool) -> None:
         """A transfer took so long."""
-        self._line.observe(self._features(num_bytes, cold).tolist(), seconds)
-
-    @staticmethod
-    def _features(num_bytes: np.ndarray | float, cold: np.ndarray | bool) -> np.ndarray:
-        megabytes, opening = np.broadcast_arrays(np.asarray(num_bytes) / 1e6, np.asarray(cold, dtype=float))
-        return np.stack([np.ones_like(megabytes), megabytes, opening], axis=-1)
+        self._line.observe([1.0, num_bytes / 1e6, float(cold)], seconds)
 
 
 class PrefillModel:
@@ -108,13 +100,11 @@ class PrefillModel:
 
     def seconds(self, num_tokens: np.ndarray | float) -> np.ndarray:
         """Predicted seconds."""
-        return self._line.predict(self._features(num_tokens))
+        fixed_s, thousand_s, squared_s = self._line.coefficients
+        thousands = np.asarray(num_tokens, dtype=float) / 1e3
+        return fixed_s + (thousand_s + squared_s * thousands) * thousands
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A prefill took so long."""
-        self._line.observe(self._features(num_tokens).tolist(), seconds)
-
-    @staticmethod
-    def _features(num_tokens: np.ndarray | float) -> np.ndarray:
-        thousands = np.asarray(num_tokens, dtype=float) / 1e3
-        return np.stack([np.ones_like(thousands), thousands, thousands**2], axis=-1)
+        thousands = num_tokens / 1e3
+        self._line.observe([1.0, thousands, thousands**2], seconds)

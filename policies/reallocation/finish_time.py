@@ -16,6 +16,7 @@ two expected times. The latter shrinks whenever a sample leaves the later instan
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,17 +38,17 @@ class Outlook:
     cell_tokens: int
     "width of a cell"
     terms: np.ndarray
-    "[L, 3, X] what one sample adds to each sum of a `Load`"
+    "[3, L, X] what one sample adds to each sum of a `Load`"
     mean_remaining: np.ndarray
     "[L] expected further tokens"
 
     def cell(self, response_tokens: np.ndarray) -> np.ndarray:
         """The row of each length."""
-        return np.minimum(response_tokens // self.cell_tokens, len(self.terms) - 1)
+        return np.minimum(response_tokens // self.cell_tokens, len(self.mean_remaining) - 1)
 
     def counts(self, instance: np.ndarray, response_tokens: np.ndarray, num_instances: int) -> np.ndarray:
         """[K, L] samples by instance and cell; `instance` [n] is the number of each sample's instance."""
-        rows = len(self.terms)
+        rows = len(self.mean_remaining)
         flat = np.bincount(
             instance * rows + self.cell(response_tokens), minlength=num_instances * rows
         ).reshape(num_instances, rows)
@@ -55,48 +56,65 @@ class Outlook:
 
     def load(self, counts: np.ndarray) -> Load:
         """What is expected of instances with these samples; `counts` [K, L]."""
-        # not by BLAS: its threads wait for each other where decode threads hold the cores
-        terms = self.terms.reshape(len(self.terms), -1).astype(np.float32)
-        summed = np.einsum("kl,lx->kx", counts.astype(np.float32), terms).astype(np.float64)
-        summed = summed.reshape(len(counts), *self.terms.shape[1:])
-        return Load(cell_tokens=self.cell_tokens, sums=summed)
+        sums = np.empty((3, len(counts), self.terms.shape[-1]))
+        # products so small that BLAS takes one thread: several wait for each other where decode threads hold the cores
+        for first in range(0, len(counts), CASES):
+            rows = slice(first, first + CASES)
+            np.matmul(counts[rows], self.terms, out=sums[:, rows])
+        return Load(cell_tokens=self.cell_tokens, sums=sums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is expected of instances, or of several cases of each; X cells of further tokens."""
+    """What is expected of K instances; X cells of further tokens."""
 
     cell_tokens: int
     "width of a cell"
     sums: np.ndarray
-    """[..., 3, X] over samples: the number that still runs, the log of the probability that none does, the context
+    """[3, K, X] over samples: the number that still runs, the log of the probability that none does, the context
     tokens of those that do"""
 
     def course(self, curve: RateCurve) -> Course:
         """How the instances go on."""
-        *shape, _, cells = self.sums.shape
-        sums = self.sums.reshape(-1, 3, cells)
-        any_left, cell_s = np.empty((2, len(sums), cells))
-        for first in range(0, len(sums), CASES):
+        alive, log_done, context = self.sums
+        none_left = np.exp(log_done)
+        any_left, cell_s = np.empty_like(alive), np.empty_like(alive)
+        for first in range(0, len(alive), CASES):
             rows = slice(first, first + CASES)
-            alive, log_done, context = (sums[rows, term].astype(np.float64, copy=False) for term in range(3))
-            left = np.negative(np.expm1(np.minimum(log_done, 0.0)), out=any_left[rows])
-            given = np.maximum(left, SURE)
-            token_s = curve.seconds_per_token(
-                np.maximum(alive, left) / given, np.maximum(context, 0.0) / given
-            )
-            np.multiply(token_s, self.cell_tokens, out=cell_s[rows])
-        return Course(any_left=any_left.reshape(*shape, cells), cell_s=cell_s.reshape(*shape, cells))
+            part = Course.by(curve, self.cell_tokens, alive[rows], none_left[rows], context[rows])
+            any_left[rows], cell_s[rows] = part.any_left, part.cell_s
+        return Course(alive, none_left, context, any_left, cell_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """How instances go on, cell by cell of further tokens."""
+class Course(NamedTuple):
+    """How instances go on, or several cases of each; arrays are [..., X] over cells of further tokens."""
 
+    alive: np.ndarray
+    "samples that still run"
+    none_left: np.ndarray
+    "probability that none does"
+    context_tokens: np.ndarray
+    "of those that do"
     any_left: np.ndarray
-    "[..., X] probability that a sample still runs"
     cell_s: np.ndarray
-    "[..., X] seconds that the cell takes then"
+    "seconds that the cell takes then"
+
+    @classmethod
+    def by(cls, curve: RateCurve, cell_tokens: int, *sums: np.ndarray) -> Course:
+        """With what cells of so many tokens take by a rate curve; `sums`: alive, none left, context tokens."""
+        alive, none_left, context_tokens = sums
+        any_left = 1.0 - none_left
+        given = np.maximum(any_left, SURE)
+        samples, context = np.maximum(alive, any_left), np.maximum(context_tokens, 0.0)
+        samples /= given
+        context /= given
+        cell_s = curve.seconds_per_token(samples, context)
+        cell_s *= cell_tokens
+        return cls(alive, none_left, context_tokens, any_left, cell_s)
+
+    def of(self, cases: Any) -> Course:
+        """Return some of the cases, as arrays are indexed."""
+        return Course(*(array[cases] for array in self))
 
     def finish_seconds(self) -> np.ndarray:
         """[...] expected seconds until the last sample is done."""
@@ -119,11 +137,11 @@ def outlook(survival: Survival, *, prompt_tokens: float = 0.0, cells: int = CELL
     inside = np.diff(summed[ends], axis=1)
     now = survival.probability[lengths][:, None]
     alive = np.where(now > 0, inside / (width * np.where(now > 0, now, 1.0)), 0.0)
-    alive = np.clip(alive, 0.0, 1.0)
+    alive = np.clip(alive, 0.0, 1.0 - SURE)
     context = prompt_tokens + lengths[:, None] + width * (np.arange(rows) + 0.5)
     return Outlook(
         cell_tokens=width,
-        terms=np.stack([alive, np.log1p(-np.minimum(alive, 1.0 - SURE)), alive * context], axis=1),
+        terms=np.stack([alive, np.log1p(-alive), alive * context]),
         mean_remaining=survival.mean_remaining()[lengths],
     )
 
@@ -143,6 +161,7 @@ def both_done_seconds(one: Course, other: Course) -> np.ndarray:
     until = np.interp(ends.ravel(), knots.ravel(), reached.ravel()).reshape(ends.shape)
     # behind a row's last knot nothing runs any more
     np.copyto(until, reached[:, -1:], where=ends > knots[:, -1:])
-    together = np.diff(until, axis=1, prepend=0.0).reshape(one.cell_s.shape)
-    alone_s = (one.any_left * (one.cell_s - together)).sum(axis=-1)
-    return alone_s + reached[:, -1].reshape(alone_s.shape)
+    alone_s = one.cell_s.reshape(-1, cells) - until
+    alone_s[:, 1:] += until[:, :-1]
+    alone_s *= one.any_left.reshape(-1, cells)
+    return (alone_s.sum(axis=-1) + reached[:, -1]).reshape(one.cell_s.shape[:-1])

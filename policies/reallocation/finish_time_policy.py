@@ -101,12 +101,6 @@ class FinishTimePolicy:
         )
         return tuple(self._order(view, pool, move) for move in search.run())
 
-    def finish_seconds(self, view: PoolView) -> np.ndarray:
-        """[K] predicted seconds until each instance is done with what it has, in the view's order."""
-        pool = flatten(view)
-        expected = self._expect(view, pool)
-        return self._load(pool, expected).course(self._curve).finish_seconds()
-
     def _expect(self, view: PoolView, pool: FlatPool) -> Outlook:
         prompt_tokens = pool.context_tokens - pool.response_tokens
         return outlook(
@@ -137,6 +131,8 @@ class FinishTimePolicy:
         return self._gate.costs(pool.context_tokens[samples], cold=cold[:, None])
 
     def _may_move(self, view: PoolView, pool: FlatPool, sample: int, source: int, target: int) -> bool:
+        if not self._moved and not self._ways:
+            return True
         back = self._ways.get((pool.names[target], pool.names[source]), -np.inf)
         if view.now_s - back < self._pair_cooldown_s:
             return False
@@ -165,8 +161,8 @@ class FinishTimePolicy:
         self._moved = {k: at for k, at in self._moved.items() if now_s - at < self._sample_cooldown_s}
         self._ways = {way: at for way, at in self._ways.items() if now_s - at < self._pair_cooldown_s}
         if self._ordered:
-            expected = dict(zip(pool.names, pool.num_arriving.tolist(), strict=True))
-            self._ordered = {k: v[-expected[k] :] for k, v in self._ordered.items() if expected.get(k, 0)}
+            expected = {pool.names[k]: int(pool.num_arriving[k]) for k in np.flatnonzero(pool.num_arriving)}
+            self._ordered = {k: v[-expected[k] :] for k, v in self._ordered.items() if k in expected}
 
     def _observe_rates(self, pool: FlatPool) -> None:
         """Compare goodput with its prediction where samples run."""

@@ -29,11 +29,6 @@ class WayCosts:
     "of migrate_s, what grows with the bytes: the rest is waiting, which costs nobody"
 
     @property
-    def recompute(self) -> np.ndarray:
-        """bool: computing anew is sooner."""
-        return self.recompute_s < self.migrate_s
-
-    @property
     def migrate_lost_s(self) -> np.ndarray:
         """Decoding time that both instances lose to the transfer."""
         return HANDLING_S + BYSTANDER_SHARE * self.line_s
@@ -68,27 +63,21 @@ class Gate:
         self.prefill = prefill or PrefillModel()
         self._mode = mode
 
-    def migrate_s(self, context_tokens: np.ndarray | int, *, cold: np.ndarray | bool) -> np.ndarray:
-        """Seconds until migrated caches are there."""
-        return self.transfer.seconds(np.asarray(context_tokens) * self.kv_bytes_per_token, cold=cold)
-
     def costs(self, context_tokens: np.ndarray | int, *, cold: np.ndarray | bool = False) -> WayCosts:
         """Predict both ways; recomputed caches are there after their prefill."""
-        migrate = np.asarray(self.migrate_s(context_tokens, cold=cold), dtype=float)
-        recompute = np.asarray(self.prefill.seconds(context_tokens), dtype=float)
-        closed = np.full(np.broadcast_shapes(migrate.shape, recompute.shape), np.inf)
+        num_bytes = np.asarray(context_tokens) * self.kv_bytes_per_token
+        migrate, recompute = self.transfer.seconds(num_bytes, cold=cold), self.prefill.seconds(context_tokens)
+        closed = np.full(migrate.shape, np.inf)
         return WayCosts(
             migrate_s=closed if self._mode == "always_recompute" else migrate,
             recompute_s=closed if self._mode == "always_migrate" else recompute,
-            line_s=np.broadcast_to(
-                self.migrate_s(context_tokens, cold=False) - self.migrate_s(0, cold=False), closed.shape
-            ),
+            line_s=self.transfer.seconds(num_bytes) - self.transfer.seconds(0),
         )
 
     def choose(self, context_tokens: int, *, cold: bool = False) -> MoveMode:
         """The way that is predicted to have the sample decoding at its destination sooner."""
-        sooner = bool(self.costs(context_tokens, cold=cold).recompute)
-        return MoveMode.RECOMPUTE if sooner else MoveMode.MIGRATE
+        costs = self.costs(context_tokens, cold=cold)
+        return MoveMode.RECOMPUTE if costs.recompute_s < costs.migrate_s else MoveMode.MIGRATE
 
     def note_transfer(self, *, num_bytes: int, seconds: float, cold: bool) -> None:
         """A migration's caches took so long."""

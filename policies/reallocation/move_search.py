@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ ROUND_PAIRS = 256
 ROUND_CANDIDATES = 256
 "Candidate moves of a round over all its pairs; at least MIN_CANDIDATES for each."
 MIN_CANDIDATES = 4
-PAIRS_AT_ONCE = 16
+PAIRS_AT_ONCE = 32
 "Whose candidates are computed at once: their arrays stay in the core's cache, and are no new pages each time."
 
 
@@ -47,8 +48,7 @@ class Hurdle:
         return more - fewer > self.chance * np.sqrt(more + fewer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundMove:
+class FoundMove(NamedTuple):
     """A move that pays; instances and sample by their numbers in the pool."""
 
     sample: int
@@ -91,7 +91,7 @@ class MoveSearch:
         """
         self._pool, self._expected, self._curve = pool, expected, curve
         self._cost, self._may_move, self._hurdle = cost, may_move, hurdle
-        self._sums, self._course = load.sums, load.course(curve)
+        self._load, self._course = load, load.course(curve)
         self._done_s = self._course.finish_seconds()
         self._whole_s = elapsed_s + float(self._done_s.max(initial=0.0))
         self._placed = pool.num_placed
@@ -133,42 +133,38 @@ class MoveSearch:
 
     def _worth_a_look(self, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
         """[P] whether an even share of the pool's load would gain a pair enough."""
-        share = self._load(self._sums.mean(axis=0)).course(self._curve)
-        gain = self._both_done(source, destination) - both_done_seconds(share, share)
+        mean = self._load.sums.mean(axis=1, keepdims=True)
+        share = Load(cell_tokens=self._load.cell_tokens, sums=mean).course(self._curve)
+        before = both_done_seconds(self._course.of(source), self._course.of(destination))
+        gain = before - both_done_seconds(share, share)
         more, fewer = self._placed[source], self._placed[destination]
         return self._hurdle.may_pay(more, fewer) & (gain >= self._hurdle.start_share * self._whole_s)
 
     def _round(self, source: np.ndarray, destination: np.ndarray, found: list[FoundMove]) -> bool:
         """Add the best move of every pair; False when there is none that could be tried again."""
         sample = self._candidates(source)
-        before = self._both_done(source, destination)
+        late, early = self._course.of(source), self._course.of(destination)
+        before = both_done_seconds(late, early)[:, None]
         rows = self._expected.cell(self._pool.response_tokens[sample])
         cost = self._cost(sample, source, destination)
-        shrinks = before[:, None] - self._moved(source, destination, rows)
-        migrate = self._worth(shrinks, before[:, None], cost.migrate_s, cost.migrate_lost_s)
-        recompute = self._worth(shrinks, before[:, None], cost.recompute_s, cost.recompute_lost_s)
+        shrinks = before - self._moved(late, early, rows)
+        migrate = self._worth(shrinks, before, cost.migrate_s, cost.migrate_lost_s)
+        recompute = self._worth(shrinks, before, cost.recompute_s, cost.recompute_lost_s)
         gain = np.where(self._used[sample], -np.inf, np.maximum(migrate, recompute))
         pair = np.arange(len(source))
         column = gain.argmax(axis=1)
         pays = gain[pair, column] > 0
-        chosen = sample[pair, column]
-        self._used[chosen[pays]] = True
-        wanted = zip(chosen.tolist(), source.tolist(), destination.tolist(), pays.tolist(), strict=True)
+        best = sample[pair, column]
+        self._used[best[pays]] = True
+        wanted = zip(best.tolist(), source.tolist(), destination.tolist(), pays.tolist(), strict=True)
         taken = np.array([pay and self._may_move(c, s, d) for c, s, d, pay in wanted])
+        source, destination, pair, column = source[taken], destination[taken], pair[taken], column[taken]
         anew = (recompute > migrate)[pair, column]
-        for p in np.nonzero(taken)[0].tolist():
-            found.append(
-                FoundMove(
-                    sample=int(chosen[p]),
-                    source=int(source[p]),
-                    destination=int(destination[p]),
-                    mode=MoveMode.RECOMPUTE if anew[p] else MoveMode.MIGRATE,
-                    gain_s=float(gain[p, column[p]]),
-                    later_s=float(self._done_s[source[p]]),
-                    earlier_s=float(self._done_s[destination[p]]),
-                )
-            )
-        self._apply(source[taken], destination[taken], rows[pair, column][taken])
+        modes = [MoveMode.RECOMPUTE if is_anew else MoveMode.MIGRATE for is_anew in anew]
+        times = (gain[pair, column], self._done_s[source], self._done_s[destination])
+        ends = (array.tolist() for array in (best[taken], source, destination))
+        found += map(FoundMove, *ends, modes, *(array.tolist() for array in times))
+        self._apply(source, destination, *self._ends(late.of(pair), early.of(pair), rows[pair, column]))
         return bool(pays.any())
 
     def _worth(
@@ -194,34 +190,31 @@ class MoveSearch:
         place = start[:, None] + np.rint(share * (size[:, None] - 1)).astype(np.int64)
         return self._longest_first[place]
 
-    def _load(self, sums: np.ndarray) -> Load:
-        return Load(cell_tokens=self._expected.cell_tokens, sums=sums)
-
-    def _both_done(self, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
-        """[P] expected seconds until both instances of a pair are done."""
-        one, other = (
-            Course(any_left=self._course.any_left[ends], cell_s=self._course.cell_s[ends])
-            for ends in (source, destination)
-        )
-        return both_done_seconds(one, other)
-
-    def _moved(self, source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """[P, C] the same with one sample of these lengths, [P, C], less at the one and more at the other."""
+    def _moved(self, late: Course, early: Course, rows: np.ndarray) -> np.ndarray:
+        """[P, C] expected seconds until both instances of a pair, [P], are done with one of these samples moved."""
         seconds = np.empty(rows.shape)
         for first in range(0, len(rows), PAIRS_AT_ONCE):
             pairs = slice(first, first + PAIRS_AT_ONCE)
-            terms = self._expected.terms[rows[pairs]]
-            less = self._load(self._sums[source[pairs], None] - terms)
-            more = self._load(self._sums[destination[pairs], None] + terms)
-            seconds[pairs] = both_done_seconds(less.course(self._curve), more.course(self._curve))
+            ends = self._ends(late.of((pairs, None)), early.of((pairs, None)), rows[pairs])
+            seconds[pairs] = both_done_seconds(*ends)
         return seconds
 
-    def _apply(self, source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> None:
-        """Take samples of these lengths from sources to destinations; no instance is named twice."""
-        for instance, sign in ((source, -1.0), (destination, 1.0)):
-            self._sums[instance] += sign * self._expected.terms[rows]
-            course = self._load(self._sums[instance]).course(self._curve)
-            self._course.any_left[instance], self._course.cell_s[instance] = course.any_left, course.cell_s
+    def _ends(self, late: Course, early: Course, rows: np.ndarray) -> tuple[Course, Course]:
+        """How the ones go on with a sample of these lengths less, and the others with one more."""
+        alive, context = (self._expected.terms[term][rows] for term in (0, 2))
+        done = 1.0 - alive
+        without = np.minimum(late.none_left / done, 1.0)
+        pace = (self._curve, self._expected.cell_tokens)
+        return (
+            Course.by(*pace, late.alive - alive, without, late.context_tokens - context),
+            Course.by(*pace, early.alive + alive, early.none_left * done, early.context_tokens + context),
+        )
+
+    def _apply(self, source: np.ndarray, destination: np.ndarray, late: Course, early: Course) -> None:
+        """Note that sources and destinations, none named twice, have a sample less and more and go on like this."""
+        for instance, course in ((source, late), (destination, early)):
+            for whole, part in zip(self._course, course, strict=True):
+                whole[instance] = part
             self._done_s[instance] = course.finish_seconds()
         # the slot that a source will have is not there yet
         self._free[destination] -= 1

@@ -89,8 +89,8 @@ class RateCurve:
         if context_tokens is None:
             return np.interp(wanted, self._samples, self._seconds) / self.factor
         # one search for both
-        both = np.interp(wanted, self._samples, self._base + 1j * self._slope)
-        return (both.real + both.imag * context_tokens) / self.factor
+        both = np.interp(wanted, self._samples, (self._base + 1j * self._slope) / self.factor)
+        return both.real + both.imag * context_tokens
 
     def context_token_s(self, num_samples: np.ndarray | float) -> np.ndarray:
         """What each token of context adds to the seconds per token of B samples."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -26,8 +27,6 @@ class FlatPool:
     "[n]"
     num_arriving: np.ndarray
     "[K]"
-    num_running: np.ndarray
-    "[K] samples that run there now, those on their way out included"
     num_free: np.ndarray
     "[K] slots that moves may take: those the queue will fill are gone"
     num_from_queue: np.ndarray
@@ -52,25 +51,27 @@ class FlatPool:
 
 def flatten(view: PoolView) -> FlatPool:
     """Put a view into arrays; queued samples are bound to free slots as pull would do it."""
-    counts = [(len(i.keys), i.num_leaving, i.num_arriving, i.num_slots) for i in view.instances]
-    sizes, leaving, arriving, slots = np.array(counts, dtype=np.int64).reshape(-1, 4).T
-    running = sizes + leaving
-    free = np.maximum(slots - running - arriving, 0)
-    names = tuple(i.instance for i in view.instances)
+
+    def of(name: str, kind: type = np.int64) -> np.ndarray:
+        return np.fromiter(map(attrgetter(name), view.instances), kind, len(view.instances))
+
+    sizes = np.fromiter(map(len, map(attrgetter("keys"), view.instances)), np.int64, len(view.instances))
+    running, arriving = sizes + of("num_leaving"), of("num_arriving")
+    free = np.maximum(of("num_slots") - running - arriving, 0)
+    names = tuple(map(attrgetter("instance"), view.instances))
     queued = _bind(view.num_queued, free, running + arriving, names)
     empty = np.zeros(0, dtype=np.int64)
     return FlatPool(
         names=names,
         instance=np.repeat(np.arange(len(sizes)), sizes),
         start=np.concatenate([[0], np.cumsum(sizes)]),
-        response_tokens=np.concatenate([empty, *(i.response_tokens for i in view.instances)]),
-        context_tokens=np.concatenate([empty, *(i.context_tokens for i in view.instances)]),
+        response_tokens=np.concatenate([empty, *map(attrgetter("response_tokens"), view.instances)]),
+        context_tokens=np.concatenate([empty, *map(attrgetter("context_tokens"), view.instances)]),
         num_arriving=arriving,
-        num_running=running,
         num_free=free - queued,
         num_from_queue=queued,
-        goodput_tokens_per_s=np.array([i.goodput_tokens_per_s for i in view.instances]),
-        goodput_samples=np.array([i.goodput_samples for i in view.instances]),
+        goodput_tokens_per_s=of("goodput_tokens_per_s", float),
+        goodput_samples=of("goodput_samples", float),
     )
 
 
@@ -85,7 +86,7 @@ def _bind(num_queued: int, free: np.ndarray, owned: np.ndarray, names: tuple[str
     taken = np.zeros(len(free), dtype=np.int64)
     if num_queued >= int(free.sum()):
         return free.copy()
-    line = [(int(owned[k]), names[k], k) for k in np.nonzero(free)[0]]
+    line = [(int(owned[k]), names[k], k) for k in np.nonzero(free)[0]] if num_queued else []
     heapq.heapify(line)
     for _ in range(num_queued):
         count, name, k = heapq.heappop(line)

@@ -81,7 +81,7 @@ class ScalingPolicy:
         return Forecast(
             curve=self._curve,
             cell_tokens=load.cell_tokens,
-            sums=load.sums[0],
+            sums=load.sums[:, 0],
             num_slots=max(max(slots, default=1), 1),
         )
 

@@ -24,8 +24,8 @@ def test_the_choice_flips_at_the_computed_crossing(cold: bool, crossing: float) 
     assert made.choose(int(crossing) - 2, cold=cold) is MoveMode.RECOMPUTE
     assert made.choose(int(crossing) + 2, cold=cold) is MoveMode.MIGRATE
     contexts = np.arange(16, 2048)
-    chosen = made.costs(contexts, cold=cold).recompute
-    assert (chosen == (contexts < crossing)).all()
+    costs = made.costs(contexts, cold=cold)
+    assert ((costs.recompute_s < costs.migrate_s) == (contexts < crossing)).all()
 
 
 def test_observed_transfer_times_shift_the_crossing() -> None:

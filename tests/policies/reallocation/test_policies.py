@@ -12,6 +12,7 @@ from rlhfspec.policies.reallocation.finish_time_policy import FinishTimePolicy
 from rlhfspec.policies.reallocation.gate import Gate
 from rlhfspec.policies.reallocation.paper_rule import PaperRule
 from rlhfspec.policies.reallocation.pool_records import InstanceView, MoveMode, PoolView, ReallocationPolicy
+from rlhfspec.policies.reallocation.sample_arrays import flatten
 from rlhfspec.profiles.transfer import PrefillModel, TransferModel
 
 MOVING = ("paper_rule", "finish_time")
@@ -196,7 +197,10 @@ def test_predicted_times_are_those_of_the_rate_curve() -> None:
     policy = FinishTimePolicy(cpu_curve(), cheap_gate())
     for _ in range(5000):
         policy.note_finished(100)
-    seconds = policy.finish_seconds(pool_view([40] * 8, [90], []))
+    view = pool_view([40] * 8, [90], [])
+    pool = flatten(view)
+    load = policy._load(pool, policy._expect(view, pool))
+    seconds = load.course(cpu_curve()).finish_seconds()
     # 60 tokens at 1250 tokens a second for eight, 10 at 440 for one; cells of 4 tokens, a prior of one sample
     assert seconds[:2] == pytest.approx([60 * 8 / 1250, 10 / 440], rel=0.2)
     assert seconds[2] == 0.0
