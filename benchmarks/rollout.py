@@ -42,6 +42,7 @@ from .moving.rollouts import (
     overhead_shares,
     plan_seconds,
     policy_of,
+    reallocate_seconds,
     requests_of,
 )
 from .support.actor_pool import ActorPool, RolloutOutcome, bench_ray
@@ -165,6 +166,7 @@ def run(bench: Bench) -> int:
     kv_bytes = _kv_bytes_per_token(workload)
     profile = profile_of(workload, budget_s=PROFILE_S[mode]).profile
     figures.values["plan_1024_ms"] = 1e3 * plan_seconds(1024, kv_bytes)
+    figures.values["reallocate_1024_ms"] = 1e3 * reallocate_seconds(1024, kv_bytes)
     errors: list[float] = []
     with bench_ray("bench-rollout"):
         with _pool(workload, SpeculationConfig(), profile) as pool:

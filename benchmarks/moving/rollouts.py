@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...core.records import SampleKey, SampleRequest
+from ...core.records import Prompt, SampleKey, SampleRequest, SamplingParams, as_asked
 from ...policies.reallocation.by_name import make_reallocation_policy
 from ...policies.reallocation.finish_time_policy import FinishTimePolicy
 from ...policies.reallocation.gate import Gate, GateMode
 from ...policies.reallocation.pool_records import InstanceView, PoolView, ReallocationPolicy
 from ...policies.reallocation.rate_curve import RateCurve
+from ...policies.scheduling.events import InstanceJoined, InstanceReported, SamplesArrived
+from ...policies.scheduling.scheduler import Scheduler
 from ..support.actor_pool import RolloutOutcome
 from ..support.workload import Workload
 
@@ -80,8 +82,7 @@ PLANS = 7
 def plan_seconds(num_instances: int, kv_bytes_per_token: float) -> float:
     """Median seconds of a plan for `num_instances` of 32 long-tailed samples each, one thread."""
     random = np.random.default_rng(0)
-    curve = RateCurve([1, 4, 16, 64], [300.0, 900.0, 1500.0, 1700.0])
-    policy = FinishTimePolicy(curve, Gate(kv_bytes_per_token=kv_bytes_per_token))
+    policy = FinishTimePolicy(_plan_curve(), Gate(kv_bytes_per_token=kv_bytes_per_token))
     for length in random.lognormal(4.7, 0.8, 2000):
         policy.note_finished(int(min(max(length, 1), 640)))
     seconds: list[float] = []
@@ -91,6 +92,46 @@ def plan_seconds(num_instances: int, kv_bytes_per_token: float) -> float:
         policy.plan(view)
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds)
+
+
+def reallocate_seconds(num_instances: int, kv_bytes_per_token: float) -> float:
+    """Median seconds in which a scheduler of so many instances looks at its pool and orders moves, one thread.
+
+    Each has up to 32 samples, of 0 to 599 tokens. Moves that were ordered before are on their way.
+    """
+    random = np.random.default_rng(0)
+    policy = FinishTimePolicy(_plan_curve(), Gate(kv_bytes_per_token=kv_bytes_per_token))
+    scheduler = Scheduler(heartbeat_timeout_s=3600.0, binding="static", reallocation=policy)
+    names = [f"gen-{number:04d}" for number in range(num_instances)]
+    for name in names:
+        scheduler.handle(InstanceJoined(instance=name, num_slots=SAMPLES_PER_INSTANCE, now_s=0.0))
+    prompt = Prompt(prompt_id=0, token_ids=np.arange(20))
+    requests = [
+        SampleRequest(
+            key=SampleKey(run_seed=0, sample_index=index),
+            prompt=prompt,
+            sampling=SamplingParams(max_new_tokens=640),
+        )
+        for index in range(num_instances * SAMPLES_PER_INSTANCE)
+    ]
+    scheduler.handle(SamplesArrived(requests=tuple(requests)))
+    for number, name in enumerate(names):
+        mine = requests[number::num_instances]
+        count = int(random.integers(1, SAMPLES_PER_INSTANCE + 1))
+        lengths = random.integers(0, 600, count).tolist()
+        progress = {request.key: length for request, length in zip(mine, lengths, strict=False)}
+        ended = tuple(as_asked(request) for request in mine[count:])
+        scheduler.handle(InstanceReported(instance=name, now_s=0.0, progress=progress, completions=ended))
+    seconds: list[float] = []
+    for number in range(PLANS):
+        began_s = time.perf_counter()
+        scheduler.reallocate(0.1 * number)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
+
+
+def _plan_curve() -> RateCurve:
+    return RateCurve([1, 4, 16, 64], [300.0, 900.0, 1500.0, 1700.0])
 
 
 def _view(num_instances: int, random: np.random.Generator, *, now_s: float) -> PoolView:

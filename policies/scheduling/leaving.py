@@ -15,7 +15,7 @@ from .members import InstanceState
 def moves_away(ledger: Ledger) -> list[Move]:
     """A move for each sample of a leaving instance for which another has a free slot, to the emptiest; oldest first."""
     admitting, moves = ledger.members.admitting, ledger.moves
-    if admitting.keys() <= ledger.members.leaving.keys():
+    if not ledger.members.leaving or admitting.keys() <= ledger.members.leaving.keys():
         return []
     room = {
         name: member.num_slots - len(member.owned) - moves.num_arriving(name)

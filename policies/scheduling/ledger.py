@@ -140,7 +140,7 @@ class Ledger:
                 name = in_order[arrival % len(members)]
             heapq.heappop(self.waiting)
             self.samples[key].owner = name
-            members[name].owned.add(key)
+            members[name].owned[key] = self.samples[key]
             load[name] += 1
             given.setdefault(name, []).append(request)
         return [Submit(instance=name, requests=tuple(requests)) for name, requests in given.items()]
@@ -197,7 +197,7 @@ class Ledger:
                 return self._end(report, MoveOutcome.KEPT)
             case Claim.LOST:
                 if owner == instance and epoch == report.epoch:
-                    self.members[instance].owned.remove(key)
+                    del self.members[instance].owned[key]
                     self.queue_again(key)
                 return self._end(report, MoveOutcome.LOST)
 
@@ -205,10 +205,10 @@ class Ledger:
         """Make an instance the owner of an open sample."""
         sample = self.samples[key]
         if sample.owner is not None:
-            self.members[sample.owner].owned.discard(key)
+            self.members[sample.owner].owned.pop(key, None)
         sample.owner = instance
         sample.request = replace(sample.request, epoch=epoch)
-        self.members[instance].owned.add(key)
+        self.members[instance].owned[key] = sample
 
     def _end(self, report: MoveReport, outcome: MoveOutcome) -> list[Order]:
         order = self.moves.of(report.key)

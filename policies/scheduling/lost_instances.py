@@ -46,7 +46,7 @@ def lose(ledger: Ledger, instance: str, reason: str) -> list[Order]:
             # the source keeps the sample, or asks for it back: it may have finished meanwhile
             call_off = CallOff(move_id=order.move_id, reason=f"{instance} is lost: {reason}")
             orders += ledger.if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
-    lost, member.owned = member.owned, set()
+    lost, member.owned = member.owned, {}
     for key in lost:
         ledger.queue_again(key)
     return [*orders, Abandon(instance=instance, reason=reason, num_requeued=len(lost))]

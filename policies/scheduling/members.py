@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.decode_records import GenerationStats, InstanceLoad
 from ...core.records import SampleKey
+from .open_samples import OpenSample
 
 KEPT_GONE = 16
 "Of the instances that are gone, the last ones are kept, for people and for what they have done."
@@ -49,7 +50,7 @@ class Member:
     link: Any = None
     "how the shell reaches it: kept here, not looked at"
     state: InstanceState = InstanceState.SERVING
-    owned: set[SampleKey] = field(default_factory=set)
+    owned: dict[SampleKey, OpenSample] = field(default_factory=dict)
     load: InstanceLoad | None = None
     "as told last"
     boundary: int = -1

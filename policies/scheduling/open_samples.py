@@ -28,11 +28,10 @@ class OpenSample:
     "the move whose take-back gave the owner its epoch"
     stale: list[tuple[int, str, str]] = field(default_factory=list)
     "(epoch, instance, digest) of reports that came too late to be accepted, to be compared"
+    num_prompt_tokens: int = field(init=False)
 
-    @property
-    def num_context_tokens(self) -> int:
-        """Tokens of prompt and response at the last poll."""
-        return len(self.request.prompt.token_ids) + self.num_tokens
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt.token_ids)
 
 
 def is_whole(request: SampleRequest, completion: Completion) -> bool:

@@ -91,9 +91,12 @@ class OpenMoves:
         """Samples on their way to an instance."""
         return self.arriving[instance]
 
-    def leaving(self, instance: str) -> set[SampleKey]:
-        """Samples on their way from an instance."""
-        return {key for key, found in self._open.items() if found.order.source == instance}
+    def leaving(self) -> dict[str, set[SampleKey]]:
+        """Samples on their way from instances."""
+        found: dict[str, set[SampleKey]] = {}
+        for key, move in self._open.items():
+            found.setdefault(move.order.source, set()).add(key)
+        return found
 
     def start(self, move: Move, *, epoch: int, now_s: float) -> MoveOrder:
         """Note a move and return its order."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Set
 from dataclasses import replace
+from typing import Any
 
 from ...core.awake import AwakeClock
 from ...core.errors import RlhfSpecError
@@ -149,19 +150,16 @@ class Scheduler:
         Raises RlhfSpecError when a key arrives twice or an instance joins under a name that another had.
         """
         self._look_at_clock(getattr(event, "now_s", None))
+        orders: list[Order] = []
         match event:
             case SamplesArrived():
                 self._arrive(event.requests)
-                orders: list[Order] = []
             case AttemptsArrived():
                 self._attempts.announce(event.requests, self._ledger.samples)
-                orders = []
             case AttemptsEnd():
                 self._attempts.close()
-                orders = []
             case InstanceJoined():
                 self._join(event)
-                orders = []
             case InstanceReported():
                 orders = self._report(event)
                 # a poll that tells of progress alone frees no slot: of a thousand instances most say no more
@@ -170,13 +168,11 @@ class Scheduler:
                 orders = lose(self._ledger, event.instance, event.reason)
             case InstanceLeaves():
                 self._leave(event.instance, event.reason)
-                orders = []
             case ClockTicked():
                 orders = lose_silent(self._ledger, timeout_s=self._heartbeat_timeout_s)
             case Cut():
                 self._is_cutting |= event.keys is None
                 self._cut_keys |= event.keys or frozenset()
-                orders = []
         if self._is_cutting or self._cut_keys:
             keys = None if self._is_cutting else self._cut_keys
             orders += cut(self._ledger, self._accepted, event, keys)
@@ -253,15 +249,10 @@ class Scheduler:
         requests: Iterable[SampleRequest],
         delivered: Iterable[Completion],
         snapshots: Iterable[InstanceSnapshot],
-        heartbeat_timeout_s: float,
         now_s: float,
-        binding: Binding = "pull",
-        reallocation: ReallocationPolicy | None = None,
-        scaling: ScalingPolicy | None = None,
-        look_ahead: LookAheadLaw | None = None,
-        term: int = 0,
+        **settings: Any,
     ) -> tuple[Scheduler, list[Order]]:
-        """A scheduler that goes on where a dead one stopped.
+        """A scheduler that goes on where a dead one stopped; `settings` as a new one takes them.
 
         `requests` are the samples the loop asked for since it last had all, `delivered` those of them it
         has already received, `snapshots` what the living instances hold; what they finished for earlier
@@ -269,14 +260,7 @@ class Scheduler:
         belongs to neither and starts again under a higher one. Instances without a snapshot must be
         ended before: what they hold is given to others.
         """
-        machine = cls(
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            binding=binding,
-            reallocation=reallocation,
-            scaling=scaling,
-            look_ahead=look_ahead,
-            term=term,
-        )
+        machine = cls(**settings)
         machine._arrive(tuple(requests))
         for completion in delivered:
             del machine._ledger.samples[completion.key]
@@ -341,7 +325,7 @@ class Scheduler:
         epoch = max(newest, sample.request.epoch) + 1
         if len(holders) == 1:
             ((sample.owner, sample.taken_back),) = holders
-            self.members[sample.owner].owned.add(key)
+            self.members[sample.owner].owned[key] = sample
             # the destination may hold the next one in a message that is still on its way
             epoch = newest + (TAKEN_BACK_EPOCHS if sample.taken_back else 0)
         sample.was_moved = any(move_id for _, _, move_id in held)
@@ -420,7 +404,7 @@ class Scheduler:
         if epoch > sample.request.epoch or sample.owner != instance:
             what = f"reported under epoch {epoch}; its owner is {sample.owner}, epoch {sample.request.epoch}"
             return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]
-        self.members[instance].owned.remove(key)
+        del self.members[instance].owned[key]
         delivered = (epoch, digest(completion))
         self._accepted.add(key, *delivered)
         self._attempts.compare(sample.request, completion)

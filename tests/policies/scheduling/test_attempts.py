@@ -227,7 +227,7 @@ def test_a_scheduler_that_starts_again_knows_none_and_takes_no_harm_from_them():
         now_s=0.0,
         look_ahead=law(),
     )
-    assert scheduler.members["a"].owned >= {request(0).key}
+    assert scheduler.members["a"].owned.keys() >= {request(0).key}
     assert [r.key.sample_index for o in orders for r in o.requests] == [10] and scheduler.num_waiting == 1
     scheduler.handle(report("a", *(complete(request(i), "a") for i in (0,))))
     assert scheduler.num_delivered == 1
