@@ -155,15 +155,15 @@ def ray_session(
         return
     address = joined_address(cluster)
     is_up = False
+    started = (
+        _joined(address, namespace, on_sigterm)
+        if address
+        else _local(cluster, namespace, on_sigterm, store_bytes)
+    )
     try:
-        with environment(worker_environment()):
-            with (
-                _joined(address, namespace, on_sigterm)
-                if address
-                else _local(cluster, namespace, on_sigterm, store_bytes or object_store_bytes())
-            ) as session:
-                is_up = True
-                yield replace(session, environment=variables)
+        with environment(worker_environment()), started as session:
+            is_up = True
+            yield replace(session, environment=variables)
     except SystemExit as error:
         if is_up or error.code == TERMINATED:
             raise
@@ -174,7 +174,7 @@ def ray_session(
 
 @contextmanager
 def _local(
-    cluster: ClusterConfig, namespace: str, on_sigterm: Callable[[], None], store_bytes: int
+    cluster: ClusterConfig, namespace: str, on_sigterm: Callable[[], None], store_bytes: int | None
 ) -> Iterator[RaySession]:
     check_local_ray(cluster)
     base = temporary_base()
@@ -203,7 +203,7 @@ def _local(
                 )
 
 
-def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: int) -> Any:
+def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: int | None) -> Any:
     # Ray lets everybody write into its own
     own = folder / BELOW
     own.mkdir()
@@ -215,7 +215,7 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
             include_dashboard=cluster.dashboard,
             dashboard_host=LOOPBACK,
             dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
-            object_store_memory=cluster.object_store_bytes or store_bytes,
+            object_store_memory=cluster.object_store_bytes or store_bytes or object_store_bytes(),
             folder=own,
             log_to_driver=False,
             logging_level=logging.WARNING,
