@@ -1,5 +1,7 @@
 """Where an update's seconds go, and what a GPU's peak is compared with."""
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_llama import SIZES, tiny_llama
@@ -27,8 +29,8 @@ def test_laps_have_no_gaps_and_are_taken_between_begin_and_end_only():
 
 def tiny_mixtral(tied: bool) -> MixtralForCausalLM:
     """Two of eight experts a token."""
-    settings = SIZES | {"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": tied}
-    return MixtralForCausalLM(MixtralConfig(**settings, experts_implementation="eager"))
+    settings: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": tied}
+    return MixtralForCausalLM(MixtralConfig(**SIZES | settings | {"experts_implementation": "eager"}))
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_mixtral])
