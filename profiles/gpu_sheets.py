@@ -39,6 +39,6 @@ SHEETS = {name: GPUSheet(name=name, **table) for name, table in _TABLES.items()}
 def peak_flops_of(name: str) -> float | None:
     """Peak bfloat16 operations a second of the GPU of this name; None for forms that no sheet here describes."""
     words = set(re.split(r"[\s-]", name))
-    if words & {"PCIe", "NVL"}:
+    if words & {"PCIe", "NVL", "MIG"}:
         return None
     return next((sheet.bf16_flops for key, sheet in SHEETS.items() if key in words), None)

@@ -55,7 +55,7 @@ ROWS = (
         text="{mismatches:.0f} of {samples:,.0f} ({tokens:,.0f} tokens)",
     ),
     Row(
-        what="Whole rollout, adaptive drafting: over plain decoding; over Hugging Face `generate`",
+        what="Whole rollout of the demo pair, adaptive drafting: over plain; over Hugging Face `generate`",
         result="drafting",
         arguments=("drafting",),
         text="{rollout_over_plain_demo:.2f}; {rollout_over_hf_demo:.1f}",
@@ -92,7 +92,7 @@ ROWS = (
         text="{mismatches:.0f} of {samples:.0f} in {migrations:,.0f} moves; {downtime_decode_steps_median:.2f}",
     ),
     Row(
-        what="8B shape, {date}: decode step, bound, tree of 16, ms",
+        what="8B shape in bfloat16, one sample, {date}: decode step, reading the weights alone, tree of 16, ms",
         result="device_ops",
         text="{step_ms_8b_plain_b1:.1f}; {step_ms_8b_bound:.1f}; {step_ms_8b_tree16_b1:.1f}",
     ),

@@ -158,7 +158,7 @@ class Explained:
         if is_ahead and learning and pool.num_actors > 1 and learning + decoding > cores:
             yield f"cluster.generation.num_actors={pool.num_actors - 1}: instances share the trainers' cores"
         if config.algorithm.kl_coef > 0.0:
-            yield "algorithm.kl_coef=0, where the reward needs no reference: one forward less, and a model"
+            yield "algorithm.kl_coef=0, where the reward needs no reference: no forwards of it, or of equal rewards"
         if trainer.epochs > 1:
             yield "trainer.epochs=1: every epoch computes all responses once more"
         prompts = 1.0 - self.summary.num_response_tokens / max(self._total("update/num_tokens"), 1.0)

@@ -11,6 +11,7 @@ Run by its path with the standard library alone, as every worker passes through 
 import gc
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 
     from ...core.settings.cluster import ClusterConfig
 
-_ROOM = 1 << 18
-"Bytes of a command with its environment, above what a socket lets pass in one."
+_ROOM = 1 << 21
+"Bytes of a command with its environment, above what Linux lets one have."
+_OOM_SCORE = "/proc/self/oom_score_adj"
+"Ray adds to it of what it starts as a worker: the kernel then ends that one first where memory is short."
 _IMPORTED = (
     "numpy",
     "torch",
@@ -49,6 +52,8 @@ _IMPORTED_WITH_RAY = (
 "No class of an actor: Ray draws a name for it, and forks would draw the same ones from then on."
 _NAME = "RLHFSPEC_WORKERS"
 "Of the variable with the name of a socket without a file: nothing is left of it."
+_FORKABLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"Neither numpy nor torch may have threads when it forks, and no import that asks for GPUs may begin CUDA."
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
@@ -107,8 +112,7 @@ def begin_forking() -> "Popen[bytes]":
         _Forking.process = Popen(
             [sys.executable, "-m", __name__, str(commands.fileno())],
             cwd=IMPORT_FOLDER,
-            # neither numpy nor torch may have threads when it forks
-            env=os.environ | quiet_environment() | worker_environment() | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | quiet_environment() | worker_environment() | _FORKABLE,
             pass_fds=[commands.fileno()],
             # until this process ends
             stdin=PIPE,
@@ -145,7 +149,9 @@ def _hand_over(words: list[str]) -> None:
         if not is_prepared and not is_odd:
             worker.connect("\0" + os.environ[_NAME])
             command = [word for word in words if not word.startswith((_CONTEXT, _LANGUAGE))]
-            message = json.dumps([command, dict(os.environ), variables, os.getcwd()])
+            with open(_OOM_SCORE) as score:
+                limits = resource.getrlimit(resource.RLIMIT_NOFILE), score.read()
+            message = json.dumps([command, dict(os.environ), variables, os.getcwd(), *limits])
             socket.send_fds(worker, [message.encode()], [0, 1, 2])
             if worker.recv(1):
                 worker.recv(1)
@@ -168,19 +174,22 @@ def _next_worker(commands: socket.socket) -> tuple[list[str], str]:
     while not _is_over(commands):
         worker, _ = commands.accept()
         _, user, _ = struct.unpack("3i", worker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.getuid():
+        message, files, *_ = socket.recv_fds(worker, _ROOM, 3) if user == os.getuid() else (b"", [])
+        if not message:
+            # it has ended, or is somebody else
             worker.close()
             continue
-        message, files, *_ = socket.recv_fds(worker, _ROOM, 3)
-        command, environment, variables, folder = json.loads(message)
+        command, environment, variables, folder, open_files, oom_score = json.loads(message)
         reads = {name: value for name, value in environment.items() if name.startswith("RAY_")}
         if ray is None:
             ray = reads
             _take(environment)
             _import(_IMPORTED_WITH_RAY)
-        if ray == reads:
-            worker.send(b"1")
-        if ray != reads or os.fork():
+        is_fork = False
+        # Ray may have ended it meanwhile
+        with suppress(BrokenPipeError):
+            is_fork = ray == reads and worker.send(b"1") == 1 and not os.fork()
+        if not is_fork:
             for file in (*files, worker.detach()):
                 os.close(file)
             continue
@@ -193,6 +202,10 @@ def _next_worker(commands: socket.socket) -> tuple[list[str], str]:
             os.dup2(file, number)
             os.close(file)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # this was forked of what began before Ray raised its limits; Ray, too, goes on where it may not
+        resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
+        with suppress(OSError), open(_OOM_SCORE, "w") as score:
+            score.write(oom_score)
         _take(environment | variables)
         return command, folder
     sys.exit()

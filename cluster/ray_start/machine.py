@@ -35,9 +35,7 @@ def gpus() -> Gpus:
 def memory_bytes() -> int | None:
     """Memory this process may count on: what is available now, at most the container's limit."""
     meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    available = _available_bytes(meminfo.read_text())
+    available = _available_bytes(meminfo.read_text()) if meminfo.is_file() else None
     limits = [limit for path in _CGROUP_LIMITS if (limit := _read_limit(path)) is not None]
     return min([available, *limits]) if available is not None else None
 
@@ -60,14 +58,10 @@ def num_cores() -> int:
 
 
 def _available_bytes(meminfo: str) -> int | None:
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    lines = (line.split() for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    return next((int(kib) * 1024 for _, kib, _ in lines), None)
 
 
 def _read_limit(path: Path) -> int | None:
-    if not path.is_file():
-        return None
-    text = path.read_text().strip()
+    text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else None

@@ -37,13 +37,11 @@ def shadowed_packages(root: Path = ROOT) -> list[str]:
     faults = []
     for name in PACKAGES:
         spec = importlib.util.find_spec(f"{NAME}.{name}")
-        if spec is None or spec.origin is None:
+        found = None if spec is None or spec.origin is None else Path(spec.origin)
+        if found is None or found.resolve().parent != root / name:
+            fix = "take one of the two off the Python path (PYTHONPATH or site-packages)"
             faults.append(
-                f"package '{NAME}.{name}' was expected in {root}, got none; run from a complete checkout"
-            )
-        elif Path(spec.origin).resolve().parent != root / name:
-            faults.append(
-                f"package '{NAME}.{name}' was expected in {root}, got {Path(spec.origin).parent}; "
-                "take one of the two off the Python path (PYTHONPATH or site-packages)"
+                f"package '{NAME}.{name}' was expected in {root}, got {found.parent if found else 'none'}; "
+                f"{fix if found else 'run from a complete checkout'}"
             )
     return faults

@@ -131,9 +131,8 @@ def token_of(address: str) -> Path | None:
     """
     if address == "auto":
         # as Ray takes it
-        found = (
-            [os.environ["RAY_ADDRESS"]] if os.environ.get("RAY_ADDRESS") else [*services.find_gcs_addresses()]
-        )
+        given = os.environ.get("RAY_ADDRESS")
+        found = [given] if given else [*services.find_gcs_addresses()]
         address = found[0] if len(found) == 1 else ""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or host.strip("[]") not in LOOPBACK_NAMES:

@@ -107,13 +107,12 @@ def check_local_ray(cluster: ClusterConfig) -> None:
 def _check_object_store(wanted: int | None) -> None:
     if wanted is None:
         return
-    fix = "set cluster.object_store_bytes between the two, or leave it out"
     have = machine.shared_memory_bytes()
     if wanted < MIN_OBJECT_STORE_BYTES or (have is not None and wanted > have):
         room = f"at most {have} (free in /dev/shm)" if have is not None else "what fits into memory"
         raise PlacementError(
             f"cluster.object_store_bytes {wanted} cannot be had: expected at least {MIN_OBJECT_STORE_BYTES} and "
-            f"{room}; {fix}"
+            f"{room}; set cluster.object_store_bytes between the two, or leave it out"
         )
 
 
@@ -156,16 +155,15 @@ def ray_session(
         return
     address = joined_address(cluster)
     is_up = False
+    started = (
+        _joined(address, namespace, on_sigterm)
+        if address
+        else _local(cluster, namespace, on_sigterm, store_bytes)
+    )
     try:
-        with environment(worker_environment()):
-            if address:
-                with _joined(address, namespace, on_sigterm) as session:
-                    is_up = True
-                    yield replace(session, environment=variables)
-            else:
-                with _local(cluster, namespace, on_sigterm, store_bytes or object_store_bytes()) as session:
-                    is_up = True
-                    yield replace(session, environment=variables)
+        with environment(worker_environment()), started as session:
+            is_up = True
+            yield replace(session, environment=variables)
     except SystemExit as error:
         if is_up or error.code == TERMINATED:
             raise
@@ -176,7 +174,7 @@ def ray_session(
 
 @contextmanager
 def _local(
-    cluster: ClusterConfig, namespace: str, on_sigterm: Callable[[], None], store_bytes: int
+    cluster: ClusterConfig, namespace: str, on_sigterm: Callable[[], None], store_bytes: int | None
 ) -> Iterator[RaySession]:
     check_local_ray(cluster)
     base = temporary_base()
@@ -205,7 +203,7 @@ def _local(
                 )
 
 
-def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: int) -> Any:
+def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: int | None) -> Any:
     # Ray lets everybody write into its own
     own = folder / BELOW
     own.mkdir()
@@ -217,7 +215,7 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
             include_dashboard=cluster.dashboard,
             dashboard_host=LOOPBACK,
             dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
-            object_store_memory=cluster.object_store_bytes or store_bytes,
+            object_store_memory=cluster.object_store_bytes or store_bytes or object_store_bytes(),
             folder=own,
             log_to_driver=False,
             logging_level=logging.WARNING,
@@ -296,10 +294,9 @@ def _is_private(address: str) -> bool:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or host.strip("[]") not in LOOPBACK_NAMES:
         return False
+    elsewhere = ray.util.get_node_ip_address(), int(port)
     try:
-        socket.create_connection(
-            (ray.util.get_node_ip_address(), int(port)), timeout=CONNECT_TIMEOUT_S
-        ).close()
+        socket.create_connection(elsewhere, timeout=CONNECT_TIMEOUT_S).close()
     except OSError:
         return True
     return False
@@ -321,8 +318,7 @@ def object_store_bytes(needed: int = 0) -> int:
 
 def free_port() -> int:
     """A TCP port that is free now on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+    with socket.create_server((LOOPBACK, 0)) as probe:
         return probe.getsockname()[1]
 
 

@@ -53,20 +53,20 @@ class Laps:
 def step_flops(model: PreTrainedModel, num_tokens: int) -> float:
     """Operations of a forward and backward over so many tokens: 6 a weight that multiplies, attention not counted.
 
-    4 where adapters learn: the weights have no gradient. Source: Kaplan et al. 2020, section 2.1.
+    4 where adapters learn; of stacked experts those that a token is sent to. Source: Kaplan et al. 2020, section 2.1.
     """
     parameters = list(model.parameters())
+    config, names = model.config.get_text_config(), ("num_experts_per_tok", "moe_topk", "top_k_experts")
+    sent_to = next(filter(None, (getattr(config, name, None) for name in names)), None)
     inputs: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     # a look-up multiplies nothing, unless its weights are the head's too
     looked_up = 0 if head is not None and head.weight is inputs.weight else inputs.weight.numel()
-    multiplying = sum(one.numel() for one in parameters) - looked_up
+    used = sum(x.numel() * (sent_to / len(x) if sent_to and x.ndim > 2 else 1) for x in parameters)
     is_whole = all(one.requires_grad for one in parameters)
-    return (6.0 if is_whole else 4.0) * multiplying * num_tokens
+    return (6.0 if is_whole else 4.0) * (used - looked_up) * num_tokens
 
 
 def peak_flops(device: torch.device) -> float | None:
     """bfloat16 operations a second by the device's data sheet; None: no sheet (any CPU)."""
-    if device.type != "cuda":
-        return None
-    return peak_flops_of(torch.cuda.get_device_name(device))
+    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -1,7 +1,12 @@
 """Where an update's seconds go, and what a GPU's peak is compared with."""
 
+from typing import Any
+
+import pytest
 import torch
-from tiny_llama import tiny_llama
+from tiny_llama import SIZES, tiny_llama
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from rlhfspec.learning.training.laps import Laps, peak_flops, step_flops
 from rlhfspec.profiles.gpu_sheets import peak_flops_of
@@ -22,13 +27,24 @@ def test_laps_have_no_gaps_and_are_taken_between_begin_and_end_only():
     assert laps.end() == {}
 
 
-def test_operations_are_those_of_the_weights_that_multiply():
-    model = tiny_llama()
-    head, inputs = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    once = sum(one.numel() for one in model.parameters()) - (0 if head is inputs else inputs.numel())
-    assert step_flops(model, 10) == 60.0 * once
-    inputs.requires_grad_(False)
-    assert step_flops(model, 10) == 40.0 * once
+def tiny_mixtral(tied: bool) -> MixtralForCausalLM:
+    """Two of eight experts a token."""
+    settings: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": tied}
+    return MixtralForCausalLM(MixtralConfig(**SIZES | settings | {"experts_implementation": "eager"}))
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_mixtral])
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations_are_those_that_torch_counts_of_products_with_weights(make, tied: bool):
+    model = tiny_llama(tie_word_embeddings=tied) if make is tiny_llama else tiny_mixtral(tied)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(10)[None]).logits.sum().backward()
+    # attention multiplies in batches, weights do not
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    norms = sum(one.numel() for one in model.parameters() if one.ndim == 1)
+    assert step_flops(model, 10) == pytest.approx(counted + 60.0 * norms)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    assert step_flops(model, 10) == pytest.approx((counted + 60.0 * norms) * 4 / 6)
 
 
 def test_a_processor_has_no_data_sheet_and_a_card_has_that_of_its_name():
@@ -36,3 +52,4 @@ def test_a_processor_has_no_data_sheet_and_a_card_has_that_of_its_name():
     assert peak_flops_of("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops_of("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops_of("NVIDIA H100 PCIe") is None and peak_flops_of("NVIDIA T4") is None
+    assert peak_flops_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None, "a seventh of it"
