@@ -21,7 +21,7 @@ from typing import Any
 import requests
 import torch
 
-from ..cluster.ray_start.ray_session import free_port
+from ..cluster.ray_start.ray_init import free_ports
 from ..core.config import AlgorithmConfig
 from ..core.metrics import read_metrics
 from ..engine.weights.loading import load_causal_lm, load_tokenizer
@@ -301,7 +301,7 @@ def _judged(bench: Bench, model: Path, folder: Path) -> None:
     settings = {"data.eval_share": 0, "data.chat": "true", **SHOWN_TWICE}
     words = ["sft", "--model", str(model), "--data", str(rows), "--out", str(folder / "sft")]
     _command(words, settings, folder / "sft.log")
-    port = free_port()
+    port = free_ports(1)[0]
     judge = {
         "kind": "judge",
         "url": f"http://127.0.0.1:{port}/v1",

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import requests
 
-from ..cluster.ray_start.ray_session import TERMINATED, free_port
+from ..cluster.ray_start.ray_init import free_ports
+from ..cluster.ray_start.ray_session import TERMINATED
 from ..cluster.serving.engine_requests import sample_key
 from ..core.config import SpeculationConfig
 from ..core.errors import RlhfSpecError
@@ -94,7 +95,7 @@ def _workload(bench: Bench) -> Workload | None:
 @contextmanager
 def _server(bench: Bench, workload: Workload) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """One instance behind the server, as the command starts it, and its URL. Raises RlhfSpecError where it fails."""
-    port = free_port()
+    port = free_ports(1)[0]
     words = [
         *("serve", "engine", "--model", str(workload.paths.target), "--served-name", "served"),
         *("--port", str(port), "--context", str(CONTEXT), "--max-open", str(MAX_OPEN)),

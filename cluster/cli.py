@@ -7,6 +7,7 @@ command needs is imported, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import sys
 from collections.abc import Sequence
@@ -32,8 +33,6 @@ _OUTRO = """\
 Exit codes: 0 good, 2 bad input, 1 failure, 130 interrupted (Ctrl-C).
 Docs: README.md, docs/. Every setting, its default and meaning: docs/reference/config.md.
 """
-
-_INTERRUPTED = 130
 
 
 def commands() -> dict[str, Command | Group]:
@@ -102,6 +101,8 @@ def build_parser(named: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad input is one `error:` line without a traceback."""
+    # imported things stay: to look for garbage in them is a sixth of a start
+    gc.set_threshold(100_000, 20, 50)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a name the terminal has no letters for is no fault
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -119,11 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         args = build_parser(words).parse_args(words)
         # not for --version, --help: it loads the config's classes
+        from .commands.declare import call
         from .ray_start.quiet import quiet_libraries
 
         quiet_libraries()
-        from .commands.declare import call
-
         code = call(args)
         sys.stdout.flush()  # here, where a closed pipe can be told, not when Python ends
         return code
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return 130
     except OSError as error:
         explained = explain_os_error(error)
         if explained is None:

@@ -15,14 +15,13 @@ from typing import Literal
 import numpy as np
 import ray
 import torch
-from transformers import PreTrainedModel
 
 from ...core.errors import ConfigError, RlhfSpecError, WeightsError
 from ...core.records import Rollout, UpdateReport
 from ...core.weight_records import DigestKind, WeightManifest
 from ...engine.build import backend_for, published_model
 from ...engine.numerics import on_threads
-from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.causal_lm import DTYPES, PreTrainedModel
 from ...engine.weights.chunks import load_into, weight_views
 from ...engine.weights.loading import build_causal_lm
 from ...learning.drafts.cotraining import DraftCotrainer

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
 from ...core.config import Config
@@ -22,7 +22,7 @@ from ...engine.drafters.head.head_weights import (
     require_fit,
     save_head,
 )
-from ...engine.weights.causal_lm import max_context_tokens
+from ...engine.weights.causal_lm import PreTrainedModel, max_context_tokens
 from ...engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
 from ...engine.weights.weight_files import weights_digest
 from ...learning.data.prompts import load_prompts, sampling_params

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -26,10 +25,11 @@ from ...engine.drafters.head.head_weights import (
 )
 from ...engine.drafters.head.mtp_weights import FoundMtp, load_mtp
 from ...engine.drafters.head.published_head import rounded
-from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.causal_lm import DTYPES, PreTrainedModel
 from ...engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from ...engine.weights.llama_config import MODEL_TYPES
 from ...engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer, num_token_ids
+from ...engine.weights.stored_weights import StoredWeights, load_weights
 from ...engine.weights.weight_files import weights_digest
 from .model_files import check_vocabulary, describe_model, model_shape
 from .model_sizes import ModelShape
@@ -92,6 +92,12 @@ class DraftModel:
         trust = self.models.trust_remote_code
         loaded = load_causal_lm(place or self.place, self.models.dtype, trust_remote_code=trust)
         return fit_draft(loaded, foreign, num_ids=num_ids)
+
+    def weights(self) -> StoredWeights | PreTrainedModel:
+        """As `read`, but straight from its files where nothing is to be marked."""
+        if self.foreign_ids()[0]:
+            return self.read()
+        return load_weights(self.place, self.models.dtype, trust_remote_code=self.models.trust_remote_code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from .model_files import (
     describe_model,
     model_shape,
     other_templates,
+    own_weights,
 )
 from .model_sizes import ModelShape, ModelShapes
 
@@ -84,12 +85,12 @@ class CheckedModels:
         if speculation.policy == "goodput" and nodes:
             # the profile's engine drafts more
             nodes = max(nodes, MAX_PROFILED_NODES)
-        modules = {name: meta_model(name, described) for name, described in self.configs.items()}
-        for module in modules.values():
-            refuse_unsupported(module, max_total_tokens + nodes + 1)
+        for name, described in self.configs.items():
+            model = own_weights(name, described) or meta_model(name, described)
+            refuse_unsupported(model, max_total_tokens + nodes + 1)
         if ranks > 1:
-            target, *_ = modules.values()
-            require_module_dealt(target, ranks, num_token_ids(self.tokenizer))
+            name, described = next(iter(self.configs.items()))
+            require_module_dealt(meta_model(name, described), ranks, num_token_ids(self.tokenizer))
 
 
 def check_models(config: Config) -> CheckedModels:

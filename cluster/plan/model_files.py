@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from ...engine.cache.kv_pool import KVShape
 from ...engine.weights.causal_lm import DTYPES
 from ...engine.weights.chunks import not_finite
 from ...engine.weights.left_over import quantization_of, require_plain_weights, require_writer
-from ...engine.weights.llama_config import MODEL_TYPES
+from ...engine.weights.llama_config import EMBEDDING, HEAD, MODEL_TYPES
 from ...engine.weights.loading import meta_model, num_token_ids, refuse_not_finite
+from ...engine.weights.stored_weights import StoredWeights, stored_weights
 from ...engine.weights.weight_files import check_weight_files, local_folder, weight_files
 from .model_sizes import ModelShape
 
@@ -30,19 +32,30 @@ TEMPLATE_FILE = "chat_template.jinja"
 _IN_JSON = ("tokenizer_config.json", "chat_template.json")
 
 
-def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = None) -> int:
-    """Parameters of a model, counted on the meta device.
+def count_params(config: PretrainedConfig, auto_class: Any, name: str) -> int:
+    """Parameters of a model.
 
     Args:
         config: of the model.
         auto_class: as `AutoModelForCausalLM`.
-        name: path or hub name; where given, its weight files are checked too.
+        name: path or hub name, whose weight files are checked too.
 
     Raises:
         ModelError: there is no such model, its weight files are not whole or another model's, or a causal LM's are
             quantized or a classifier's.
     """
+    if auto_class is AutoModelForCausalLM and (stored := own_weights(name, config)) is not None:
+        return stored.num_parameters()
     return sum(parameter.numel() for parameter in _described(config, auto_class, name).parameters())
+
+
+def own_weights(name: str, config: PretrainedConfig) -> StoredWeights | None:
+    """The weights of a folder that holds them and nothing else; None where transformers, which takes seconds, must say.
+
+    Raises ModelError: a file is not whole.
+    """
+    stored = stored_weights(name, config, "float32")
+    return stored if stored is not None and len(stored.found) == len(stored.shapes) else None
 
 
 def _described(config: PretrainedConfig, auto_class: Any, name: str | None) -> Any:
@@ -70,18 +83,26 @@ def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape
     Raises:
         ModelError: there is no such model, or its weight files are not whole or another model's.
     """
-    text, model = config.get_text_config(), _described(config, AutoModelForCausalLM, name)
+    text, stored = config.get_text_config(), None if name is None else own_weights(name, config)
+    if stored is not None:
+        shapes, tables = stored.shapes, {HEAD, EMBEDDING} & stored.shapes.keys()
+    else:
+        model = _described(config, AutoModelForCausalLM, name)
+        ends = {
+            id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end
+        }
+        shapes = {path: tuple(one.shape) for path, one in model.named_parameters()}
+        tables = {path for path, one in model.named_parameters() if id(one) in ends}
     experts = getattr(text, "num_experts_per_tok", None) or 0
     width = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
-    tables = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
-    products = [one.numel() for one in model.parameters() if one.ndim > 1 and id(one) not in tables]
+    products = [prod(shape) for path, shape in shapes.items() if len(shape) > 1 and path not in tables]
     return ModelShape(
-        num_params=sum(parameter.numel() for parameter in model.parameters()),
+        num_params=sum(map(prod, shapes.values())),
         num_product_params=sum(products),
         largest_product=max(products, default=0),
         has_two_tables=len(tables) == 2,
         mlp_size=experts * (getattr(text, "moe_intermediate_size", None) or width) if experts else width,
-        norms_heads=any(path.endswith("q_norm") for path, _ in model.named_modules()),
+        norms_heads=any(path.rpartition(".")[0].endswith("q_norm") for path in shapes),
         kv=KVShape.of(config),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,

@@ -7,11 +7,10 @@ GPUs always do: the starting process may have no GPU, and if it has one, memory 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers.modeling_utils import PreTrainedModel
 
 from ...core.config import Config
 from ...core.errors import ConfigError, ProfileError
@@ -19,33 +18,22 @@ from ...core.records import SampleKey, SampleRequest, Stream
 from ...engine.calibration.engine_provenance import provenance_of
 from ...engine.calibration.measured_profile import measured_profile
 from ...engine.calibration.profiler import MadeProfile
-from ...engine.drafters.head.head_weights import HeadWeights
 from ...engine.group.dealing import dealt, local_ranks
 from ...engine.model.invariance_probe import KeptVerdicts
 from ...engine.numerics import on_threads
 from ...engine.weights.loading import load_causal_lm, num_token_ids
+from ...engine.weights.stored_weights import load_weights
 from ...learning.data.prompts import sampling_params
 from ...learning.models.make import require_writable
 from ...profiles.profile import Profile, load_profile, save_profile
 from ...profiles.provenance import Provenance
 from ..observe.console import Reporter
-from .drafts import what_drafts
+from .drafts import DraftModel, what_drafts
 from .inputs import Inputs
 
 AUTO = "auto"
 AUTO_BUDGET_S = 40.0
 MAX_PROMPTS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfiledRun:
-    """What a profile of this run is measured with."""
-
-    target: PreTrainedModel
-    draft: PreTrainedModel | HeadWeights | None
-    "None: drafts are looked up"
-    provenance: Provenance
-    max_total_tokens: int
 
 
 class RunProfile:
@@ -83,7 +71,7 @@ class RunProfile:
         profile = load_profile(folder)
         if not self._on_gpu or torch.cuda.is_available():
             # else there is nothing to compare with here: the instances compare
-            profile.provenance.require_match(self.described().provenance, where=f"the profile in {folder}")
+            profile.provenance.require_match(self.described(), where=f"the profile in {folder}")
         return profile
 
     def resolve(self, report: Reporter) -> Profile | None:
@@ -95,7 +83,7 @@ class RunProfile:
         if known is not None or not self._speculation.needs_profile:
             return known
         described = self.described()
-        folder = self._folder / described.provenance.key
+        folder = self._folder / described.key
         try:
             return load_profile(folder)
         except ProfileError:
@@ -106,41 +94,35 @@ class RunProfile:
         report.note(f"profile {folder} (used again while pair, machine and sampling stay)")
         return made.profile
 
-    def described(self) -> ProfiledRun:
-        """Load what is to be profiled and describe it. Raises ProfileError when nothing drafts."""
-        models, total = self._models, self._inputs.max_total_tokens
+    def described(self) -> Provenance:
+        """Read what is to be profiled and describe it. Raises ProfileError when nothing drafts."""
+        models, drafts = self._models, self._drafts
         if self._speculation.drafter == "none":
             raise ProfileError(
                 "a profile needs a target and what drafts for it; set models.draft, or speculation.drafter=suffix"
             )
-        target = load_causal_lm(models.target, models.dtype, trust_remote_code=models.trust_remote_code)
-        draft = None if self._drafts is None else self._drafts.read()
-        return ProfiledRun(
-            target=target,
-            draft=draft,
-            max_total_tokens=total,
-            provenance=provenance_of(
-                target,
-                draft,
-                engine=self._engine,
-                dtype=models.dtype,
-                sampling=self._sampling,
-                max_total_tokens=total,
-                num_ranks=self._num_ranks,
-            ),
+        return provenance_of(
+            load_weights(models.target, models.dtype, trust_remote_code=models.trust_remote_code),
+            drafts.weights() if isinstance(drafts, DraftModel) else drafts and drafts.read(),
+            engine=self._engine,
+            dtype=models.dtype,
+            sampling=self._sampling,
+            max_total_tokens=self._inputs.max_total_tokens,
+            num_ranks=self._num_ranks,
         )
 
-    def measure(self, run: ProfiledRun, report: Reporter, *, budget_s: float) -> MadeProfile:
+    def measure(self, provenance: Provenance, report: Reporter, *, budget_s: float) -> MadeProfile:
         """Measure a profile with a progress bar, on the threads and ranks an instance would have."""
-        vocab_size = num_token_ids(self._inputs.tokenizer)
-        with on_threads(self._engine.num_threads), local_ranks(run.provenance.num_ranks) as ranks:
+        vocab_size, models = num_token_ids(self._inputs.tokenizer), self._models
+        target = load_causal_lm(models.target, models.dtype, trust_remote_code=models.trust_remote_code)
+        with on_threads(self._engine.num_threads), local_ranks(provenance.num_ranks) as ranks:
             of = "target" if self._speculation.looks_up else "pair"
             with report.job(f"profile of the {of} on this machine") as tick:
                 return measured_profile(
-                    run.target if ranks is None else dealt(run.target, ranks, vocab_size),
-                    run.draft,
+                    target if ranks is None else dealt(target, ranks, vocab_size),
+                    self._drafts and self._drafts.read(),
                     self._requests(),
-                    run.provenance,
+                    provenance,
                     engine=self._engine,
                     speculation=self._speculation,
                     vocab_size=vocab_size,
@@ -154,7 +136,7 @@ class RunProfile:
         try:
             require_writable(self._folder / "new", "run.cache_dir")
         except ConfigError:
-            folder = self._folder / self.described().provenance.key
+            folder = self._folder / self.described().key
             try:
                 load_profile(folder)
             except ProfileError:

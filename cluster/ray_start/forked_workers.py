@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 
 TYPE_CHECKING = False
@@ -50,6 +50,8 @@ _IMPORTED_WITH_RAY = (
     "rlhfspec.actors.remote.actor_start",
 )
 "No class of an actor: Ray draws a name for it, and forks would draw the same ones from then on."
+KNOWN_RAY = "2.60."
+"Versions begin so whose private functions are known: another starts itself and its workers as it would."
 _NAME = "RLHFSPEC_WORKERS"
 "Of the variable with the name of a socket without a file: nothing is left of it."
 _FORKABLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -97,14 +99,16 @@ def begin_workers(cluster: "ClusterConfig") -> None:
         begin_forking()
 
 
-def begin_forking() -> "Popen[bytes]":
-    """Start the process that forks, where it does not run; it imports for some seconds, and workers wait for it."""
+def begin_forking() -> "Popen[bytes] | None":
+    """Start the process that forks, where it does not run; workers wait while it imports. None: for another Ray."""
+    from importlib.metadata import version
     from subprocess import DEVNULL, PIPE, Popen
 
     from ...core.named_code import IMPORT_FOLDER
     from .quiet import quiet_environment
 
-    if _Forking.process is not None and _Forking.process.poll() is None:
+    knows_ray, process = version("ray").startswith(KNOWN_RAY), _Forking.process
+    if not knows_ray or (process is not None and process.poll() is None):
         return _Forking.process
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as commands:
         commands.bind("\0" + raylet_environment()[_NAME])
@@ -126,11 +130,13 @@ def begin_forking() -> "Popen[bytes]":
 @contextmanager
 def forking() -> Iterator[None]:
     """Fork workers of the Ray of this block; the next Ray has a process of its own for it, that imports it."""
-    with begin_forking() as process:
+    with begin_forking() or nullcontext() as process:
         try:
             yield
         finally:
-            process.terminate()
+            if process is not None:
+                # nothing puts that off, so that the wait for its end is short
+                process.kill()
             _Forking.process, _Forking.name = None, ""
 
 
@@ -139,14 +145,13 @@ def _hand_over(words: list[str]) -> None:
     given = next((word.removeprefix(_CONTEXT) for word in words if word.startswith(_CONTEXT)), "{}")
     context = json.loads(given)
     variables = context.pop("env_vars", {})
-    is_prepared = any(value and value != sys.executable for value in context.values())
-    # another tree, settings of Ray's core, what Ray puts together
-    is_odd = any(
+    # another executable or a container; another tree, settings of Ray's core, what Ray puts together
+    is_for_ray = any(value and value != sys.executable for value in context.values()) or any(
         name == "PYTHONPATH" or "$" in value or (name.startswith("RAY_") and not name.isupper())
         for name, value in variables.items()
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker, suppress(OSError):
-        if not is_prepared and not is_odd:
+        if not is_for_ray:
             worker.connect("\0" + os.environ[_NAME])
             command = [word for word in words if not word.startswith((_CONTEXT, _LANGUAGE))]
             with open(_OOM_SCORE) as score:
@@ -217,7 +222,6 @@ def _import(modules: tuple[str, ...]) -> None:
         import_module(module)
         if _is_over():
             sys.exit()
-    gc.collect()
     gc.freeze()
 
 
@@ -228,8 +232,10 @@ def _take(environment: dict[str, str]) -> None:
 
 def _fork() -> None:
     """Import, fork when told to, and be the worker in the child."""
+    gc.disable()
     _import(_IMPORTED)
     sys.argv, folder = _next_worker(socket.socket(fileno=int(sys.argv[1])))
+    gc.enable()
     os.chdir(folder)
     # numpy draws its seed, torch reads its threads, when it is imported
     sys.modules["numpy"].random.seed()

@@ -11,10 +11,11 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
 from ray._private import parameter, ray_constants, services
-from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, GcsClient, persist_port  # type: ignore[attr-defined]
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from ..folder.leftovers import end_processes
 from . import forked_workers
@@ -54,7 +55,7 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
     Nothing of the first try is running at the second. Raises as `ray.init` does, StartFailed.
     """
     for is_last in (False, True):
-        *agents, export = _free_ports(len(_AGENT_PORTS) + 1)
+        *agents, export = free_ports(len(_AGENT_PORTS) + 1)
         try:
             given = _SETTINGS | dict(zip(_AGENT_PORTS, agents, strict=True))
             with environment(forked_workers.raylet_environment()), _given(given):
@@ -66,7 +67,7 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
         end_processes(folder)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Different TCP ports that are free now on all interfaces."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.create_server(("", 0))) for _ in range(count)]
@@ -76,18 +77,17 @@ def _free_ports(count: int) -> list[int]:
 @contextmanager
 def _given(settings: Mapping[str, Any]) -> Iterator[None]:
     """Let `ray.init` start its processes with settings that it takes no arguments for, and wait for them."""
-    changes = (_start_ray_process, _start_raylet, _start_api_server, _get_node)
-    before = {change.__name__[1:]: getattr(services, change.__name__[1:]) for change in changes}
-    whole, started = parameter.RayParams, dict[str, Any]()
-    for change, ray_own in zip(changes, before.values(), strict=True):
-        setattr(services, change.__name__[1:], partial(change, ray_own, started))
-    parameter.RayParams = partial(whole, **settings)  # type: ignore[misc]
-    try:
+    if not ray.__version__.startswith(forked_workers.KNOWN_RAY):
         yield
-    finally:
-        parameter.RayParams = whole
-        for name, ray_own in before.items():
-            setattr(services, name, ray_own)
+        return
+    started = dict[str, Any]()
+    names = {
+        one.__name__[1:]: one for one in (_start_ray_process, _start_raylet, _start_api_server, _get_node)
+    }
+    changed: Any = {name: partial(one, getattr(services, name), started) for name, one in names.items()}
+    params = partial(parameter.RayParams, **settings)
+    with patch.multiple(services, **changed), patch.object(parameter, "RayParams", params):
+        yield
 
 
 def _start_ray_process(start: Any, started: dict[str, Any], command: Any, kind: str, **named: Any) -> Any:
@@ -101,6 +101,8 @@ def _start_ray_process(start: Any, started: dict[str, Any], command: Any, kind: 
 
 def _start_raylet(start: Any, _: Any, *args: Any, **named: Any) -> Any:
     """Say first where the dashboard's agent will listen: a raylet waits for that file although the port is given."""
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]
+
     given = signature(start).bind(*args, **named).arguments
     port = given["dashboard_agent_listen_port"]
     persist_port(given["session_dir"], given["node_id"], DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
@@ -112,6 +114,7 @@ def _start_api_server(start: Any, _: Any, *args: Any, **named: Any) -> Any:
     given = signature(start).bind(*args, **named).arguments
     head = GcsClient(address=given["gcs_address"], cluster_id=given["cluster_id_hex"])
     at, of = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
+    # where there is none, its agent would log an error a second until it had an address; nobody listens at port 1
     head.internal_kv_put(at, f"{given['host']}:{given.get('port') or 1}".encode(), True, of)
     return start(*args, **named) if given["include_dashboard"] else ("", None)
 

@@ -28,7 +28,7 @@ from ray._private import ray_constants, worker
 
 from ...actors.remote.actor_start import actor_environment
 from ...actors.remote.watch import waits_noted
-from ...core.errors import NodeDied, PlacementError
+from ...core.errors import NodeDied, PlacementError, one_line
 from ...core.settings.cluster import ClusterConfig
 from ..folder.leftovers import (
     RAY_FOLDER,
@@ -38,7 +38,7 @@ from ..folder.leftovers import (
     uninterrupted,
 )
 from . import machine
-from .forked_workers import forking, joined_address, worker_environment
+from .forked_workers import KNOWN_RAY, forking, joined_address, worker_environment
 from .origin import IS_CHECKOUT, ROOT
 from .private_folder import (
     BELOW,
@@ -52,7 +52,7 @@ from .private_folder import (
     token_of,
     using_token,
 )
-from .ray_init import PATIENCE, START_S, start_twice
+from .ray_init import PATIENCE, START_S, free_ports, start_twice
 
 MIN_OBJECT_STORE_BYTES = 100 << 20
 OBJECT_STORE_USUAL_BYTES = 1 << 30
@@ -179,6 +179,8 @@ def _local(
     check_local_ray(cluster)
     base = temporary_base()
     notes = [*temporary_notes(), *sweep_ray_folders(base)]
+    if not ray.__version__.startswith(KNOWN_RAY):
+        notes.append(f"Ray {ray.__version__} starts more slowly than {KNOWN_RAY}x, whose start is known here")
     folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDER, dir=base))
     with removed_when_gone(folder):
         claim(folder)
@@ -214,7 +216,7 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
             num_cpus=machine.num_cores(),
             include_dashboard=cluster.dashboard,
             dashboard_host=LOOPBACK,
-            dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
+            dashboard_port=(cluster.dashboard_port or free_ports(1)[0]) if cluster.dashboard else None,
             object_store_memory=cluster.object_store_bytes or store_bytes or object_store_bytes(),
             folder=own,
             log_to_driver=False,
@@ -223,8 +225,8 @@ def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: in
     except Exception as error:  # of many kinds: sockets, processes, memory
         # bad settings have been refused above: it is the machine
         raise NodeDied(
-            f"cannot start Ray on this machine: {_one_line(error)}; start again, as another process may have taken a "
-            f"port; if that fails too, free memory, /dev/shm and {folder.parent}, wait until the load falls ("
+            f"cannot start Ray on this machine: {one_line(str(error))}; start again, as another process may have taken "
+            f"a port; if that fails too, free memory, /dev/shm and {folder.parent}, wait until the load falls ("
             f"{os.getloadavg()[0]:.0f} on {machine.num_cores()} cores), set cluster.dashboard to false, or join a "
             "running cluster with cluster.address"
         ) from error
@@ -260,8 +262,8 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
                 )
         except Exception as error:  # a refusal, a time-out, another version: of many kinds
             raise PlacementError(
-                f"cannot join the Ray cluster at '{address}': {_one_line(error)}; start it with `ray start --head`, or "
-                "leave cluster.address and RAY_ADDRESS unset for a local one; if it asks for a token, set "
+                f"cannot join the Ray cluster at '{address}': {one_line(str(error))}; start it with `ray start --head` "
+                "or leave cluster.address and RAY_ADDRESS unset for a local one; if it asks for a token, set "
                 "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as on its head (a run's own local Ray "
                 "lets only its user in)"
             ) from error
@@ -283,7 +285,7 @@ def require_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise PlacementError(
-            f"cannot reach the Ray cluster at '{address}': {_one_line(error)} (waited at most "
+            f"cannot reach the Ray cluster at '{address}': {one_line(str(error))} (waited at most "
             f"{CONNECT_TIMEOUT_S:.0f} s); start it with `ray start --head`, fix cluster.address or RAY_ADDRESS, or "
             "leave both unset for a local one"
         ) from error
@@ -302,10 +304,6 @@ def _is_private(address: str) -> bool:
     return False
 
 
-def _one_line(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
-
-
 def object_store_bytes(needed: int = 0) -> int:
     """What a run needs, but at most nine tenths of what is free in /dev/shm; beyond, Ray spills to disk.
 
@@ -314,12 +312,6 @@ def object_store_bytes(needed: int = 0) -> int:
     shared = machine.shared_memory_bytes() or 0
     usual = min(OBJECT_STORE_USUAL_BYTES, shared // 4)
     return max(MIN_OBJECT_STORE_BYTES, usual, min(needed, shared * 9 // 10))
-
-
-def free_port() -> int:
-    """A TCP port that is free now on the loopback interface."""
-    with socket.create_server((LOOPBACK, 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def _dashboard_url(context: Any) -> str | None:

@@ -27,9 +27,9 @@ from ...engine.model.invariance_probe import KeptVerdicts
 from ...engine.numerics import use_threads
 from ...engine.requests import require_can_go_on
 from ...engine.weights.causal_lm import CausalLM
-from ...engine.weights.chunks import WeightPacker, pack_weights, weight_views
-from ...engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
-from ...engine.weights.stored_weights import stored_weights
+from ...engine.weights.chunks import pack_weights, weight_views
+from ...engine.weights.loading import load_causal_lm, num_token_ids
+from ...engine.weights.stored_weights import load_weights
 from ...learning.data.chat.end_tokens import stop_strings
 from ...policies.drafting.baselines import FixedPolicy
 from ...policies.drafting.draft_policy import DraftPolicy
@@ -171,15 +171,8 @@ class Regenerator:
             return
         kept, models = self._models[version], self._config.models
         kind = kind_of(kept.checksum or "")
-        hf_config = load_hf_config(kept.name, trust_remote_code=models.trust_remote_code)
-        stored = stored_weights(kept.name, hf_config, models.dtype)
-        if stored is None:
-            model = load_causal_lm(kept.name, models.dtype, trust_remote_code=models.trust_remote_code)
-            manifest, chunks = pack_weights(model, name="target", weight_version=version, kind=kind)
-        else:
-            dtype, config = self.engine.runner.model.dtype, stored.hf_config_json
-            packer = WeightPacker(name="target", weight_version=version, hf_config_json=config, kind=kind)
-            manifest, chunks = packer.pack((name, tensor.to(dtype)) for name, tensor in stored.tensors())
+        model = load_weights(kept.name, models.dtype, trust_remote_code=models.trust_remote_code)
+        manifest, chunks = pack_weights(model, name="target", weight_version=version, kind=kind)
         if kept.checksum not in (None, manifest.checksum):
             raise OtherWeights(kept.name, version, expected=str(kept.checksum), got=manifest.checksum)
         self.engine.load_weights(manifest, weight_views(manifest, chunks))

@@ -27,7 +27,6 @@ ENGINE_CODE = "rows of attention abreast"
 NO_DRAFT = "none: drafts are looked up"
 _RECORDED = ("transformers", "numpy", "statsmodels")
 
-
 Drafts = CausalLM | HeadWeights | None
 "A draft model, a head; None: drafts are looked up."
 

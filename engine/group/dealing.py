@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,14 +23,11 @@ from ..model.llama_model import INNER_STEP, LlamaModel, config_of
 from ..model.support import not_held
 from ..numerics import choose_backend
 from ..parts import PARTS, Share
+from ..weights.causal_lm import PreTrainedModel
 from ..weights.chunks import unique_tensors
 from ..weights.llama_config import LlamaConfig, weight_shapes
 from .follower import Follower
 from .ranks import GroupError, GroupRanks, joined
-
-if TYPE_CHECKING:
-    # takes as long as all the rest of a start
-    from transformers.modeling_utils import PreTrainedModel
 
 TIMEOUT_S = 600.0
 _LAST_CHARS = 2000

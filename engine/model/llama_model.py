@@ -88,8 +88,6 @@ class _Product:
 class LlamaModel:
     """Owns the weights; `engine.model.llama_forward` computes with them."""
 
-    _supports_attention_backend = True
-
     def __init__(
         self,
         config: LlamaConfig,

@@ -20,9 +20,8 @@ def refuse_unsupported(model: CausalLM, capacity: int) -> None:
     """Raise ModelError, saying why, for an architecture that would run and be wrong."""
     config: dict[str, Any] = model.config.get_text_config().to_dict()
     reasons = {
-        "it does not take a registered attention function": not getattr(
-            model, "_supports_attention_backend", False
-        ),
+        "it does not take a registered attention function": isinstance(model, nn.Module)
+        and not getattr(model, "_supports_attention_backend", False),
         "it compresses keys and values into latents": bool(config.get("kv_lora_rank")),
         "its chunked attention needs a mask of its own": bool(config.get("attention_chunk_size")),
         "it has attention sinks": isinstance(model, nn.Module)
@@ -40,8 +39,9 @@ def refuse_changing_rope(model: CausalLM, capacity: int, what: str, keys: str) -
     """Raise ModelError where rotary positions would depend on the longest neighbour; `keys` bound `capacity`."""
     limit = _rope_changes_at(model.config.get_text_config().to_dict())
     if limit is not None and capacity > limit:
+        kind = (getattr(model.config, "architectures", None) or [type(model).__name__])[0]
         raise ModelError(
-            f"{type(model).__name__} is not supported at this length: its rotary positions change for a whole batch "
+            f"{kind} is not supported at this length: its rotary positions change for a whole batch "
             f"whose longest sample has more than {limit} tokens, and one may have {capacity} here ({what}); lower "
             f"{keys}, or take a model of another family"
         )

@@ -6,9 +6,15 @@ takes longer than the rest of an instance's start.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as PreTrainedModel
+else:
+    # for annotations: modules that name it are imported by whoever has no model
+    PreTrainedModel = torch.nn.Module
 
 POSITION_LIMITS = (
     "max_position_embeddings",

@@ -240,7 +240,7 @@ def pack_weights(
     packer = WeightPacker(
         name=name, weight_version=weight_version, hf_config_json=config, chunk_bytes=chunk_bytes, kind=kind
     )
-    return packer.pack(unique_tensors(model))
+    return packer.pack(tensors_of(model))
 
 
 def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> dict[str, Tensor]:
@@ -428,7 +428,7 @@ def describe_not_finite(names: Sequence[str]) -> str:
 
 def model_checksum(model: CausalLM, *, like: str = "") -> str:
     """Return the checksum that `pack_weights` would put into the manifest, of the kind of `like`."""
-    return checksum_of((tensor for _, tensor in unique_tensors(model)), like=like)
+    return checksum_of((tensor for _, tensor in tensors_of(model)), like=like)
 
 
 def checksum_of(tensors: Iterable[Tensor], *, like: str = "") -> str:
@@ -437,6 +437,11 @@ def checksum_of(tensors: Iterable[Tensor], *, like: str = "") -> str:
     for tensor in tensors:
         whole.add(tensor)
     return whole.text()
+
+
+def tensors_of(model: Any) -> Iterable[tuple[str, Tensor]]:
+    """The `unique_tensors` of a module, or what weights that are still in files give one by one."""
+    return unique_tensors(model) if isinstance(model, torch.nn.Module) else model.tensors()
 
 
 def unique_tensors(model: Any) -> list[tuple[str, Tensor]]:

@@ -11,10 +11,10 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...core.errors import ModelError
+from .causal_lm import PreTrainedModel
 from .shared_ids import FOREIGN_KEY, listed
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...core.errors import ModelError
 
-_FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
+FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 "As safetensors and torch call the types that hold weights themselves."
 _FURTHER_TOKENS = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|shared_head)")
 "In names of a layer for multi-token prediction, which checkpoints number as one more layer."
@@ -47,7 +47,7 @@ def require_float_weights(name: str, types: Mapping[str, str]) -> None:
 
     `types` are the types of the model's weights by name.
     """
-    odd = sorted(key for key, held in types.items() if held.removeprefix("torch.") not in _FLOATS)
+    odd = sorted(key for key, held in types.items() if held.removeprefix("torch.") not in FLOATS)
     if odd:
         raise ModelError(
             f"the weight files of '{name}' hold '{odd[0]}' as {types[odd[0]]} ({len(odd)} such), and its config.json "

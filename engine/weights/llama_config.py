@@ -7,6 +7,7 @@ of an instance's start, but for models that stretch their context.
 from __future__ import annotations
 
 import json
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from ...core.errors import ModelError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MAX_LAYERS = 10_000
+"Above all there are; a mistyped number would be built for hours."
 HEAD, EMBEDDING, FINAL_NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -130,6 +133,10 @@ def _require_known(config: LlamaConfig) -> None:
     """Raise ValueError for a config that describes more than our forward computes."""
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"model_type '{config.model_type}'")
+    if not 0 < config.num_hidden_layers <= MAX_LAYERS:
+        raise ValueError(f"{config.num_hidden_layers} layers")
+    if not all(0 < one < inf for one in (config.rms_norm_eps, config.rope_parameters["rope_theta"])):
+        raise ValueError("rms_norm_eps and rope_theta that are not positive")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("its weights are quantized")
     if "head_dim" not in vars(config) and config.hidden_size % config.num_attention_heads:

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PretrainedConfig
 from transformers.initialization import no_init_weights
-from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...core.errors import ModelError
 from ...core.outside import is_lfs_pointer
-from .causal_lm import DTYPES
+from .causal_lm import DTYPES, PreTrainedModel
 from .chunks import describe_not_finite, not_finite
 from .config_json import require_config_read
 from .left_over import (
@@ -32,7 +31,7 @@ from .left_over import (
     require_taken,
     require_writer,
 )
-from .renamed_configs import register_renamed
+from .llama_config import MAX_LAYERS
 from .weight_files import (
     ADAPTER_FILE,
     first_line,
@@ -40,8 +39,6 @@ from .weight_files import (
     require_no_adapter,
     unequal_ties,
 )
-
-register_renamed()
 
 _CONFIG = "config.json of the model"
 logger = logging.getLogger(__name__)
@@ -52,8 +49,6 @@ _MEND = {
     _CONFIG: "fix it, or save the model again with save_pretrained",
 }
 
-MAX_LAYERS = 10_000
-"Above all there are; a mistyped number would be built for hours."
 HUB_TIMEOUT_S = 10.0
 "Until the hub must have answered; a machine without one should not wait longer."
 _FIRST_READ = ("config.json", "tokenizer_config.json")
@@ -70,33 +65,37 @@ def _hub_fault(name: str, _minutes: int) -> str:
 
 
 @contextmanager
-def _hub_asked_once(name: str) -> Iterator[None]:
-    """Let a model be read; where the hub does not give it, from the hub's cache alone.
+def _reading(what: str, name: str) -> Iterator[None]:
+    """Let transformers read a model's files; where the hub does not give them, from the hub's cache alone.
 
-    transformers asks for each file of a model, up to six times. Raises OSError: neither hub nor cache has it.
+    It asks for each file, up to six times. Raises ModelError: neither hub nor cache has them, or whatever they lead to.
     """
-    may_ask = not (constants.HF_HUB_OFFLINE or Path(name).expanduser().exists())
-    fault = _hub_fault(name, int(time.monotonic() // 300)) if may_ask else ""
-    if fault and not any(isinstance(try_to_load_from_cache(name, file), str) for file in _FIRST_READ):
-        raise OSError(fault)
-    if fault:
-        logger.warning("%s is read as it lies in the hub's cache: %s", name, fault)
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE or bool(fault)
+    # seconds of import, where a config is read and not before
+    from .renamed_configs import register_renamed
+
+    register_renamed()
+    before = constants.HF_HUB_OFFLINE
     try:
+        may_ask = not (before or Path(name).expanduser().exists())
+        fault = _hub_fault(name, int(time.monotonic() // 300)) if may_ask else ""
+        if fault and not any(isinstance(try_to_load_from_cache(name, file), str) for file in _FIRST_READ):
+            raise OSError(fault)
+        if fault:
+            logger.warning("%s is read as it lies in the hub's cache: %s", name, fault)
+        constants.HF_HUB_OFFLINE = before or bool(fault)
         yield
+    except (MemoryError, torch.OutOfMemoryError, ModelError):
+        raise
+    except Exception as error:  # the files are the user's
+        raise ModelError(_cannot_load(what, name, error)) from error
     finally:
         constants.HF_HUB_OFFLINE = before
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a tokenizer by path or hub name. Raises ModelError."""
-    try:
-        with _hub_asked_once(name):
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # the files are the user's, and transformers raises whatever they lead to
-        raise ModelError(_cannot_load("tokenizer", name, error)) from error
+    with _reading("tokenizer", name):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.get_vocab():
         raise ModelError(_cannot_load("tokenizer", name, ValueError("its vocabulary is empty")))
     return tokenizer
@@ -121,13 +120,8 @@ def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
         require_plain_weights(name, config)
         require_no_adapter(name)
         settings = {**settings, **loading_settings(config)}
-    try:
-        with _hub_asked_once(name):
-            model, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # as above
-        raise ModelError(_cannot_load("model", name, error)) from error
+    with _reading("model", name):
+        model, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
     require_all_weights(name, info["missing_keys"], info["unexpected_keys"])
     require_taken(name, model, info["unexpected_keys"])
     require_finite(name, model.named_parameters())
@@ -165,15 +159,10 @@ def refuse_not_finite(name: str, odd: Sequence[str]) -> None:
 
 def load_hf_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load only a model's config. Raises ModelError."""
-    try:
-        with _hub_asked_once(name):
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-            require_config_read(name, PretrainedConfig.get_config_dict(name)[0], config)
-            return config
-    except (MemoryError, torch.OutOfMemoryError, ModelError):
-        raise
-    except Exception as error:  # as above
-        raise ModelError(_cannot_load(_CONFIG, name, error)) from error
+    with _reading(_CONFIG, name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        require_config_read(name, PretrainedConfig.get_config_dict(name)[0], config)
+    return config
 
 
 def meta_model(
@@ -193,7 +182,9 @@ def meta_model(
             return auto_class.from_config(config)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # as above: sizes that do not go together, no such class
+    except (
+        Exception
+    ) as error:  # transformers raises what they lead to: sizes that do not go together, no such class
         raise ModelError(
             f"the config.json of '{name}' describes no model that can be built as {auto_class.__name__} "
             f"(model_type '{config.model_type}'): {first_line(error)}; fix it or take another model"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -47,19 +47,17 @@ def check_weight_files(name: str, model: Any) -> None:
     if folder is None:
         return
     require_no_adapter(name)
-    files = weight_files(folder)
-    found = {key: (file, shape) for file in files for key, shape in shapes_in(file)}
-    shapes = {key: shape for key, (_, shape) in found.items()}
+    found = tensors_in(weight_files(folder))
+    shapes = {key: one.shape for key, one in found.items()}
     if getattr(model.config, "quantization_config", None) is None:  # packed weights have other shapes
         _require_fit(name, model, shapes)
         own = model.state_dict()
-        types = {key: held for file in files for key, held in _types_in(file)}
         require_float_weights(
-            name, {key: held for key, held in types.items() if key in own or key.endswith(".weight")}
+            name, {key: one.dtype for key, one in found.items() if key in own or key.endswith(".weight")}
         )
         for tied in names_of_each_tensor(model):
             held = [key for key in tied if key in found]
-            values = [_read(found[key][0], key) for key in held] if len(held) > 1 else []
+            values = [_read(found[key].file, key) for key in held] if len(held) > 1 else []
             if any(not torch.equal(values[0], other) for other in values[1:]):
                 raise unequal_ties(name, held[0], held[1])
 
@@ -231,40 +229,41 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a file; headers only, but their reading finds a cut file."""
+class StoredTensor(NamedTuple):
+    """Where a tensor is, and what its file's header says of it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    "in the words of the file's format"
+
+
+def tensors_in(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Every tensor of some files by name. Raises ModelError: one is cut, which reading its header finds."""
+    return {key: tensor for file in files for key, tensor in _tensors_in(file)}
+
+
+def _tensors_in(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118, it is no mapping
-                    yield key, tuple(opened.get_slice(key).get_shape())
+                    header = opened.get_slice(key)
+                    yield key, StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
         else:
             # pickle, but of plain tensors only
             whole = torch.load(
                 file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file) or None
             )
-            yield from (
-                (key, tuple(value.shape)) for key, value in whole.items() if isinstance(value, Tensor)
-            )
+            for key, value in whole.items():
+                if isinstance(value, Tensor):
+                    yield key, StoredTensor(file, tuple(value.shape), str(value.dtype))
     except Exception as error:  # unpickling raises whatever the damage happens to spell
         pickled = "expected tensors by name as torch.save writes them, and nothing that is code"
         why = first_line(error) if file.suffix == ".safetensors" else pickled
         raise ModelError(
             f"the weight file {file} ({file.stat().st_size} bytes) is cut or damaged: {why}; {_MEND}"
         ) from error
-
-
-def _types_in(file: Path) -> Iterator[tuple[str, str]]:
-    """Name and type of every tensor of a file that `shapes_in` has read."""
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118, as above
-                yield key, opened.get_slice(key).get_dtype()
-    else:
-        whole = torch.load(
-            file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file) or None
-        )
-        yield from ((key, str(value.dtype)) for key, value in whole.items() if isinstance(value, Tensor))
 
 
 def _require_fit(name: str, model: Any, shapes: dict[str, tuple[int, ...]]) -> None:

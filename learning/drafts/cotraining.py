@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...core.errors import NotFiniteError
 from ...engine.decoding.logprobs import scaled_logits
+from ...engine.weights.causal_lm import PreTrainedModel
 from ...engine.weights.shared_ids import foreign_of, without
 from ..training.objectives.policy import SeenLogits
 from ..training.parallel import OneTrainer

@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...core.config import DrafterTrainingConfig
 from ...core.errors import ConfigError
 from ...core.files import storage_errors
+from ...engine.weights.causal_lm import PreTrainedModel
 from ...engine.weights.chunks import not_finite, unique_tensors
 from ..training.trainer_core import Trainer, small_trainer
 from ..training.training_forward import prepare_for_training

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from ...core.config import EngineConfig, SpeculationConfig
 from ...core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
@@ -24,6 +23,7 @@ from ...engine.decoding.noise import gumbel_noise, key_words
 from ...engine.drafters.head.feature_recorder import FeatureSequence
 from ...engine.drafters.head.head_weights import HeadWeights, require_fit
 from ...engine.engine import Engine
+from ...engine.weights.causal_lm import PreTrainedModel
 from .features import PackedFeatures, num_anchors, record_features
 from .head import HeadModule, TargetParts
 from .unrolled import unroll

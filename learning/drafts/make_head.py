@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from ...core.errors import ConfigError, DataError
 from ...core.records import Prompt, SamplingParams
 from ...engine.drafters.head.head_weights import HeadWeights
 from ...engine.numerics import on_threads
+from ...engine.weights.causal_lm import PreTrainedModel
 from .evaluate_head import Acceptance, OwnResponse, Responder, drafted_response
 from .features import num_anchors, pack_sequences
 from .head import (

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...core.errors import NotFiniteError
 from ...core.records import Rollout
 from ...engine.decoding.logprobs import scaled_logits
+from ...engine.weights.causal_lm import PreTrainedModel
 from ...engine.weights.shared_ids import foreign_of, without
 from ..training.batching import num_unique, pack_by_length
 from ..training.experience import Experience, collate

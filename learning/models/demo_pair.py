@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from ...core.errors import RlhfSpecError
 from ...core.records import Prompt
+from ...engine.weights.causal_lm import PreTrainedModel
 from ..tasks.chain_task import ALPHABET as CHAIN_ALPHABET
 from ..tasks.chain_task import (
     MAX_RESPONSE_TOKENS,
@@ -35,7 +36,7 @@ from ..training.objectives.padded_batches import (
     supervised_batches,
 )
 from ..training.trainer_core import OneForward, small_trainer
-from .net2net import deepen, widen
+from .net2net import deepen, new_llama, widen
 from .tokenization import character_tokenizer, token_id
 
 Progress = Callable[[str, float], None]
@@ -78,7 +79,7 @@ class DemoPairMaker:
         self.accuracy = self.estimate = 0.0
         self._rng = np.random.default_rng([seed, 0x9A18])
 
-    def make_target(self) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    def make_target(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """Train the narrow target until its measured accuracy fits; return (narrow, grown).
 
         Raises RlhfSpecError when it does not get there within the recipe's steps.
@@ -104,7 +105,7 @@ class DemoPairMaker:
             f"{recipe.min_accuracy} to {recipe.max_accuracy}; try another run.seed"
         )
 
-    def make_draft(self, teacher: LlamaForCausalLM) -> LlamaForCausalLM:
+    def make_draft(self, teacher: PreTrainedModel) -> PreTrainedModel:
         """Distil the one-layer draft from the teacher."""
         recipe = self.recipe
         draft = self._model(recipe.draft_hidden_size, 1, recipe.draft_hidden_size // 2)
@@ -117,7 +118,7 @@ class DemoPairMaker:
         return draft.eval()
 
     @torch.inference_mode()
-    def estimate_accuracy(self, model: LlamaForCausalLM, num_prompts: int) -> float:
+    def estimate_accuracy(self, model: PreTrainedModel, num_prompts: int) -> float:
         """Mean probability of the right solution, letter by letter: cheap, and without sampling noise.
 
         It misses only samples that are right in spite of a slip, so it is a little low.
@@ -131,7 +132,7 @@ class DemoPairMaker:
         model.train()
         return total / num_prompts
 
-    def measure_accuracy(self, model: LlamaForCausalLM, num_prompts: int) -> float:
+    def measure_accuracy(self, model: PreTrainedModel, num_prompts: int) -> float:
         """Share of right answers in samples at T = 1 on problems of the task's own distribution."""
         problems = self.check_problems(num_prompts)
         prompts = [
@@ -169,7 +170,7 @@ class DemoPairMaker:
         rng = np.random.default_rng([self.seed, 0xACC])
         return [draw_problem(rng) for _ in range(num)]
 
-    def _model(self, hidden_size: int, num_layers: int, head_dim: int) -> LlamaForCausalLM:
+    def _model(self, hidden_size: int, num_layers: int, head_dim: int) -> PreTrainedModel:
         return new_llama(llama_config(self.tokenizer, hidden_size, num_layers, head_dim), self.seed)
 
     def _batches(self, num: int) -> Iterator[SupervisedBatch]:
@@ -227,13 +228,6 @@ def llama_config(
         tie_word_embeddings=False,
         **{**usual, "initializer_range": 0.06, **settings},
     )
-
-
-def new_llama(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """One with weights drawn from the seed; the global random state stays."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
 
 
 @torch.inference_mode()

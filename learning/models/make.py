@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ...core.errors import ConfigError, DataError
 from ...engine.numerics import on_threads
+from ...engine.weights.causal_lm import PreTrainedModel
 from .demo_pair import DemoPairMaker, DemoRecipe
 from .text_pair import TextPairMaker, TextRecipe, read_examples
 

@@ -7,11 +7,14 @@ Source: Chen et al. 2016 (Net2Net), section 2; zero-initialised blocks as in Zha
 from __future__ import annotations
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
+
+from ...engine.weights.causal_lm import PreTrainedModel
 
 
-def widen(model: LlamaForCausalLM, *, factor: int = 2, seed: int = 0) -> LlamaForCausalLM:
+def widen(model: PreTrainedModel, *, factor: int = 2, seed: int = 0) -> PreTrainedModel:
     """Return a model `factor` times as wide (hidden, heads, KV heads, MLP) with the same logits.
 
     What writes to the residual stream (embedding, o_proj, down_proj) is zero wherever it is new, so the
@@ -31,14 +34,14 @@ def widen(model: LlamaForCausalLM, *, factor: int = 2, seed: int = 0) -> LlamaFo
             "rms_norm_eps": old.rms_norm_eps / factor,
         }
     )
-    wide = _fresh(config, seed)
+    wide = new_llama(config, seed)
     source = model.state_dict()
     state = {name: _widened(name, new, source[name], factor) for name, new in wide.state_dict().items()}
     wide.load_state_dict(state)
     return wide
 
 
-def deepen(model: LlamaForCausalLM, *, num_layers: int, seed: int = 0) -> LlamaForCausalLM:
+def deepen(model: PreTrainedModel, *, num_layers: int, seed: int = 0) -> PreTrainedModel:
     """Return a model with `num_layers` blocks and the same logits.
 
     The old blocks are spread evenly; new ones have zero output projections, so they add nothing until
@@ -46,7 +49,7 @@ def deepen(model: LlamaForCausalLM, *, num_layers: int, seed: int = 0) -> LlamaF
     """
     old = model.config
     config = LlamaConfig(**{**old.to_dict(), "num_hidden_layers": num_layers, "head_dim": old.head_dim})
-    deep = _fresh(config, seed)
+    deep = new_llama(config, seed)
     place = {(index * num_layers) // old.num_hidden_layers: index for index in range(old.num_hidden_layers)}
     source, state = model.state_dict(), deep.state_dict()
     for name in state:
@@ -62,10 +65,11 @@ def deepen(model: LlamaForCausalLM, *, num_layers: int, seed: int = 0) -> LlamaF
     return deep
 
 
-def _fresh(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+def new_llama(config: LlamaConfig, seed: int) -> PreTrainedModel:
+    """One with weights drawn from the seed; the global random state stays."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        return transformers.LlamaForCausalLM(config)
 
 
 _WRITERS = ("o_proj.weight", "down_proj.weight", "embed_tokens.weight")

@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from ...core.config import DataConfig
 from ...core.errors import DataError
+from ...engine.weights.causal_lm import PreTrainedModel
 from ..data.prompt_rows import read_rows
 from ..training.objectives.padded_batches import (
     Example,
@@ -27,8 +28,8 @@ from ..training.objectives.padded_batches import (
     supervised_batches,
 )
 from ..training.trainer_core import OneForward, small_trainer
-from .demo_pair import llama_config, new_llama
-from .net2net import deepen, widen
+from .demo_pair import llama_config
+from .net2net import deepen, new_llama, widen
 from .tokenization import token_id, train_bpe
 
 SEPARATOR = "\n"
@@ -121,7 +122,7 @@ class TextPairMaker:
         self._rng = np.random.default_rng([seed, 0x7E87])
         self._examples = self._encode(examples)
 
-    def make_target(self) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    def make_target(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """Train the target on the answers; return it as trained (narrow) and grown."""
         recipe = self.recipe
         target = self._model(recipe.hidden_size, recipe.num_layers, recipe.head_dim)
@@ -133,7 +134,7 @@ class TextPairMaker:
         wide = widen(target, factor=recipe.grown_width, seed=self.seed)
         return target.eval(), deepen(wide, num_layers=recipe.grown_layers, seed=self.seed).eval()
 
-    def make_draft(self, teacher: LlamaForCausalLM) -> LlamaForCausalLM:
+    def make_draft(self, teacher: PreTrainedModel) -> PreTrainedModel:
         """Distil a one-layer draft from the target as it was trained: the same function, and cheaper."""
         recipe = self.recipe
         draft = self._model(recipe.draft_hidden_size, 1, recipe.draft_head_dim)
@@ -184,7 +185,7 @@ class TextPairMaker:
                 if share >= 1.0:
                     return
 
-    def _model(self, hidden_size: int, num_layers: int, head_dim: int) -> LlamaForCausalLM:
+    def _model(self, hidden_size: int, num_layers: int, head_dim: int) -> PreTrainedModel:
         config = llama_config(
             self.tokenizer,
             hidden_size,

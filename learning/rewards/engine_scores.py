@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...core.errors import ModelError
 from ...engine.cache.kv_pool import KVPool, KVShape
@@ -26,7 +25,7 @@ from ...engine.model.prefill import prefill_packs
 from ...engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from ...engine.model.support import refuse_unsupported
 from ...engine.numerics import choose_backend, on_threads
-from ...engine.weights.causal_lm import max_context_tokens
+from ...engine.weights.causal_lm import PreTrainedModel, max_context_tokens
 
 NUM_SLOTS = 8
 "Texts whose keys and values are held at once."

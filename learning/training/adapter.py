@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...core.errors import ConfigError
 from ...core.settings.trainer import LoraConfig
 from ...core.surfaces.surface import surface
+from ...engine.weights.causal_lm import PreTrainedModel
 from ...engine.weights.weight_files import ADAPTER_FILE
 from .adapter_merge import Wrapped, idle_targets, merged_tensors
 from .sharded import standing_in

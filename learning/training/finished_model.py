@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
-    PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -23,7 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from ...core.checkpoint_manifest import write_manifest
 from ...core.files import whole_folder
 from ...core.weight_records import WeightManifest
-from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.causal_lm import DTYPES, PreTrainedModel
 from ...engine.weights.chunks import WeightPacker, checksum_of, load_into, model_checksum
 from ...engine.weights.config_json import write_older_names
 from ...engine.weights.generation_settings import as_ids, write_generation_settings

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
+from ...engine.weights.causal_lm import PreTrainedModel
 from ...profiles.gpu_sheets import peak_flops_of
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...core.config import AlgorithmConfig, TrainerConfig
 from ...core.errors import ConfigError
 from ...core.records import Rollout, UpdateReport
+from ...engine.weights.causal_lm import PreTrainedModel
 from ...engine.weights.chunks import describe_not_finite, not_finite
 from .engine_scoring import EngineScorer, EngineValues
 from .experience import Experience, collate

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import get_scheduler
+import transformers
 
 from ...core.config import TrainerConfig
 from ...core.errors import ConfigError
@@ -56,7 +56,7 @@ def step_rule(
         after = max((num_steps or 0) - warmup, 0)
         decay = min(math.ceil(trainer.decay_ratio * (num_steps or 0)), after)
         own = {"min_lr_ratio": trainer.min_lr_ratio, "num_decay_steps": decay}
-    scheduler: Any = get_scheduler(
+    scheduler: Any = transformers.get_scheduler(
         "constant_with_warmup" if trainer.schedule == "constant" else trainer.schedule,
         # asked for its rule alone: a rate is a function of the step, so nothing of it is to be saved
         torch.optim.SGD([torch.zeros(1)], lr=1.0),

@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
 
 from ...core.errors import ModelError
 from ...engine.attention.backends import variable_length_attention
+from ...engine.model.support import switch_attention
 from .batching import PackedSequences
 
 ATTENTION_NAME = "rlhfspec_packed"
@@ -139,4 +140,7 @@ def _causal(
     return weights.to(value.dtype) @ value
 
 
-AttentionInterface.register(ATTENTION_NAME, _attend)
+def attend_packed(model: nn.Module) -> None:
+    """Let every attention layer of a Hugging Face model see packed sequences. Raises ModelError: it does not."""
+    transformers.AttentionInterface.register(ATTENTION_NAME, _attend)
+    switch_attention(model, ATTENTION_NAME)

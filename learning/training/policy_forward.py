@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...engine.upload import upload
+from ...engine.weights.causal_lm import PreTrainedModel
 from .adapter import Adapter
 from .batching import Pack, PackedSequences, shared_packs
 from .engine_scoring import EngineScorer

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ...core.errors import ModelError, NotAsLearned
+from ...engine.weights.causal_lm import PreTrainedModel
 from ...engine.weights.chunks import model_checksum
 from ...engine.weights.generation_settings import FILE, as_ids
 from ...engine.weights.left_over import require_taken

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from ...engine.weights.chunks import require_fit, require_names, unique_tensors
 from .parallel import DataParallel, gradient_of
@@ -118,9 +117,7 @@ class Sharded(DataParallel):
 
 def _untied_embeddings(model: nn.Module) -> list[nn.Module]:
     """The tables at both ends of a model; none where they share a weight, or where there is no telling them apart."""
-    if not isinstance(model, PreTrainedModel):
-        return []
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     tables = [end for end in ends if isinstance(end, nn.Module) and hasattr(end, "weight")]
     return tables if len(tables) == 2 and tables[0].weight is not tables[1].weight else []
 

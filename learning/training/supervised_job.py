@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...core.checkpoint_manifest import state_folders, verify_checkpoint, write_manifest
@@ -38,7 +37,7 @@ from ...core.settings.supervised import (
     SupervisedTrainerConfig,
 )
 from ...engine.model.support import refuse_changing_rope
-from ...engine.weights.causal_lm import DTYPES
+from ...engine.weights.causal_lm import DTYPES, PreTrainedModel
 from ...engine.weights.loading import load_causal_lm, num_token_ids
 from ..data.prompts import EpochOrder, Source
 from .finished_model import ModelForm, save_model, write_adapter_folder

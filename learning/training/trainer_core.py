@@ -14,11 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ...core.config import TrainerConfig
 from ...core.errors import ConfigError, NotFiniteError, RlhfSpecError
 from ...core.settings.supervised import SupervisedTrainerConfig
+from ...engine.weights.causal_lm import PreTrainedModel
 from .adapter import Adapter, quantise_below_adapters, require_bitsandbytes
 from .batching import Pack
 from .laps import Laps

@@ -26,7 +26,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
 from ...core.errors import ConfigError, ModelError
 from ...core.settings.trainer import ComputeDtype
@@ -34,11 +33,12 @@ from ...engine.attention.backends import plan_attention_once
 from ...engine.calibration.engine_provenance import device_name
 from ...engine.model.comparison import failing_is_refused
 from ...engine.model.linears import has_bfloat16
-from ...engine.model.support import switch_attention, unsupported
+from ...engine.model.support import unsupported
+from ...engine.weights.causal_lm import PreTrainedModel
 from .batching import PackedSequences
 from .objectives.distillation import Divergence
 from .objectives.head_statistics import HeadSettings, TeacherLogits, head_statistics, token_statistics
-from .packed_attention import ATTENTION_NAME
+from .packed_attention import ATTENTION_NAME, attend_packed
 from .sharded import source_of
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ def _products_in(states: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
 
 def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
     """Attend to packed sequences, switch gradients on and dropout off: the ratio at the first minibatch must be 1."""
-    switch_attention(model, ATTENTION_NAME)
+    attend_packed(model)
     plan_attention_once()
     model.requires_grad_(True)
     model.eval()

@@ -18,7 +18,8 @@ from ray.util import list_named_actors
 from rlhfspec.cluster.jobs.engine_server import plan_server
 from rlhfspec.cluster.observe.console import Reporter
 from rlhfspec.cluster.plan.run_plan import RunPlan
-from rlhfspec.cluster.ray_start.ray_session import RaySession, free_port
+from rlhfspec.cluster.ray_start.ray_init import free_ports
+from rlhfspec.cluster.ray_start.ray_session import RaySession
 from rlhfspec.cluster.serving.engine_deployment import ServerLimits, build
 from rlhfspec.cluster.serving.engine_requests import RequestReader
 from rlhfspec.cluster.serving.request_bodies import ChatBody, CompletionBody, read_body
@@ -142,7 +143,7 @@ def serve_pair(folder: Path, *, max_open: int, num_instances: int = 2) -> Iterat
         "cluster": {"generation": {"num_actors": num_instances, "num_cpus": 0.3}, "poll_interval_s": 0.05},
     }
     plan = plan_server(tree, Reporter(), model=str(folder / "target"))
-    port = free_port()
+    port = free_ports(1)[0]
     session = RaySession(namespace=NAMESPACE, is_local=False, dashboard_url=None)
     limits = ServerLimits(max_open=max_open, max_body_bytes=1 << 20, token=TOKEN)
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})

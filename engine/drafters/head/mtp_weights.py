@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ....core.errors import ModelError
-from ...weights.weight_files import first_line, local_folder, shapes_in, weight_files
+from ...weights.weight_files import first_line, local_folder, tensors_in, weight_files
 from .config_keys import rope_of_tree, wrong_rope
 from .head_weights import HeadConfig, HeadWeights, require_whole
 
@@ -139,7 +139,7 @@ def load_mtp(name: str, hf_config: Any) -> FoundMtp:
             f"the MTP layer of '{name}' cannot be read: its weight files are not on this machine; download them "
             "first, or give the path of their folder"
         )
-    files = {key: file for file in weight_files(folder) for key, _ in shapes_in(file)}
+    files = {key: tensor.file for key, tensor in tensors_in(weight_files(folder)).items()}
     numbers = {found[1] for key in files if (found := _NUMBERED.match(key))}
     if not numbers:
         raise _none(name, files)

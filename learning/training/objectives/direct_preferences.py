@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ....core.settings.supervised import DpoLossConfig
 from ....engine.upload import upload
+from ....engine.weights.causal_lm import PreTrainedModel
 from ...data.feedback import Feedback
 from ...data.supervised_rows import Demonstration
 from ..batching import shared_packs

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from ....engine.weights.causal_lm import PreTrainedModel
 from ..batching import pack_by_length, pad_right
 
 

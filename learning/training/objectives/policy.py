@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ....core.settings.algorithm import AlgorithmConfig
 from ....engine.decoding.logprobs import scaled_logits
+from ....engine.weights.causal_lm import PreTrainedModel
 from ..batching import Pack, PackedSequences
 from ..engine_scoring import with_values
 from ..experience import Experience

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from ....core.settings.supervised import DpoLossConfig
 from ....engine.upload import upload
+from ....engine.weights.causal_lm import PreTrainedModel
 from ...data.preferences import PreferencePair
 from ...data.supervised_rows import Demonstration
 from ..batching import Pack, PackedSequences, shared_packs

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from ....core.settings.algorithm import AlgorithmConfig
+from ....engine.weights.causal_lm import PreTrainedModel
 from ..batching import PackedSequences
 from ..experience import Experience
 from ..parallel import OneTrainer

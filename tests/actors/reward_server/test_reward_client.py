@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rlhfspec.actors.reward_server.reward_client import ServedReward
 from rlhfspec.actors.reward_server.reward_deployment import http
 from rlhfspec.actors.reward_server.score_schema import ScoreBody, from_answer, from_body, to_answer, to_body
-from rlhfspec.cluster.ray_start.ray_session import free_port
+from rlhfspec.cluster.ray_start.ray_init import free_ports
 from rlhfspec.core.errors import RewardError, RewardServerLost
 from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
 from rlhfspec.core.settings.reward import RewardServerConfig, Scorer
@@ -105,7 +105,7 @@ def test_facts_of_a_response_that_are_half_given_are_refused_and_not_dropped():
 
 def test_a_server_that_is_down_is_an_error_after_its_retries_with_growing_waits():
     waits: list[float] = []
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(
         RewardServerLost, match=r"did not answer in 4 tries .*refused.*rlhfspec serve reward"
     ) as lost:

@@ -16,7 +16,7 @@ from tiny_reward_model import save_reward_model
 from rlhfspec.actors.reward_server.reward_client import ServedReward
 from rlhfspec.actors.reward_server.reward_deployment import build
 from rlhfspec.actors.workers.reward_actors import RewardActor, RewardPool
-from rlhfspec.cluster.ray_start.ray_session import free_port
+from rlhfspec.cluster.ray_start.ray_init import free_ports
 from rlhfspec.core.config import RewardConfig
 from rlhfspec.core.errors import ConfigError, RewardServerLost
 from rlhfspec.core.records import FinishReason, Prompt, ResponseFacts, Reward
@@ -31,7 +31,7 @@ WAIT_S = 300.0
 
 @pytest.fixture(scope="module")
 def port(local_ray) -> Iterator[int]:
-    port = free_port()
+    port = free_ports(1)[0]
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
     yield port
     serve.shutdown()

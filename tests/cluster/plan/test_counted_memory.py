@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhfspec.cluster.plan import model_files
 from rlhfspec.cluster.plan.memory_plan import MemoryNeeds
-from rlhfspec.cluster.plan.model_files import model_shape
+from rlhfspec.cluster.plan.model_files import count_params, model_shape
 from rlhfspec.cluster.plan.model_sizes import ModelShapes
 from rlhfspec.core.config import TrainerConfig
 from rlhfspec.core.config_io import config_from_dict
@@ -23,6 +25,7 @@ from rlhfspec.engine.model.compute_backend import ComputeBackend
 from rlhfspec.engine.model.llama_model import LlamaModel
 from rlhfspec.engine.parts import Share
 from rlhfspec.engine.weights.llama_config import LlamaConfig
+from rlhfspec.engine.weights.loading import load_hf_config
 from rlhfspec.learning.training.batching import PackedSequences
 from rlhfspec.learning.training.trainer_core import optimizer_of
 from rlhfspec.learning.training.training_forward import prepare_for_training, response_statistics
@@ -103,6 +106,21 @@ def planned(config: Any, dtype: str, *, checkpointing: bool, optim: str = "adamw
     (activations,) = (size for name, size in parts.items() if name.startswith("activations of 384 tokens"))
     learned = {"learned": parts["gradient, moments"]} if optim != "adamw" else {}
     return {"activations": activations, "rounded": parts["rounded weights"], **learned}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_tell_the_sizes_that_transformers_module_has(
+    family: str, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**FAMILIES[family], "num_hidden_layers": 2, "vocab_size": VOCAB, "tie_word_embeddings": is_tied}
+    config = AutoConfig.for_model(family, **sizes)
+    expected = model_shape(config)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(model_files, "meta_model", lambda *given: pytest.fail("a module was built"))
+    config = load_hf_config(str(tmp_path))
+    assert model_shape(config, str(tmp_path)) == expected
+    assert count_params(config, AutoModelForCausalLM, str(tmp_path)) == expected.num_params
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

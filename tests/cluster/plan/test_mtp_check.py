@@ -99,8 +99,8 @@ def test_a_target_without_a_layer_is_refused_and_another_checkpoint_may_bring_it
 def test_what_a_profile_is_of_is_what_is_published(mimo, check) -> None:
     config = config_of(mimo("mimo"))
     described = RunProfile(config, check(config).inputs).described()
-    assert described.provenance.draft_model.startswith("MTP layer on the last one's output")
-    assert described.provenance.draft_weights == head_checksum(what_drafts(config).read())
+    assert described.draft_model.startswith("MTP layer on the last one's output")
+    assert described.draft_weights == head_checksum(what_drafts(config).read())
 
 
 def test_an_evaluation_of_a_checkpoint_without_the_layer_decodes_plainly(mimo) -> None:

@@ -21,7 +21,7 @@ from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.folder.layout import RunDir
 from rlhfspec.cluster.plan.run_check import check_run
 from rlhfspec.cluster.ray_start import machine, ray_session
-from rlhfspec.cluster.ray_start.ray_session import free_port
+from rlhfspec.cluster.ray_start.ray_init import free_ports
 from rlhfspec.core.config_io import load_config
 from tests.conftest import TinyPair
 
@@ -253,7 +253,7 @@ def test_check_refuses_what_train_refuses_in_the_same_words(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gone = f"127.0.0.1:{free_port()}"
+    gone = f"127.0.0.1:{free_ports(1)[0]}"
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for name, value in way.environment.items():
         monkeypatch.setenv(name, value.replace("GONE", gone))

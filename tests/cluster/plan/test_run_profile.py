@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +12,13 @@ import pytest
 import rlhfspec.cluster.plan.run_profile
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.plan.drafts import DraftModel
 from rlhfspec.cluster.plan.inputs import read_inputs
 from rlhfspec.cluster.plan.run_profile import RunProfile
+from rlhfspec.cluster.ray_start.origin import ROOT
 from rlhfspec.core.config_io import load_config
 from rlhfspec.core.errors import ProfileError
+from rlhfspec.engine.weights.loading import load_causal_lm
 from rlhfspec.profiles.profile import load_profile
 from tests.conftest import TinyPair
 
@@ -66,7 +72,33 @@ def test_a_group_measures_what_its_own_steps_cost(read) -> None:
     profile = group.resolve(Reporter())
     assert profile is not None and profile.provenance.num_ranks == 2
     with pytest.raises(ProfileError, match="num_ranks is '1', measured with '2'"):
-        profile.provenance.require_match(alone.described().provenance, where="it")
+        profile.provenance.require_match(alone.described(), where="it")
+
+
+def test_a_pair_is_described_by_its_files_as_by_transformers(read, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_files = read().described()
+    monkeypatch.setattr(rlhfspec.cluster.plan.run_profile, "load_weights", load_causal_lm)
+    monkeypatch.setattr(DraftModel, "weights", DraftModel.read)
+    assert replace(read().described(), date=by_files.date) == by_files
+
+
+CHECKED = """
+import sys
+from pathlib import Path
+from rlhfspec.cluster.observe.console import Reporter
+from rlhfspec.cluster.plan.run_profile import RunProfile
+from rlhfspec.cluster.run.prepared_run import prepare_run
+plan = prepare_run(Path(sys.argv[1]), [], Reporter(), dry_run=True).plan
+RunProfile(plan.config, plan.inputs).described()
+print("modeling", *(name for name in sys.modules if "modeling_utils" in name or "models.llama.modeling" in name))
+"""
+
+
+def test_a_pair_of_ours_is_checked_and_described_without_transformers_modules(config_file: Path) -> None:
+    """To import them takes longer than all else of a check."""
+    words = [sys.executable, "-c", CHECKED, str(config_file)]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "modeling"
 
 
 @pytest.mark.parametrize("change", ["speculation.policy=fixed", "speculation.drafter=none"])

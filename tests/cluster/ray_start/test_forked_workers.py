@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,29 @@ def test_a_worker_that_ray_must_prepare_is_left_to_it(
     worker: Path, forks: dict[str, str], more: dict[str, Any]
 ) -> None:
     assert is_alone(worker, context=f"--serialized-runtime-env-context={json.dumps(more)}", env=forks)
+
+
+@pytest.fixture
+def _none_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's process that forks goes on, and is unknown."""
+    monkeypatch.setattr(forked_workers._Forking, "process", None)
+    monkeypatch.setattr(forked_workers._Forking, "name", "")
+
+
+@pytest.mark.usefixtures("_none_forks")
+def test_a_block_of_forks_ends_though_what_forks_is_stopped() -> None:
+    with forking():
+        process = forked_workers._Forking.process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("_none_forks")
+def test_nothing_is_forked_for_a_ray_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "3.1.4")
+    with forking():
+        assert forked_workers._Forking.process is None
 
 
 def test_where_nobody_forks_a_worker_starts_as_it_would_have(worker: Path, forks: dict[str, str]) -> None:

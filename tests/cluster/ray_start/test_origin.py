@@ -39,6 +39,7 @@ def test_version_is_printed_without_loading_torch() -> None:
 
 HEAVY = ("importlib.metadata", "numpy", "pydantic", "ray", "rich", "torch", "transformers", "yaml")
 TORCH = ("torch", "transformers")
+MODELING = ("transformers.modeling_utils", "transformers.generation.utils")
 OF_A_MODULE = "__import__(sys.argv[1])"
 OF_A_COMMAND = (
     "from rlhfspec.cluster.cli import main\ntry: main(sys.argv[1].split())\nexcept SystemExit: pass"
@@ -54,7 +55,9 @@ OF_A_COMMAND = (
         (OF_A_MODULE, "rlhfspec.actors.scheduling.scheduler_actor", TORCH),
         (OF_A_MODULE, "rlhfspec.actors.workers.reward_actors", TORCH),
         (OF_A_MODULE, "rlhfspec.actors.generation.generation_actor", TORCH),
-        (OF_A_MODULE, "rlhfspec.actors.generation.engine_host", ("transformers.modeling_utils",)),
+        (OF_A_MODULE, "rlhfspec.actors.generation.engine_host", MODELING),
+        (OF_A_MODULE, "rlhfspec.cluster.run.loop", MODELING),
+        (OF_A_MODULE, "rlhfspec.cluster.jobs.engine_server", MODELING),
     ],
 )
 def test_a_process_imports_what_it_uses(program: str, entry: str, left_out: tuple[str, ...]) -> None:

@@ -60,6 +60,19 @@ def test_ray_that_did_not_come_up_in_time_is_started_once_more_and_nothing_of_th
         assert ray_init.parameter.RayParams(num_cpus=1).metrics_agent_port is None
 
 
+def test_ray_of_another_version_starts_as_it_does_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    own, found = (ray_init.services.start_raylet, ray_init.parameter.RayParams), []
+
+    def start(**settings):
+        found.append((ray_init.services.start_raylet, ray_init.parameter.RayParams))
+
+    monkeypatch.setattr(ray_init.ray, "init", start)
+    start_twice(folder=tmp_path)
+    monkeypatch.setattr(ray_init.forked_workers, "KNOWN_RAY", "3.1.")
+    start_twice(folder=tmp_path)
+    assert found[0] != own and found[1] == own
+
+
 def test_another_failure_of_the_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(ray_init.ray, "init", lambda **settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):

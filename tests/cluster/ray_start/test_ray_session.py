@@ -20,10 +20,10 @@ from rlhfspec.actors.remote import watch
 from rlhfspec.actors.remote.watch import watching
 from rlhfspec.cluster.folder.owner import processes_using
 from rlhfspec.cluster.ray_start import machine
+from rlhfspec.cluster.ray_start.ray_init import free_ports
 from rlhfspec.cluster.ray_start.ray_session import (
     MIN_OBJECT_STORE_BYTES,
     check_local_ray,
-    free_port,
     object_store_bytes,
     ray_session,
 )
@@ -102,7 +102,7 @@ def test_the_object_store_fits_shared_memory_and_ray_s_minimum():
 
 
 def test_a_free_port_is_in_the_unprivileged_range():
-    assert 1024 <= free_port() <= 65535
+    assert 1024 <= free_ports(1)[0] <= 65535
 
 
 @pytest.mark.parametrize("wanted", [1, -5, 0, 1 << 60])
@@ -126,13 +126,13 @@ def test_a_port_in_use_is_refused_and_a_free_one_taken():
         port = taken.getsockname()[1]
         with pytest.raises(PlacementError, match=f"dashboard_port {port} cannot be taken .*in use"):
             check_local_ray(ClusterConfig(dashboard_port=port))
-    check_local_ray(ClusterConfig(dashboard_port=free_port()))
+    check_local_ray(ClusterConfig(dashboard_port=free_ports(1)[0]))
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_unreachable_cluster_address_is_refused_at_once(scheme, monkeypatch):
     monkeypatch.setattr(rlhfspec.cluster.ray_start.ray_session.ray, "is_initialized", lambda: False)
-    address = f"{scheme}127.0.0.1:{free_port()}"
+    address = f"{scheme}127.0.0.1:{free_ports(1)[0]}"
     with (
         pytest.raises(PlacementError, match=r"cannot reach the Ray cluster at .*refused"),
         ray_session(ClusterConfig(address=address), "test"),

@@ -11,7 +11,8 @@ import requests
 
 from rlhfspec.benchmarks.support.processes import descendants, start_command
 from rlhfspec.benchmarks.support.result import ROOT
-from rlhfspec.cluster.ray_start.ray_session import TERMINATED, free_port
+from rlhfspec.cluster.ray_start.ray_init import free_ports
+from rlhfspec.cluster.ray_start.ray_session import TERMINATED
 from tests.conftest import TinyPair
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
@@ -27,7 +28,7 @@ def wait_for(holds, what: str) -> None:
 
 
 def test_the_command_serves_and_ends_whole(tiny_pair: TinyPair, tmp_path: Path):
-    port, log, token = free_port(), tmp_path / "log", tmp_path / "token"
+    port, log, token = free_ports(1)[0], tmp_path / "log", tmp_path / "token"
     token.write_text("a-secret\n")
     words = [
         "serve",

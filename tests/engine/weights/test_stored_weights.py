@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhfspec.core.errors import ModelError
-from rlhfspec.engine.weights.causal_lm import DTYPES
 from rlhfspec.engine.weights.chunks import WeightPacker, pack_weights
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, require_finite
 from rlhfspec.engine.weights.stored_weights import StoredWeights, stored_weights
@@ -38,8 +37,7 @@ def test_the_packed_bytes_are_those_of_the_loaded_model(tmp_path: Path, name: st
     packer = WeightPacker(
         name="target",
         weight_version=0,
-        hf_config_json=stored.hf_config_json,
-        dtypes=dict.fromkeys(stored.tensor_names, DTYPES[dtype]),
+        hf_config_json=stored.config.to_json_string(use_diff=False),
         rooms=1,
     )
     chunks = [chunk.copy() for chunk in packer.chunks(stored.tensors())]
@@ -72,6 +70,24 @@ def test_what_is_not_plain_is_left_to_transformers(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
     assert stored_in(folder) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"pad_token_id": 10_000},
+        {"auto_map": {"AutoModelForCausalLM": "its_own.Model"}},
+        {"dtype": "int8"},
+        {"_attn_implementation": "flash_attention_2"},
+    ],
+)
+def test_a_config_that_asks_for_more_is_left_to_transformers(tmp_path: Path, said: dict[str, Any]) -> None:
+    folder = saved(tmp_path, "llama")
+    config = load_hf_config(str(folder))
+    assert stored_weights(str(folder), config, "float32") is not None
+    for name, value in said.items():
+        setattr(config, name, value)
+    assert stored_weights(str(folder), config, "float32") is None
 
 
 def test_a_cut_file_is_named(tmp_path: Path) -> None:
