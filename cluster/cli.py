@@ -1,7 +1,6 @@
 """The command line `rlhfspec COMMAND`: the table of commands, and what becomes of their errors.
 
-Exit codes: 0 good, 2 bad input (one line says what to fix), 1 failure, 130 interrupted. Only what a
-command needs is imported, so that `--help` answers at once.
+Only what a command needs is imported, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ _OUTRO = """\
 Exit codes: 0 good, 2 bad input, 1 failure, 130 interrupted (Ctrl-C).
 Docs: README.md, docs/. Every setting, its default and meaning: docs/reference/config.md.
 """
-
-_INTERRUPTED = 130
 
 
 def commands() -> dict[str, Command | Group]:
@@ -102,6 +99,9 @@ def build_parser(named: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad input is one `error:` line without a traceback."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: a file or socket of ours would take its number
+            setattr(sys, name, open("/dev/null", mode))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a name the terminal has no letters for is no fault
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return 130
     except OSError as error:
         explained = explain_os_error(error)
         if explained is None:

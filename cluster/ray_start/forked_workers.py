@@ -11,21 +11,21 @@ Run by its path with the standard library alone, as every worker passes through 
 import gc
 import json
 import os
+import resource
 import runpy
 import select
 import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from subprocess import Popen
-
-    from ...core.settings.cluster import ClusterConfig
 
 _ROOM = 1 << 18
 "Bytes of a command with its environment, above what a socket lets pass in one."
@@ -49,6 +49,7 @@ _IMPORTED_WITH_RAY = (
 "No class of an actor: Ray draws a name for it, and forks would draw the same ones from then on."
 _NAME = "RLHFSPEC_WORKERS"
 "Of the variable with the name of a socket without a file: nothing is left of it."
+_KILLED_FIRST = "/proc/self/oom_score_adj"
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
@@ -57,27 +58,27 @@ class _Forking:
 
     process: "Popen[bytes] | None" = None
     name = ""
+    began_in: Mapping[str, str] = {}
 
 
-def joined_address(cluster: "ClusterConfig") -> str | None:
-    """The address of the running cluster that the run is to join; None where it starts one."""
-    return cluster.address or os.environ.get("RAY_ADDRESS") or None
+def joined_address(said: str | None) -> str | None:
+    """The address of the running cluster that a run is to join whose config has said this; None: it starts one."""
+    return said or os.environ.get("RAY_ADDRESS") or None
 
 
-def is_local(cluster: "ClusterConfig") -> bool:
-    """Whether the run starts a Ray of its own on this machine."""
+def is_local(said: str | None) -> bool:
+    """Whether the run of such a config starts a Ray of its own on this machine."""
     ray = sys.modules.get("ray")
-    return not (joined_address(cluster) or (ray is not None and ray.is_initialized()))
+    return not (joined_address(said) or (ray is not None and ray.is_initialized()))
 
 
 def worker_environment() -> dict[str, str]:
     """Workers import this tree. Not the caller's folder: it would go before the standard library (`code.py`)."""
     from .origin import IS_CHECKOUT, ROOT
 
-    inherited = os.environ.get("PYTHONPATH", "")
     tree = [str(ROOT)] if IS_CHECKOUT else []
-    folders = dict.fromkeys([*tree, *filter(None, inherited.split(os.pathsep))])
-    return {"PYTHONPATH": os.pathsep.join(folders)}
+    folders = [*tree, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, folders)))}
 
 
 def raylet_environment() -> dict[str, str]:
@@ -86,9 +87,12 @@ def raylet_environment() -> dict[str, str]:
     return {_NAME: _Forking.name, "RAY_prestart_worker_first_driver": "0"}
 
 
-def begin_workers(cluster: "ClusterConfig") -> None:
-    """Begin to fork for a run that starts a Ray of its own."""
-    if is_local(cluster):
+def begin_workers(said: str | None) -> None:
+    """Begin to fork for a run that starts a Ray of its own; `said` is its config's cluster.address."""
+    if is_local(said):
+        if _Forking.process is not None and _Forking.began_in != os.environ:
+            with forking():
+                "It ends, of a run that was refused: what it has imported has read another environment."
         begin_forking()
 
 
@@ -101,6 +105,7 @@ def begin_forking() -> "Popen[bytes]":
 
     if _Forking.process is not None and _Forking.process.poll() is None:
         return _Forking.process
+    _Forking.began_in = dict(os.environ)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as commands:
         commands.bind("\0" + raylet_environment()[_NAME])
         commands.listen(64)
@@ -126,7 +131,8 @@ def forking() -> Iterator[None]:
         try:
             yield
         finally:
-            process.terminate()
+            # SIGTERM would wait for one that is stopped
+            process.kill()
             _Forking.process, _Forking.name = None, ""
 
 
@@ -145,14 +151,14 @@ def _hand_over(words: list[str]) -> None:
         if not is_prepared and not is_odd:
             worker.connect("\0" + os.environ[_NAME])
             command = [word for word in words if not word.startswith((_CONTEXT, _LANGUAGE))]
-            message = json.dumps([command, dict(os.environ), variables, os.getcwd()])
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE), Path(_KILLED_FIRST).read_text()
+            message = json.dumps([command, dict(os.environ), variables, os.getcwd(), *limits])
             socket.send_fds(worker, [message.encode()], [0, 1, 2])
             if worker.recv(1):
                 worker.recv(1)
                 return
-    os.execv(
-        sys.executable, [sys.executable, os.path.join(os.path.dirname(words[0]), "setup_worker.py"), *words]
-    )
+    usual = os.path.join(os.path.dirname(words[0]), "setup_worker.py")
+    os.execv(sys.executable, [sys.executable, usual, *words])
 
 
 def _is_over(commands: socket.socket | None = None) -> bool:
@@ -172,7 +178,7 @@ def _next_worker(commands: socket.socket) -> tuple[list[str], str]:
             worker.close()
             continue
         message, files, *_ = socket.recv_fds(worker, _ROOM, 3)
-        command, environment, variables, folder = json.loads(message)
+        command, environment, variables, folder, most_files, score = json.loads(message)
         reads = {name: value for name, value in environment.items() if name.startswith("RAY_")}
         if ray is None:
             ray = reads
@@ -193,6 +199,10 @@ def _next_worker(commands: socket.socket) -> tuple[list[str], str]:
             os.dup2(file, number)
             os.close(file)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # of its own where Ray started it: more files than this process may have, and an end before the driver's
+        resource.setrlimit(resource.RLIMIT_NOFILE, most_files)
+        with suppress(OSError):
+            Path(_KILLED_FIRST).write_text(score)
         _take(environment | variables)
         return command, folder
     sys.exit()

@@ -54,7 +54,7 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
     Nothing of the first try is running at the second. Raises as `ray.init` does, StartFailed.
     """
     for is_last in (False, True):
-        *agents, export = _free_ports(len(_AGENT_PORTS) + 1)
+        *agents, export = free_ports(len(_AGENT_PORTS) + 1)
         try:
             given = _SETTINGS | dict(zip(_AGENT_PORTS, agents, strict=True))
             with environment(forked_workers.raylet_environment()), _given(given):
@@ -66,7 +66,7 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
         end_processes(folder)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Different TCP ports that are free now on all interfaces."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.create_server(("", 0))) for _ in range(count)]
@@ -113,7 +113,9 @@ def _start_api_server(start: Any, _: Any, *args: Any, **named: Any) -> Any:
     head = GcsClient(address=given["gcs_address"], cluster_id=given["cluster_id_hex"])
     at, of = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
     head.internal_kv_put(at, f"{given['host']}:{given.get('port') or 1}".encode(), True, of)
-    return start(*args, **named) if given["include_dashboard"] else ("", None)
+    # the sockets of its `multiprocessing` fit there, and go with it
+    with environment({"TMPDIR": given["temp_dir"]}):
+        return start(*args, **named) if given["include_dashboard"] else ("", None)
 
 
 def _get_node(ask: Any, started: dict[str, Any], gcs_address: str, node_id: str) -> Any:

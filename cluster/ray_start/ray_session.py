@@ -47,12 +47,11 @@ from .private_folder import (
     make_token,
     note_address,
     temporary_base,
-    temporary_environment,
     temporary_notes,
     token_of,
     using_token,
 )
-from .ray_init import PATIENCE, START_S, start_twice
+from .ray_init import PATIENCE, START_S, free_ports, start_twice
 
 MIN_OBJECT_STORE_BYTES = 100 << 20
 OBJECT_STORE_USUAL_BYTES = 1 << 30
@@ -154,7 +153,7 @@ def ray_session(
     if ray.is_initialized():
         yield RaySession(namespace=namespace, is_local=False, dashboard_url=None, environment=variables)
         return
-    address = joined_address(cluster)
+    address = joined_address(cluster.address)
     is_up = False
     try:
         with environment(worker_environment()):
@@ -187,7 +186,7 @@ def _local(
         token_file = make_token(folder)
         with (
             using_token(token_file),
-            environment(_LOCAL_ENVIRONMENT | temporary_environment()),
+            environment(_LOCAL_ENVIRONMENT),
             _on_loopback(),
             _shut_down_after(),
         ):
@@ -244,15 +243,13 @@ def _shut_down_after() -> Iterator[None]:
 @contextmanager
 def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Iterator[RaySession]:
     require_reachable(address)
-    in_job = JOB_MARK in os.environ
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
     tree = {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git", "/build"]}
-    runtime_env = None if in_job else tree if IS_CHECKOUT else {"py_modules": [str(ROOT)]}
-    is_private = _is_private(address)
+    runtime_env = None if JOB_MARK in os.environ else tree if IS_CHECKOUT else {"py_modules": [str(ROOT)]}
     token_file = token_of(address)
     with nullcontext() if token_file is None else using_token(token_file), _shut_down_after():
         try:
-            with _on_loopback() if is_private else nullcontext():
+            with _on_loopback() if _is_private(address) else nullcontext():
                 context = ray.init(
                     address=address,
                     namespace=namespace,
@@ -320,10 +317,8 @@ def object_store_bytes(needed: int = 0) -> int:
 
 
 def free_port() -> int:
-    """A TCP port that is free now on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free now."""
+    return free_ports(1)[0]
 
 
 def _dashboard_url(context: Any) -> str | None:

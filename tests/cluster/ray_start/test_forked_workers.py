@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -15,13 +17,19 @@ from typing import Any
 import pytest
 
 from rlhfspec.cluster.ray_start import forked_workers
-from rlhfspec.cluster.ray_start.forked_workers import forking, raylet_environment
+from rlhfspec.cluster.ray_start.forked_workers import (
+    begin_forking,
+    begin_workers,
+    forking,
+    raylet_environment,
+)
 from rlhfspec.cluster.ray_start.origin import ROOT
 from rlhfspec.core.proc_files import PROC
 
 WORKER = """
-import json, os, sys
+import json, os, resource, sys
 facts = {"argv": sys.argv, "torch": "torch" in sys.modules, "ray": "ray" in sys.modules, "folder": os.getcwd()}
+facts |= {"files": resource.getrlimit(resource.RLIMIT_NOFILE), "killed_first": open("/proc/self/oom_score_adj").read()}
 if facts["torch"]:
     import numpy, random, torch
     facts |= {"threads": torch.get_num_threads(), "drawn": [numpy.random.rand(), random.random()]}
@@ -62,6 +70,12 @@ def run(worker: Path, context: str = PLAIN, **settings: Any) -> subprocess.Compl
     return subprocess.run(words, input="here", capture_output=True, text=True, timeout=300, **settings)
 
 
+def as_a_raylet_does() -> None:
+    """What it gives its workers and not this process: files that may be open, and an end first where memory ends."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (257, 259))
+    Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def is_alone(worker: Path, **settings: Any) -> bool:
     """Whether it is started as Ray starts it, with all that it is told."""
     ended = run(worker, **settings)
@@ -78,7 +92,7 @@ def test_a_worker_is_a_fork_with_the_words_files_folder_and_environment_that_it_
         variables = forks | {"RAY_SAID": "yes", "OMP_NUM_THREADS": "7"}
         of_actor = {"env_vars": {"SAID": "too", "OMP_NUM_THREADS": str(threads)}}
         context = f"--serialized-runtime-env-context={json.dumps(of_actor)}"
-        ended = run(worker, context, cwd=tmp_path, env=variables)
+        ended = run(worker, context, cwd=tmp_path, env=variables, preexec_fn=as_a_raylet_does)
         facts = json.loads(ended.stdout)
         drawn += facts.pop("drawn")
         assert facts == {
@@ -91,6 +105,8 @@ def test_a_worker_is_a_fork_with_the_words_files_folder_and_environment_that_it_
             "RAY_SAID": "yes",
             "beside": str(tmp_path),
             "input": "here",
+            "files": [257, 259],
+            "killed_first": "1000\n",
         }
         assert ended.stderr.startswith("a warning\n")
     assert len({*drawn}) == 6, "no two draw the same"
@@ -128,6 +144,37 @@ def test_nobody_else_has_a_worker_run(forks: dict[str, str]) -> None:
             os.seteuid(0)
         other.settimeout(300)
         assert other.recv(1) == b"", "nothing was asked for, and it was closed"
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has neither started nor joined one, and forks for none."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(forked_workers._Forking, "process", None)
+    monkeypatch.setattr(forked_workers._Forking, "name", "")
+
+
+def test_what_a_refused_run_began_ends_where_the_next_one_has_another_environment(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_workers("joined:6379")
+    assert forked_workers._Forking.process is None
+    begin_workers(None)
+    first = begin_forking()
+    begin_workers(None)
+    assert begin_forking() is first
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    begin_workers(None)
+    with forking():
+        assert first.poll() is not None and begin_forking() is not first
+
+
+def test_what_forks_ends_with_its_ray_though_it_is_stopped(no_ray: None) -> None:
+    with forking():
+        process = begin_forking()
+        process.send_signal(signal.SIGSTOP)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_what_forks_ends_with_the_process_that_needs_it() -> None:
