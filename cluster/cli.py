@@ -1,7 +1,6 @@
 """The command line `rlhfspec COMMAND`: the table of commands, and what becomes of their errors.
 
-Exit codes: 0 good, 2 bad input (one line says what to fix), 1 failure, 130 interrupted. Only what a
-command needs is imported, so that `--help` answers at once.
+Only what a command needs is imported, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -101,6 +100,9 @@ def build_parser(named: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad input is one `error:` line without a traceback."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: a file or socket of ours would take its number
+            setattr(sys, name, open("/dev/null", mode))  # noqa: SIM115
     # imported things stay: to look for garbage in them is a sixth of a start
     gc.set_threshold(100_000, 20, 50)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -46,12 +46,8 @@ def load_config_of(
     """
     tree: dict[str, Any] = {} if path is None else read_tree(path)
     for section, keys in (given or {}).items():
-        held = tree.get(section) or {}
-        if not isinstance(held, dict):
-            raise ConfigError(f"{path}: {section} must be a section, got {quote(held)}")
-        tree[section] = {**held, **keys}
-    for override in overrides:
-        _apply_override(tree, override)
+        tree[section] = {**_keys(path, section, tree.get(section)), **keys}
+    tree = apply_overrides(tree, overrides)
     return _validated(kind, tree, origin="config" if path is None else str(path))
 
 
@@ -61,20 +57,37 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     if not is_file(path):
         got = "is a folder" if is_dir(path) else "does not exist"
         raise ConfigError(f"cannot read the config: expected a YAML file, {path} {got}; check --config")
-    tree = _read_yaml(path)
+    try:
+        tree = parse_yaml(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}; check --config") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is no YAML: expected UTF-8 text, got byte {error.object[error.start]:#04x} at position "
+            f"{error.start}; check --config, or save the file as UTF-8"
+        ) from None
+    except YamlFault as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}; fix the file") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     return tree
 
 
-def config_from_dict(
-    tree: dict[str, Any], *, overrides: Iterable[str] = (), origin: str = "config"
-) -> Config:
-    """Validate a nested dict, which `section.key=value` overrides change first.
+def read_sections(path: str | Path | None) -> dict[str, dict[str, Any]]:
+    """Return the sections of a YAML file, not validated; of no file none. Raises ConfigError as `read_tree`."""
+    tree = {} if path is None else read_tree(path)
+    return {section: _keys(path, section, held) for section, held in tree.items()}
 
-    Raises ConfigError with every fault, separated by bars.
-    """
-    return _validated(Config, apply_overrides(tree, overrides), origin=origin)
+
+def _keys(path: str | Path | None, section: str, held: object) -> dict[str, Any]:
+    if not isinstance(held, dict | None):
+        raise ConfigError(f"{path}: {section} must be a section, got {quote(held)}")
+    return held or {}
+
+
+def config_from_dict(tree: dict[str, Any], *, origin: str = "config") -> Config:
+    """Validate a nested dict. Raises ConfigError with every fault, separated by bars."""
+    return _validated(Config, tree, origin=origin)
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -112,20 +125,6 @@ def dump_config(config: Section, path: str | Path) -> None:
 def config_text(config: Section) -> str:
     """The resolved config, every default spelled out, as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        return parse_yaml(path.read_bytes().decode("utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the config {path}: {error.strerror}; check --config") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is no YAML: expected UTF-8 text, got byte {error.object[error.start]:#04x} at position "
-            f"{error.start}; check --config, or save the file as UTF-8"
-        ) from None
-    except YamlFault as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}; fix the file") from None
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

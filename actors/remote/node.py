@@ -39,11 +39,10 @@ def require_raylet() -> None:
 
 
 def _is_marked_dead() -> bool:
-    try:
+    with suppress(RayError):
         own = ray.get_runtime_context().get_node_id()
         return any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
-    except RayError:
-        return False
+    return False
 
 
 def own_raylet() -> int | None:
@@ -59,13 +58,11 @@ def own_raylet() -> int | None:
 
 @contextmanager
 def watching_raylet(pid: int | None, note: Callable[[str], None]) -> Iterator[None]:
-    """Tell `note` at once when this process ends within the block; from then on `require_node` raises."""
-    if pid is None:
-        yield
-        return
-    try:
-        process = os.pidfd_open(pid)
-    except OSError:  # an old kernel, or a sandbox that forbids it: Ray notices the death later
+    """Tell `note` at once when this process ends within the block; from then on the block and `require_node` raise."""
+    process = None
+    with suppress(OSError):  # an old kernel, or a sandbox that forbids it: Ray notices the death later
+        process = None if pid is None else os.pidfd_open(pid)
+    if process is None:
         yield
         return
     left, leave = os.pipe()
@@ -82,9 +79,12 @@ def watching_raylet(pid: int | None, note: Callable[[str], None]) -> Iterator[No
     thread.start()
     try:
         yield
+    except Exception:  # in Ray's words
+        require_raylet()
+        raise
     finally:
         os.close(leave)
         thread.join()
-        for descriptor in (process, left):
-            os.close(descriptor)
+        os.close(process)
+        os.close(left)
         _raylet_died.clear()

@@ -127,7 +127,7 @@ def shown_commits() -> list[str]:
 
 def with_figures(readme: str, rows: Sequence[Row] | None = None) -> str:
     """Return the README with its rows, or some, written anew. Raises ValueError when a mark is missing."""
-    lines = ["| what | figure | command | commit, processor |", "|---|---|---|---|"]
+    lines = ["| what | figure | command, beside `--out DIR` | commit, processor |", "|---|---|---|---|"]
     lines += [_line(row, shown_result(row.result)) for row in (shown_rows() if rows is None else rows)]
     return between(MARKS, readme, [*lines, *_older()])
 

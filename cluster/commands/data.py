@@ -74,7 +74,7 @@ def check_data(
 
 
 def _config(file: str | None, config: Path | None, overrides: list[str]) -> Config:
-    from ...core.config_io import config_from_dict, load_config, read_tree
+    from ...core.config_io import apply_overrides, config_from_dict, load_config, read_sections
     from ...core.errors import ConfigError
 
     if file is None:
@@ -82,11 +82,10 @@ def _config(file: str | None, config: Path | None, overrides: list[str]) -> Conf
             raise ConfigError("name what to check: rlhfspec data check FILE, or --config FILE")
         return load_config(config, overrides)
     pair = {"models": {"target": _NO_MODEL, "draft": _NO_MODEL}}  # a config needs models, and these data none
-    tree = pair if config is None else read_tree(config)
-    data = tree.get("data")
-    kept = data if isinstance(data, dict) else {}
+    tree = pair if config is None else read_sections(config)
+    kept = tree.get("data", {})
     tree["data"] = {key: kept[key] for key in kept.keys() - {"task", "sources"}} | {"path": file}
-    return config_from_dict(tree, overrides=overrides, origin=str(config or "--set"))
+    return config_from_dict(apply_overrides(tree, overrides), origin=str(config or "--set"))
 
 
 def _lines(report: DataReport) -> Iterator[str]:

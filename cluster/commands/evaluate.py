@@ -45,12 +45,12 @@ def evaluate(
       rlhfspec eval --model base runs/a/checkpoints/target --config configs/gsm8k_ppo.yaml --data test.jsonl \
           --samples-per-prompt 8 --temperature 0.7 --out results
     """
-    from ...core.config_io import read_tree
+    from ...core.config_io import read_sections
     from ..observe.console import START_UP_STAGES, Reporter
 
-    tree = read_tree(config) if config is not None else {}
+    tree = read_sections(config)
     if reward is not None:
-        tree["reward"] = {**(tree.get("reward") or {}), "kind": reward}
+        tree["reward"] = {**tree.get("reward", {}), "kind": reward}
     wishes = {
         "samples_per_prompt": samples_per_prompt,
         "temperature": temperature,

@@ -83,7 +83,7 @@ def explain(run: Annotated[str, Arg("RUN", "folder of the run")] | None = None) 
     from ..observe.run_record import RunRecord
 
     run_dir = _open(run)
-    explained = explain_run(RunRecord.read(run_dir.path, lambda line: None))
+    explained = explain_run(RunRecord.read(run_dir.path, lambda line: print(line, file=sys.stderr)))
     if explained is None:
         raise no_iteration(run_dir)
     print(explained.text(), end="")

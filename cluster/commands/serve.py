@@ -110,15 +110,15 @@ def serve_engine(
       rlhfspec serve engine --model DIR
       rlhfspec serve engine --model runs/a/checkpoints/target --config configs/gsm8k_ppo.yaml --port 8001
     """
-    from ...core.config_io import read_tree
-    from ...core.settings.cluster import ClusterConfig
+    from ...core.config_io import apply_overrides, read_sections
     from ..observe.console import START_UP_STAGES, Reporter
     from ..ray_start.forked_workers import begin_workers
 
     with Reporter() as report:
         report.stage(START_UP_STAGES["imports"])
-        tree = read_tree(config) if config is not None else {}
-        begin_workers(ClusterConfig(address=address or tree.get("cluster", {}).get("address")))
+        tree = read_sections(config)
+        said = apply_overrides(dict(tree), overrides).get("cluster")
+        begin_workers(address or (said.get("address") if isinstance(said, dict) else None))
         from ..jobs.engine_server import plan_server, serve_engine
         from ..jobs.ray_serve import ServerAddress
         from ..serving.engine_deployment import ServerLimits

@@ -103,7 +103,7 @@ def serve_engine(
     from ..serving.engine_deployment import build
 
     cluster = plan.config.cluster.model_copy(update={"address": place.address or plan.config.cluster.address})
-    if is_local(cluster):
+    if is_local(cluster.address):
         place.require_free()
 
     serve_application(

@@ -34,7 +34,7 @@ def serve_reward(
     for line in check_reward(parsed.reward_config(), fields=None).functions:
         note(line)
     cluster = ClusterConfig(address=place.address, dashboard=False)
-    if is_local(cluster):
+    if is_local(cluster.address):
         _require_room(parsed)
         place.require_free()
     serve_application(

@@ -67,7 +67,7 @@ class Explained:
         if self.config.rollout.max_staleness and self._total("time/pause_s"):
             # one is hidden behind the other, which waits where it is not
             part_s |= {"generate": self._total(_WAITS[0]), "update": self._total(_WAITS[1])}
-        largest = max(part_s, key=lambda part: part_s[part])
+        largest = max(part_s, key=lambda part: part_s[part]) if any(part_s.values()) else ""
         return next(self._changes(largest), "nothing that these records show")
 
     def _total(self, name: str) -> float:

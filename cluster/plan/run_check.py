@@ -72,7 +72,7 @@ def check_run(
             recomputes=config.algorithm.correction.old_logprobs == "trainer"
             and config.rollout.max_staleness == 0,
         )
-    if is_local(config.cluster) and not config.learns_on_gpu:
+    if is_local(config.cluster.address) and not config.learns_on_gpu:
         compute_dtype_on(torch.device("cpu"), DTYPES[config.models.dtype], config.trainer.compute_dtype)
     require_trackers(config.tracking)
     if config.run.copy_to is not None:
@@ -150,7 +150,7 @@ def require_room_in_cluster(plan: RunPlan) -> None:
     not have it within `cluster.placement_timeout_s`.
     """
     cluster = plan.config.cluster
-    if not joined_address(cluster):
+    if not joined_address(cluster.address):
         return
     with ray_session(cluster, "check"):
         remove_placement_group(place(plan.topology, is_local=False))
@@ -177,7 +177,7 @@ def _made_environment(settings: EnvironmentConfig) -> Environment | None:
 
 def _require_machine(topology: Topology, cluster: ClusterConfig, elsewhere: machine.Gpus | None) -> None:
     """Require a machine that holds all actors, or a cluster that can be reached. Raises PlacementError."""
-    address = joined_address(cluster)
+    address = joined_address(cluster.address)
     if elsewhere is not None:
         if "GPU" not in topology.wanted():
             raise PlacementError(
@@ -185,7 +185,7 @@ def _require_machine(topology: Topology, cluster: ClusterConfig, elsewhere: mach
                 "cluster.generation.num_gpus, or check it without --gpus"
             )
         require_machine(topology, num_cpus=None, num_gpus=elsewhere.number)
-    elif is_local(cluster):
+    elif is_local(cluster.address):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
         check_local_ray(cluster)
     elif address is not None:
@@ -279,7 +279,7 @@ class _Room:
         """Here, or on a machine of which only the GPUs are known; those of other nodes are not asked from here."""
         if elsewhere is not None:
             return cls(None, None, elsewhere, "there")
-        gpus = machine.gpus() if is_local(cluster) else None
+        gpus = machine.gpus() if is_local(cluster.address) else None
         return cls(machine.memory_bytes(), machine.free_disk_bytes(output_dir), gpus, "here")
 
 
@@ -306,7 +306,7 @@ def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, outpu
         each = room.gpus.each_bytes
         require_gpu_room(memory, num_gpus=decoding, device_bytes=each, trainer_gpus=learning)
     needed = memory.total_bytes
-    here = joined_address(cluster) is None  # a Ray that this process has started runs here too
+    here = joined_address(cluster.address) is None  # a Ray that this process has started runs here too
     if here and room.memory_bytes is not None and needed > room.memory_bytes:
         parts = ", ".join(f"{label} {amount}" for label, amount in memory.rows()[:-1])
         raise PlacementError(

@@ -18,15 +18,13 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from subprocess import Popen
-
-    from ...core.settings.cluster import ClusterConfig
 
 _ROOM = 1 << 21
 "Bytes of a command with its environment, above what Linux lets one have."
@@ -64,27 +62,27 @@ class _Forking:
 
     process: "Popen[bytes] | None" = None
     name = ""
+    began_in: Mapping[str, str] = {}
 
 
-def joined_address(cluster: "ClusterConfig") -> str | None:
-    """The address of the running cluster that the run is to join; None where it starts one."""
-    return cluster.address or os.environ.get("RAY_ADDRESS") or None
+def joined_address(said: str | None) -> str | None:
+    """The address of the running cluster that a run is to join whose config has said this; None: it starts one."""
+    return said or os.environ.get("RAY_ADDRESS") or None
 
 
-def is_local(cluster: "ClusterConfig") -> bool:
-    """Whether the run starts a Ray of its own on this machine."""
+def is_local(said: str | None) -> bool:
+    """Whether the run of such a config starts a Ray of its own on this machine."""
     ray = sys.modules.get("ray")
-    return not (joined_address(cluster) or (ray is not None and ray.is_initialized()))
+    return not (joined_address(said) or (ray is not None and ray.is_initialized()))
 
 
 def worker_environment() -> dict[str, str]:
     """Workers import this tree. Not the caller's folder: it would go before the standard library (`code.py`)."""
     from .origin import IS_CHECKOUT, ROOT
 
-    inherited = os.environ.get("PYTHONPATH", "")
     tree = [str(ROOT)] if IS_CHECKOUT else []
-    folders = dict.fromkeys([*tree, *filter(None, inherited.split(os.pathsep))])
-    return {"PYTHONPATH": os.pathsep.join(folders)}
+    folders = [*tree, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, folders)))}
 
 
 def raylet_environment() -> dict[str, str]:
@@ -93,9 +91,12 @@ def raylet_environment() -> dict[str, str]:
     return {_NAME: _Forking.name, "RAY_prestart_worker_first_driver": "0"}
 
 
-def begin_workers(cluster: "ClusterConfig") -> None:
-    """Begin to fork for a run that starts a Ray of its own."""
-    if is_local(cluster):
+def begin_workers(said: str | None) -> None:
+    """Begin to fork for a run that starts a Ray of its own; `said` is its config's cluster.address."""
+    if is_local(said):
+        if _Forking.process is not None and _Forking.began_in != os.environ:
+            with forking():
+                "It ends, of a run that was refused: what it has imported has read another environment."
         begin_forking()
 
 
@@ -110,6 +111,7 @@ def begin_forking() -> "Popen[bytes] | None":
     knows_ray, process = version("ray").startswith(KNOWN_RAY), _Forking.process
     if not knows_ray or (process is not None and process.poll() is None):
         return _Forking.process
+    _Forking.began_in = dict(os.environ)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as commands:
         commands.bind("\0" + raylet_environment()[_NAME])
         commands.listen(64)
@@ -161,9 +163,8 @@ def _hand_over(words: list[str]) -> None:
             if worker.recv(1):
                 worker.recv(1)
                 return
-    os.execv(
-        sys.executable, [sys.executable, os.path.join(os.path.dirname(words[0]), "setup_worker.py"), *words]
-    )
+    usual = os.path.join(os.path.dirname(words[0]), "setup_worker.py")
+    os.execv(sys.executable, [sys.executable, usual, *words])
 
 
 def _is_over(commands: socket.socket | None = None) -> bool:

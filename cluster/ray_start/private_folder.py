@@ -33,8 +33,6 @@ _RAY_SOCKET_BYTES = (
 )
 LONGEST = _MAX_SOCKET_PATH_BYTES - _RAY_SOCKET_BYTES
 "Bytes of a folder below which Ray's sockets fit."
-PYTHON_LONGEST = _MAX_SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678")
-"The same of the sockets that Python's `multiprocessing` makes in TMPDIR, in Ray's dashboard."
 SHORT = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
 "Where a folder is made that does not fit there."
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
@@ -86,11 +84,6 @@ def temporary_notes() -> list[str]:
         f"Ray's temporary files lie in {base}: its sockets do not fit below {wanted} (TMPDIR: {_size(wanted)} bytes, "
         f"expected at most {LONGEST})"
     ]
-
-
-def temporary_environment() -> dict[str, str]:
-    """For Ray's processes: theirs is another TMPDIR where Python's own sockets would not fit into the given one."""
-    return {} if _size(Path(tempfile.gettempdir())) <= PYTHON_LONGEST else {"TMPDIR": str(temporary_base())}
 
 
 def _size(folder: Path) -> int:

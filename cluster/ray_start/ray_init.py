@@ -116,7 +116,9 @@ def _start_api_server(start: Any, _: Any, *args: Any, **named: Any) -> Any:
     at, of = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
     # where there is none, its agent would log an error a second until it had an address; nobody listens at port 1
     head.internal_kv_put(at, f"{given['host']}:{given.get('port') or 1}".encode(), True, of)
-    return start(*args, **named) if given["include_dashboard"] else ("", None)
+    # the sockets of its `multiprocessing` fit there, and go with it
+    with environment({"TMPDIR": given["temp_dir"]}):
+        return start(*args, **named) if given["include_dashboard"] else ("", None)
 
 
 def _get_node(ask: Any, started: dict[str, Any], gcs_address: str, node_id: str) -> Any:

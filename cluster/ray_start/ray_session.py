@@ -47,7 +47,6 @@ from .private_folder import (
     make_token,
     note_address,
     temporary_base,
-    temporary_environment,
     temporary_notes,
     token_of,
     using_token,
@@ -153,7 +152,7 @@ def ray_session(
     if ray.is_initialized():
         yield RaySession(namespace=namespace, is_local=False, dashboard_url=None, environment=variables)
         return
-    address = joined_address(cluster)
+    address = joined_address(cluster.address)
     is_up = False
     started = (
         _joined(address, namespace, on_sigterm)
@@ -187,7 +186,7 @@ def _local(
         token_file = make_token(folder)
         with (
             using_token(token_file),
-            environment(_LOCAL_ENVIRONMENT | temporary_environment()),
+            environment(_LOCAL_ENVIRONMENT),
             _on_loopback(),
             _shut_down_after(),
         ):
@@ -244,15 +243,13 @@ def _shut_down_after() -> Iterator[None]:
 @contextmanager
 def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Iterator[RaySession]:
     require_reachable(address)
-    in_job = JOB_MARK in os.environ
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
     tree = {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git", "/build"]}
-    runtime_env = None if in_job else tree if IS_CHECKOUT else {"py_modules": [str(ROOT)]}
-    is_private = _is_private(address)
+    runtime_env = None if JOB_MARK in os.environ else tree if IS_CHECKOUT else {"py_modules": [str(ROOT)]}
     token_file = token_of(address)
     with nullcontext() if token_file is None else using_token(token_file), _shut_down_after():
         try:
-            with _on_loopback() if is_private else nullcontext():
+            with _on_loopback() if _is_private(address) else nullcontext():
                 context = ray.init(
                     address=address,
                     namespace=namespace,

@@ -66,7 +66,7 @@ def prepare_run(
     else:
         config, resumed = _named_run(resume, file, overrides, report)
     if not dry_run:
-        begin_workers(config.cluster)
+        begin_workers(config.cluster.address)
     path = _path(config.run, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from ..folder.run_time import with_time
     from ..observe.console import START_UP_STAGES

@@ -173,15 +173,15 @@ def _placed(
     topology: Topology, session: RaySession, note: Callable[[str], None], patience_s: float = 0.0
 ) -> Iterator[_Placed]:
     """Reserve all bundles, and give them back; within the block, waits are watched."""
-    group = place(topology, is_local=session.is_local, patience_s=patience_s, note=note)
-    places = PlacementSlots(group, pinned_to="generation" if topology.pins_pools else None)
-    try:
+    with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
+        group = place(topology, is_local=session.is_local, patience_s=patience_s, note=note)
+        places = PlacementSlots(group, pinned_to="generation" if topology.pins_pools else None)
         context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
-        with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
+        try:
             yield _Placed(topology=topology, context=context, places=places, note=note)
-    finally:
-        places.free_all()
-        remove_placement_group(group)
+        finally:
+            places.free_all()
+            remove_placement_group(group)
 
 
 def _make_system(plan: RunPlan, made: _Placed) -> System:

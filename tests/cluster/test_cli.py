@@ -327,3 +327,42 @@ def test_a_reward_that_cannot_be_served_is_refused(
     # other tests of this process may have a Ray that is up
     monkeypatch.setattr("rlhfspec.cluster.jobs.reward_server.is_local", lambda config: True)
     assert words in refused(capsys, "serve", "reward", *argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cluster: 3", "cluster must be a section, got 3"),
+        ("cluster: [1]", "cluster must be a section, got [1]"),
+        ("cluster: {address: 5}", "cluster.address: Input should be a valid string"),
+    ],
+)
+def test_an_odd_section_is_refused_by_every_command_that_takes_some_of_a_config(
+    tmp_path: Path, capsys, text: str, words: str
+) -> None:
+    (config := tmp_path / "c.yaml").write_text(text + "\n")
+    rows = str(tmp_path / "rows.jsonl")
+    for command in (
+        ["serve", "engine", "--model", "none"],
+        ["eval", "--model", "none", "--data", rows],
+        ["data", "check", rows],
+    ):
+        assert words in refused(capsys, *command, "--config", str(config))
+
+
+CLOSED = """
+import os, sys
+from rlhfspec.cluster.cli import main
+try:
+    main(["--version"])
+except SystemExit as end:
+    facts = [os.readlink(f"/proc/self/fd/{number}") == "/dev/null" for number in range(3)], end.code
+open(sys.argv[1], "w").write(repr(facts))
+"""
+
+
+def test_no_file_of_a_command_takes_the_place_of_a_closed_standard_stream(tmp_path: Path) -> None:
+    out = tmp_path / "facts"
+    closed = f'"{sys.executable}" -c "$0" "{out}" <&- >&- 2>&-'
+    subprocess.run(["sh", "-c", closed, CLOSED], cwd=ROOT, check=True)
+    assert out.read_text() == "([True, True, True], 0)"

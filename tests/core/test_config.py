@@ -15,7 +15,7 @@ from rlhfspec.core.config import (
     EngineConfig,
     ModelsConfig,
 )
-from rlhfspec.core.config_io import config_from_dict, dump_config, load_config
+from rlhfspec.core.config_io import config_from_dict, dump_config, load_config, read_sections
 from rlhfspec.core.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -352,6 +352,17 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"c\.yaml"):
         load_config(file)
+
+
+@pytest.mark.parametrize("held", ["3", "[1]", "text"])
+def test_what_is_no_section_is_refused_where_a_file_gives_sections_to_a_command(
+    tmp_path: Path, held: str
+) -> None:
+    (file := tmp_path / "config.yaml").write_text(f"cluster: {held}\ndata:\n")
+    with pytest.raises(ConfigError, match=r"config.yaml: cluster must be a section, got"):
+        read_sections(file)
+    file.write_text("cluster: {address: auto}\ndata:\n")
+    assert read_sections(file) == {"cluster": {"address": "auto"}, "data": {}} and read_sections(None) == {}
 
 
 def test_the_resolved_config_loads_to_the_same_config(tmp_path: Path) -> None:

@@ -40,6 +40,19 @@ def test_a_raylets_death_is_reported_at_once_and_ends_every_wait(child):
     require_raylet()
 
 
+def test_what_ray_raises_once_its_raylet_is_gone_is_the_nodes_end(child):
+    said = threading.Event()
+    with (
+        pytest.raises(NodeDied, match="its raylet was killed or crashed"),
+        watching_raylet(child.pid, lambda text: said.set()),
+    ):
+        child.kill()
+        assert said.wait(timeout=60)
+        raise ValueError("Placement group 653e does not exist.")
+    with pytest.raises(ValueError, match="of another kind"), watching_raylet(own_raylet(), print):
+        raise ValueError("of another kind")
+
+
 def test_a_living_raylet_and_a_missing_one_are_not_reported(child):
     notes = []
     for pid in (child.pid, None):

@@ -144,6 +144,11 @@ def test_of_a_folder_without_iterations_nothing_is_explained(tmp_path: Path, cap
     assert main(["explain", str(run.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("iterations") and lines[-1].startswith("change next")
+    with run.metrics_file.open("a") as file:
+        file.write("damaged\n" + json.dumps({"iteration": 2, **row({})}) + "\n")
+    assert main(["explain", str(run.path)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("iterations") and str(run.metrics_file) in said.err, "what is left out is told"
 
 
 def test_an_earlier_versions_run_is_explained_without_what_it_did_not_record() -> None:
@@ -153,6 +158,10 @@ def test_an_earlier_versions_run_is_explained_without_what_it_did_not_record() -
         if name not in ("rollout/decode_s", "rollout/draft_s", "moves/expected_gain_s")
     }
     assert "not recorded" in of_rows([old]).text()
+
+
+def test_where_no_seconds_are_recorded_nothing_is_to_be_changed() -> None:
+    assert of_rows([{"iteration": 0.0}]).change() == "nothing that these records show"
 
 
 def test_a_start_is_explained_by_its_parts_of_the_process_that_ran_last() -> None:

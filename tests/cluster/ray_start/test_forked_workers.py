@@ -18,7 +18,12 @@ from typing import Any
 import pytest
 
 from rlhfspec.cluster.ray_start import forked_workers
-from rlhfspec.cluster.ray_start.forked_workers import forking, raylet_environment
+from rlhfspec.cluster.ray_start.forked_workers import (
+    begin_forking,
+    begin_workers,
+    forking,
+    raylet_environment,
+)
 from rlhfspec.cluster.ray_start.origin import ROOT
 from rlhfspec.core.proc_files import PROC
 
@@ -139,22 +144,15 @@ def test_a_worker_that_ray_must_prepare_is_left_to_it(
 
 
 @pytest.fixture
-def _none_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session's process that forks goes on, and is unknown."""
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has neither started nor joined one, and forks for none."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
     monkeypatch.setattr(forked_workers._Forking, "process", None)
     monkeypatch.setattr(forked_workers._Forking, "name", "")
 
 
-@pytest.mark.usefixtures("_none_forks")
-def test_a_block_of_forks_ends_though_what_forks_is_stopped() -> None:
-    with forking():
-        process = forked_workers._Forking.process
-        assert process is not None
-        os.kill(process.pid, signal.SIGSTOP)
-    assert process.returncode == -signal.SIGKILL
-
-
-@pytest.mark.usefixtures("_none_forks")
+@pytest.mark.usefixtures("no_ray")
 def test_nothing_is_forked_for_a_ray_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "3.1.4")
     with forking():
@@ -175,6 +173,28 @@ def test_nobody_else_has_a_worker_run(forks: dict[str, str]) -> None:
             os.seteuid(0)
         other.settimeout(300)
         assert other.recv(1) == b"", "nothing was asked for, and it was closed"
+
+
+def test_what_a_refused_run_began_ends_where_the_next_one_has_another_environment(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_workers("joined:6379")
+    assert forked_workers._Forking.process is None
+    begin_workers(None)
+    first = begin_forking()
+    begin_workers(None)
+    assert begin_forking() is first
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    begin_workers(None)
+    with forking():
+        assert first.poll() is not None and begin_forking() is not first
+
+
+def test_what_forks_ends_with_its_ray_though_it_is_stopped(no_ray: None) -> None:
+    with forking():
+        process = begin_forking()
+        process.send_signal(signal.SIGSTOP)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_what_forks_ends_with_the_process_that_needs_it() -> None:
