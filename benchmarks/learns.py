@@ -30,6 +30,7 @@ from .peers.build import TRL_RELEASES, trl_folder
 from .served import serving
 from .support import tool_tasks
 from .support.harness import Bench
+from .support.memory import peak_memory
 from .support.processes import run_command, setting_words
 from .support.result import ROOT
 from .support.runs import DEMO, SMOLLM2, MadeRun, train
@@ -408,10 +409,10 @@ def _dpo_costs(bench: Bench, model: Path, folder: Path) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     peaks: dict[str, float] = {}
     for seed, name in enumerate(("theirs", "ours", "ours", "theirs")):
-        with trl.peak_memory() as peak:
+        with peak_memory() as peak:
             made = sides[name](seed // 2)
         seconds[name] += [row["step_s"] for row in made[1:]]
-        peaks[name] = max(peaks.get(name, 0.0), sum(peak.values()) / 1e9)
+        peaks[name] = max(peaks.get(name, 0.0), peak.bytes / 1e9)
     for name in sides:
         bench.figures.keep(f"dpo_step_s_{name}", seconds[name])
         bench.figures.values[f"dpo_peak_gb_{name}"] = peaks[name]

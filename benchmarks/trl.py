@@ -15,10 +15,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +23,12 @@ import numpy as np
 
 from ..core.errors import RlhfSpecError
 from ..core.metrics import read_metrics
-from ..core.proc_files import PROC, sizes
 from ..learning.tasks.one_sentence import SUBJECTS, draw_prompts
 from .peers.build import TRL_RELEASES, trl_folder
 from .peers.trl_trainer import LEARNING_RATE, NEW_TOKENS, PROMPTS_A_STEP, SAMPLES
 from .support.harness import Bench
-from .support.processes import descendants, run_command, setting_words
+from .support.memory import peak_memory
+from .support.processes import run_command, setting_words
 from .support.result import ROOT
 from .support.runs import SMOLLM2, train
 from .support.workload import real_model
@@ -41,7 +38,6 @@ STEPS = {"quick": 1, "default": 1, "full": 8}
 SEEDS = {"quick": 1, "default": 2, "full": 5}
 "Of sampling: each is a run of every side, in an order that the next turns round."
 THREADS = 2
-_POLL_S = 1.0
 _LAST_CHARS = 1500
 BESIDE = (
     ("trl", "ours", "step_over_trl"),
@@ -64,15 +60,15 @@ def run(bench: Bench) -> int:
         )
         return 0
     out, steps = bench.out, STEPS[bench.mode] + 1
-    prompts, examples = _write_prompts(out / "prompts.jsonl", steps), _write_examples(out / "examples.jsonl")
+    prompts, examples = write_prompts(out / "prompts.jsonl", steps), _write_examples(out / "examples.jsonl")
     order = {"model": str(model), "out": str(out / "trl"), "steps": steps, "threads": THREADS}
     dpo = dpo_sides(out, folder, model, steps)
     sft, grpo = {"task": "sft", "rows": str(examples)}, {"task": "grpo", "rows": str(prompts)}
     sides: dict[str, Callable[[int], list[Row]]] = {
-        "trl": lambda seed: _by_trl(folder, order | grpo | {"seed": seed, "rollouts": "own"}),
-        "rollouts": lambda seed: _by_trl(folder, order | grpo | {"seed": seed, "rollouts": "ours"}),
-        "ours": lambda seed: _by_us(out, prompts, steps, seed),
-        "trl_sft": lambda seed: _by_trl(folder, order | sft | {"seed": seed}),
+        "trl": lambda seed: by_trl(folder, order | grpo | {"seed": seed, "rollouts": "own"}),
+        "rollouts": lambda seed: by_trl(folder, order | grpo | {"seed": seed, "rollouts": "ours"}),
+        "ours": lambda seed: by_us(out, prompts, steps, seed),
+        "trl_sft": lambda seed: by_trl(folder, order | sft | {"seed": seed}),
         "sft": lambda seed: _supervised_by_us("sft", out, model, examples, steps, seed),
         "trl_dpo": dpo["theirs"],
         "dpo": dpo["ours"],
@@ -84,10 +80,10 @@ def run(bench: Bench) -> int:
                 made = sides[name](seed)
             rows[name] += made[1:]
             bench.rows += [
-                {"side": name, "seed": seed, "step": step, "peak_bytes": float(sum(peak.values())), **row}
+                {"side": name, "seed": seed, "step": step, "peak_bytes": float(peak.bytes), **row}
                 for step, row in enumerate(made)
             ]
-            bench.console.print(f"{name}, seed {seed}: {made}, {in_gb(peak)}", markup=False)
+            bench.console.print(f"{name}, seed {seed}: {made}, {peak}", markup=False)
             _figures(bench, rows)
             bench.write(steps=steps - 1, trl=TRL_RELEASES[-1])
     return 0
@@ -99,7 +95,7 @@ def dpo_sides(out: Path, folder: Path, model: Path, steps: int) -> dict[str, Cal
     order = {"model": str(model), "out": str(out / "trl"), "steps": steps, "threads": THREADS}
     dpo = {"task": "dpo", "rows": str(pairs), "settings": {"precompute_ref_log_probs": True}}
     return {
-        "theirs": lambda seed: _by_trl(folder, order | dpo | {"seed": seed}),
+        "theirs": lambda seed: by_trl(folder, order | dpo | {"seed": seed}),
         "ours": lambda seed: _supervised_by_us("dpo", out, model, pairs, steps, seed),
     }
 
@@ -124,7 +120,8 @@ def _figures(bench: Bench, rows: Mapping[str, list[Row]]) -> None:
             values[f"memory_over_trl_{name}"] = values[f"peak_gb_{name}"] / values[f"peak_gb_{theirs}"]
 
 
-def _write_prompts(path: Path, steps: int) -> Path:
+def write_prompts(path: Path, steps: int) -> Path:
+    """Questions for so many steps, the same in each call."""
     drawn = draw_prompts(PROMPTS_A_STEP * steps, np.random.default_rng(0))
     path.write_text("".join(f"{json.dumps({'question': q, 'answer': a})}\n" for q, a in drawn))
     return path
@@ -154,7 +151,8 @@ def _write_pairs(path: Path, examples: Path) -> Path:
     return path
 
 
-def _by_trl(trl: Path, order: Mapping[str, Any]) -> list[Row]:
+def by_trl(trl: Path, order: Mapping[str, Any]) -> list[Row]:
+    """A run of theirs, which lies in `trl`; `order` as of `peers.trl_trainer`. One row a step."""
     done = subprocess.run(
         [sys.executable, "-m", "rlhfspec.benchmarks.peers.trl_trainer", json.dumps(order)],
         cwd=ROOT,
@@ -171,7 +169,8 @@ def _by_trl(trl: Path, order: Mapping[str, Any]) -> list[Row]:
     return [row | {"update_s": row["step_s"] - row["generate_s"], "publish_s": 0.0} for row in rows]
 
 
-def _by_us(out: Path, prompts: Path, steps: int, seed: int) -> list[Row]:
+def by_us(out: Path, prompts: Path, steps: int, seed: int, more: Sequence[str] = ()) -> list[Row]:
+    """A run of ours; `more` settings. One row a step."""
     settings = {
         "run.seed": seed,
         "run.iterations": steps,
@@ -186,7 +185,7 @@ def _by_us(out: Path, prompts: Path, steps: int, seed: int) -> list[Row]:
         "trainer.learning_rate": LEARNING_RATE,
         "trainer.num_threads": THREADS,
     }
-    made = train(SMOLLM2, out, "ours", [f"{key}={value}" for key, value in settings.items()])
+    made = train(SMOLLM2, out, "ours", [*(f"{key}={value}" for key, value in settings.items()), *more])
     return [
         {
             "step_s": row["time/iteration_s"],
@@ -219,44 +218,3 @@ def _supervised_by_us(kind: str, out: Path, model: Path, examples: Path, steps: 
     run_command(words, folder=ROOT, log=out / f"{kind}.log")
     made = read_metrics(folder / "metrics.jsonl")
     return [{"step_s": row["time/step_s"], "loss": row["train/loss"]} for row in made if "time/step_s" in row]
-
-
-@contextmanager
-def peak_memory() -> Iterator[dict[str, int]]:
-    """What all processes below this one held when together they held most in the block, shared pages counted once.
-
-    Bytes by kind of process: `TrainerActor`, `GenerationActor`, `raylet`.
-    """
-    peak, ended = dict[str, int](), threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(_POLL_S):
-            held = Counter[str]()
-            for pid in descendants(os.getpid()):
-                held[_kind(pid)] += sizes(PROC / str(pid) / "smaps_rollup").get("Pss", 0)
-            if held.total() > sum(peak.values()):
-                peak.clear()
-                peak.update(held)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield peak
-    finally:
-        ended.set()
-        watcher.join()
-
-
-def in_gb(peak: Mapping[str, int]) -> str:
-    """The whole, and of which kinds it is."""
-    parts = (f"{kind} {held / 1e9:.2f}" for kind, held in sorted(peak.items(), key=lambda one: -one[1]))
-    return f"{sum(peak.values()) / 1e9:.2f} GB ({', '.join(parts)})"
-
-
-def _kind(pid: int) -> str:
-    """A process's command without its folder; of a Ray worker its class."""
-    try:
-        command = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-    except OSError:
-        return "ended"
-    return command.split("/")[-1].split(".")[0].split(":")[-1] or "ended"

@@ -10,6 +10,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "benchmarks"
+EXPLAINED = {"memory": ROOT / "docs" / "explanation" / "memory.md"}
+"Pages of benchmarks that stand elsewhere."
 NOT_MEASURED = "Not measured yet."
 TABLE_MARKS = ("<!-- tables: python -m rlhfspec.benchmarks.pages -->", "<!-- end of tables -->")
 
@@ -23,12 +25,17 @@ def load_results(name: str) -> dict[str, dict[str, Any]]:
 
 def names() -> list[str]:
     """Benchmarks that have a page."""
-    return sorted(path.stem for path in PAGES.glob("*.md"))
+    return sorted([*(path.stem for path in PAGES.glob("*.md")), *EXPLAINED])
+
+
+def path_of(name: str) -> Path:
+    """Where a benchmark's page stands."""
+    return EXPLAINED.get(name, PAGES / f"{name}.md")
 
 
 def page(name: str) -> str:
     """Return a benchmark's page with its tables written anew. Raises ValueError when a mark is missing."""
-    return between(TABLE_MARKS, (PAGES / f"{name}.md").read_text(), _tables(load_results(name)))
+    return between(TABLE_MARKS, path_of(name).read_text(), _tables(load_results(name)))
 
 
 def between(marks: tuple[str, str], text: str, lines: Sequence[str]) -> str:
@@ -53,6 +60,7 @@ def _tables(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
             if figure not in beside
         ),
         *_published_rows(results),
+        *_process_rows(results),
         "",
         "| machine | processor | cores | threads | commit | date |",
         "|---|---|---|---|---|---|",
@@ -78,6 +86,26 @@ def _published_rows(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f"{row['high']:.2f} | {row['deviation']:+.0%} | "
             f"{'as above' if row['matters'] == said else row['matters']} |"
             for row, said in zip(rows, before, strict=False)
+        ),
+    ]
+
+
+def _process_rows(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What processes held, of the first result that has some: a column a key of its rows, and their sums."""
+    rows = next(
+        (r["provenance"]["processes"] for r in results.values() if "processes" in r["provenance"]), []
+    )
+    if not rows:
+        return []
+    numbers = [key for key in rows[0] if key != "process"]
+    total = {"process": "all"} | {key: sum(row[key] for row in rows) for key in numbers}
+    return [
+        "",
+        f"| {' | '.join(rows[0])} |",
+        f"|{'---|' * len(rows[0])}",
+        *(
+            f"| {row['process']} | {' | '.join(f'{row[key]:,}' for key in numbers)} |"
+            for row in (*rows, total)
         ),
     ]
 

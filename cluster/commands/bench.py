@@ -34,9 +34,7 @@ def bench(
     quick: Annotated[bool, Arg(help="a few minutes, wide intervals", group="size")] = False,
     full: Annotated[bool, Arg(help="longer than the default ten minutes", group="size")] = False,
     data: Annotated[Path, Arg("PATH", "real prompts (GSM8K JSONL) where it uses any")] | None = None,
-    profile: Annotated[
-        bool, Arg(help="engine: only where a decode step's time goes, phase by phase")
-    ] = False,
+    profile: Annotated[bool, Arg(help="engine: only the phases of a decode step")] = False,
     minutes: Annotated[float, Arg("N", f"{', '.join(THAT_WATCH)}: how long to watch", parse=_MINUTES)]
     | None = None,
     real: Annotated[
@@ -57,6 +55,7 @@ def bench(
       rlhfspec bench update --out bench              the learner beside a bare loop over the same tokens
       rlhfspec bench rlhf --out bench                a whole step beside a plain and static one
       rlhfspec bench trl --out bench                 a GRPO step beside TRL's, and TRL's with our rollouts
+      rlhfspec bench memory --out bench              what each process of such a run holds, beside TRL's one
       rlhfspec bench episodes --out bench            several turns with a calculator, moved: the same bits as unmoved
       rlhfspec bench models --out bench              which model families run: the page docs/reference/models.md
       rlhfspec bench pipeline --out bench            generation ahead of learning: step time, reward, equal bits

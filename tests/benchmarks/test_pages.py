@@ -24,7 +24,7 @@ def picture_texts(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", tables.names())
 def test_a_page_is_written_from_its_result_files(name: str) -> None:
-    assert tables.page(name) == (PAGES / f"{name}.md").read_text(), WRITE
+    assert tables.page(name) == tables.path_of(name).read_text(), WRITE
     assert f"rlhfspec bench {name.removesuffix('_real').replace('_', '-')}" in tables.page(name).replace(
         "_", "-"
     )

@@ -11,14 +11,14 @@ from byte_chat import save_byte_pair
 from rlhfspec.benchmarks.peers.build import TRL_RELEASES, trl_folder
 from rlhfspec.benchmarks.peers.trl_trainer import rewards
 from rlhfspec.benchmarks.support.harness import Bench
+from rlhfspec.benchmarks.support.memory import peak_memory
 from rlhfspec.benchmarks.trl import (
-    _by_trl,
     _figures,
     _supervised_by_us,
     _write_examples,
     _write_pairs,
-    _write_prompts,
-    peak_memory,
+    by_trl,
+    write_prompts,
 )
 
 
@@ -72,7 +72,7 @@ def test_both_sides_of_supervised_steps_have_the_same_losses(tmp_path: Path, tas
     save_byte_pair(tmp_path)
     examples = _write_examples(tmp_path / "examples.jsonl")
     rows = examples if task == "sft" else _write_pairs(tmp_path / "pairs.jsonl", examples)
-    theirs = _by_trl(trl, order(tmp_path, rows=rows, task=task))
+    theirs = by_trl(trl, order(tmp_path, rows=rows, task=task))
     ours = _supervised_by_us(task, tmp_path, tmp_path / "target", rows, 2, 0)
     for one, other in zip(theirs, ours, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
@@ -85,10 +85,10 @@ def test_trl_trains_in_a_process_of_its_own(tmp_path: Path, rollouts: str) -> No
     if trl is None:
         pytest.skip("no TRL: python -m rlhfspec.benchmarks.peers.build --only trl (make bench-peers)")
     save_byte_pair(tmp_path)
-    prompts = _write_prompts(tmp_path / "prompts.jsonl", 2)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
     with peak_memory() as peak:
-        rows = _by_trl(trl, order(tmp_path, rows=prompts, task="grpo") | {"rollouts": rollouts})
-    assert len(rows) == 2 and sum(peak.values()) > 1 << 27
+        rows = by_trl(trl, order(tmp_path, rows=prompts, task="grpo") | {"rollouts": rollouts})
+    assert len(rows) == 2 and peak.bytes > 1 << 27
     for each in rows:
         assert 0.0 < each["generate_s"] < each["step_s"] and 0.0 < each["generate_cpu_s"] < each["step_cpu_s"]
         assert 32 <= each["tokens"] <= 32 * 32
