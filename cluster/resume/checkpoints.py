@@ -140,7 +140,7 @@ def save_checkpoint(
         said = None
     chunks = _chunks(weights, timeout_s)
     model = build_causal_lm(weights.manifest.hf_config_json, dtype)
-    load_into(model, weight_views(weights.manifest, chunks))
+    load_into(model, weight_views(weights.manifest, chunks), copied=False)
     write_model_folder(
         model,
         tokenizer,

@@ -21,14 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...core.errors import NotFiniteError, WeightsError
-from ...core.weight_records import (
-    ALIGNMENT_BYTES,
-    DigestKind,
-    TensorSpec,
-    WeightManifest,
-    kind_of,
-    pieces_of,
-)
+from ...core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, WeightManifest, kind_of, pieces_of
 from .causal_lm import CausalLM
 from .digests import Digest, HostMirror, read_once, read_only
 
@@ -268,25 +261,19 @@ def weight_views(
     has_odd = False
     for index, chunk in enumerate(chunks):
         got, is_finite = read_once(chunk, dtypes, whole)
-        require_chunk(manifest, index, got)
+        if got != (expected := manifest.chunk_checksums[index]):
+            raise WeightsError(
+                f"{who}: chunk {index} of {len(chunks)} has checksum {got}, expected {expected}; re-send"
+            )
         has_odd = has_odd or not is_finite
-    flat = [read_only(chunk) for chunk in chunks]
     for spec in manifest.tensors:
         index = chunk_of(spec, starts)
-        require_place(manifest, spec, starts[index], len(flat[index]) if flat else 0)
-        views[spec.name] = view_of(spec, flat[index], starts[index])
+        require_place(manifest, spec, starts[index], len(chunks[index]) if chunks else 0)
+        # a storage of its own: transformers copies tensors that have one together before it writes them
+        flat = read_only(chunks[index][spec.offset_bytes - starts[index] :][: spec.num_bytes])
+        views[spec.name] = view_of(spec, flat, spec.offset_bytes)
     require_loadable(manifest, views if has_odd else {})
     return views
-
-
-def require_chunk(manifest: WeightManifest, index: int, got: str) -> None:
-    """Raise WeightsError, naming the chunk, when this checksum is not that of the one that was packed."""
-    expected = manifest.chunk_checksums[index]
-    if got != expected:
-        raise WeightsError(
-            f"{manifest.model} weights version {manifest.weight_version}: chunk {index} of "
-            f"{len(manifest.chunk_checksums)} has checksum {got}, expected {expected}; re-send"
-        )
 
 
 def chunk_starts(manifest: WeightManifest) -> list[int]:
@@ -370,14 +357,21 @@ def require_loadable(manifest: WeightManifest, tensors: Mapping[str, Tensor]) ->
         raise NotFiniteError(f"{who} are not loaded: {describe_not_finite(odd)}")
 
 
-def load_into(model: CausalLM, tensors: dict[str, Tensor]) -> None:
-    """Copy named tensors into a model in place; tied tensors follow.
+def load_into(model: Any, tensors: dict[str, Tensor], *, copied: bool = True) -> None:
+    """Copy named tensors into a model in place, or let it hold them, which nobody writes to then; tied ones follow.
 
-    Raises WeightsError when names, shapes or types do not fit the model; nothing is copied then.
+    Raises WeightsError when names, shapes or types do not fit the model; nothing is changed then.
     """
     own = dict(unique_tensors(model))
     require_names(own, tensors)
-    copy_over(own, tensors)
+    if copied:
+        copy_over(own, tensors)
+        return
+    for name, tensor in tensors.items():
+        require_fit(name, tensor, own[name].shape, own[name].dtype)
+    for name, held in model.state_dict(keep_vars=True).items():
+        if name in tensors:
+            held.data = tensors[name].to(held.dtype)
 
 
 def require_names(

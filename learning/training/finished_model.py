@@ -111,7 +111,7 @@ def save_model(
     settings = form.generation_settings()
     if settings is not None:
         _name_end(model.config, settings, tokenizer)
-    load_into(model, {name: tensor.cpu() for name, tensor in learner.weights()})
+    load_into(model, {name: tensor.cpu() for name, tensor in learner.weights()}, copied=False)
     checksum = model_checksum(model)
     write_model_folder(
         model,
