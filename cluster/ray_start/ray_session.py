@@ -30,13 +30,7 @@ from ...actors.remote.actor_start import actor_environment
 from ...actors.remote.watch import waits_noted
 from ...core.errors import NodeDied, PlacementError, one_line
 from ...core.settings.cluster import ClusterConfig
-from ..folder.leftovers import (
-    RAY_FOLDER,
-    claim,
-    removed_when_gone,
-    sweep_ray_folders,
-    uninterrupted,
-)
+from ..folder.leftovers import RAY_FOLDER, claim, removed_when_gone, sweep_ray_folders, uninterrupted
 from . import machine
 from .forked_workers import KNOWN_RAY, forking, joined_address, worker_environment
 from .origin import IS_CHECKOUT, ROOT
@@ -65,6 +59,8 @@ _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # on a busy machine importing takes Serve's proxy longer than its five seconds: it would be killed, again and again
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # its store is made for two versions of the weights: from four fifths on it would write them to the disk
+    "RAY_object_spilling_threshold": "1.0",
     **PATIENCE,
 }
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
