@@ -13,9 +13,12 @@ import torch
 
 from ...core.config import EngineConfig, SpeculationConfig
 from ...core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from ...engine.build import build_engine
-from ...engine.weights.loading import load_causal_lm
-from ..support.processes import peak_bytes
+from ...engine.build import backend_for, build_engine
+from ...engine.model.llama_model import LlamaModel
+from ...engine.weights.llama_config import LlamaConfig
+from ...engine.weights.loading import load_hf_config
+from ...engine.weights.stored_weights import stored_weights
+from ..support.processes import begin_peak, peak_bytes
 
 NEW_TOKENS = 8
 
@@ -24,11 +27,18 @@ def main(folder: str, slots: int, tokens: int) -> None:
     """Fill every slot with prompts of random ids, and decode the last tokens."""
     torch.set_num_threads(1)
     importlib.import_module("ray")  # a generation actor has it loaded
-    model, random = load_causal_lm(folder, "float32"), np.random.default_rng(0)
+    settings, random = EngineConfig(max_running_samples=slots), np.random.default_rng(0)
+    stored = stored_weights(folder, load_hf_config(folder), "float32")
+    assert stored is not None, "its files name every weight as the model does"
+    model = LlamaModel(LlamaConfig.of(stored.hf_config_json), torch.float32, backend_for(settings))
+    altered = model.load(stored.stored_names, ({name: tensor} for name, tensor in stored.tensors()))
+    assert altered is None, altered
+    # pages of the files: an instance gets its weights otherwise
+    begin_peak()
     engine = build_engine(
         model,
         None,
-        engine=EngineConfig(max_running_samples=slots),
+        engine=settings,
         speculation=SpeculationConfig(policy="off"),
         max_total_tokens=tokens,
     )
