@@ -26,11 +26,11 @@ from ..core.config import AlgorithmConfig
 from ..core.metrics import read_metrics
 from ..engine.weights.loading import load_causal_lm, load_tokenizer
 from . import trl
+from .memory.processes import peak_memory
 from .peers.build import TRL_RELEASES, trl_folder
 from .served import serving
 from .support import tool_tasks
 from .support.harness import Bench
-from .support.memory import peak_memory
 from .support.processes import run_command, setting_words
 from .support.result import ROOT
 from .support.runs import DEMO, SMOLLM2, MadeRun, train

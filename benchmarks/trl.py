@@ -24,10 +24,10 @@ import numpy as np
 from ..core.errors import RlhfSpecError
 from ..core.metrics import read_metrics
 from ..learning.tasks.one_sentence import SUBJECTS, draw_prompts
+from .memory.processes import peak_memory
 from .peers.build import TRL_RELEASES, trl_folder
 from .peers.trl_trainer import LEARNING_RATE, NEW_TOKENS, PROMPTS_A_STEP, SAMPLES
 from .support.harness import Bench
-from .support.memory import peak_memory
 from .support.processes import run_command, setting_words
 from .support.result import ROOT
 from .support.runs import SMOLLM2, train

@@ -108,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a name the terminal has no letters for is no fault
         sys.stdout.reconfigure(errors="backslashreplace")
-    faults = shadowed_packages()  # before anything of theirs is imported
-    if faults:
+    if faults := shadowed_packages():  # before anything of theirs is imported
         print("error: " + "\n       ".join(faults), file=sys.stderr)
         return 1
     from ..actors.remote.loopback import spare_loopback
@@ -136,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        explained = explain_os_error(error)
-        if explained is None:
+        if (explained := explain_os_error(error)) is None:
             raise
         print(f"error: {explained.text}", file=sys.stderr)
         return explained.exit_code

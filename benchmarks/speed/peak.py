@@ -30,7 +30,9 @@ def main(folder: str, slots: int, tokens: int) -> None:
     settings, random = EngineConfig(max_running_samples=slots), np.random.default_rng(0)
     stored = stored_weights(folder, load_hf_config(folder), "float32")
     assert stored is not None, "its files name every weight as the model does"
-    model = LlamaModel(LlamaConfig.of(stored.hf_config_json), torch.float32, backend_for(settings))
+    model = LlamaModel(
+        LlamaConfig.of(stored.config.to_json_string(use_diff=False)), torch.float32, backend_for(settings)
+    )
     altered = model.load(stored.stored_names, ({name: tensor} for name, tensor in stored.tensors()))
     assert altered is None, altered
     # pages of the files: an instance gets its weights otherwise

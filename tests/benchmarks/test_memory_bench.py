@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
 
 import pytest
 
-from rlhfspec.benchmarks.memory import table
-from rlhfspec.benchmarks.support.memory import Peak, kind_of, peak_memory
+from rlhfspec.benchmarks.memory import processes
+from rlhfspec.benchmarks.memory.bench import table
+from rlhfspec.benchmarks.memory.processes import Peak, kind_of, peak_memory
+from rlhfspec.benchmarks.support.processes import descendants
 
 MIB = 1 << 20
 HOLDS = f"""
@@ -22,8 +25,11 @@ sys.stdin.read()
 """
 
 
-def test_a_process_is_counted_by_what_its_memory_is() -> None:
+def test_a_process_is_counted_by_what_its_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", HOLDS]
+    # other tests' Ray may run beside
+    others, all_below = {*descendants(os.getpid())}, descendants
+    monkeypatch.setattr(processes, "descendants", lambda pid: [*({*all_below(pid)} - others)])
     with (
         peak_memory() as peak,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from byte_chat import save_byte_pair
 
+from rlhfspec.benchmarks.memory.processes import peak_memory
 from rlhfspec.benchmarks.peers.build import TRL_RELEASES, trl_folder
 from rlhfspec.benchmarks.peers.trl_trainer import rewards
 from rlhfspec.benchmarks.support.harness import Bench
-from rlhfspec.benchmarks.support.memory import peak_memory
 from rlhfspec.benchmarks.trl import (
     _figures,
     _supervised_by_us,

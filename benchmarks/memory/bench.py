@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import fmean
 
-from . import trl
-from .peers.build import TRL_RELEASES, trl_folder
-from .support.harness import Bench
-from .support.memory import PARTS, Peak, peak_memory
-from .support.workload import real_model
+from .. import trl
+from ..peers.build import TRL_RELEASES, trl_folder
+from ..support.harness import Bench
+from ..support.workload import real_model
+from .processes import PARTS, Peak, peak_memory
 
 ROUNDS = {"quick": 1, "default": 3, "full": 5}
 STEPS = 2

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...core.proc_files import PROC, sizes
-from .processes import command_line, descendants
+from ..support.processes import command_line, descendants
 
 PARTS = {"own": "Pss_Anon", "files": "Pss_File", "shared": "Pss_Shmem"}
 """Of a process, by the field of `smaps_rollup`: what it has allocated (of what forks still share its share), libraries

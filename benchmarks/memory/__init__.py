@@ -1,0 +1,1 @@
+"""What processes hold: `bench.py` measures it."""
