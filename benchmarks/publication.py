@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ from ..engine.weights.chunks import pack_weights
 from ..engine.weights.loading import load_causal_lm
 from .support.actor_pool import ask
 from .support.harness import Bench
-from .support.processes import descendants
+from .support.processes import descendants, looking
 from .support.starting import seconds
 from .support.timing import Figures
 from .support.workload import real_model
@@ -151,21 +150,15 @@ class _Peak:
 @contextmanager
 def _peak_memory() -> Iterator[_Peak]:
     """Watch this process and all below it, and shared memory; Linux."""
-    peak, ends = _Peak(), threading.Event()
+    peak = _Peak()
     statuses = [Path(f"/proc/{pid}/status") for pid in (os.getpid(), *descendants(os.getpid()))]
     before = _used(statuses)
 
-    def watch() -> None:
-        while not ends.wait(SAMPLE_S):
-            peak.bytes = max(peak.bytes, _used(statuses) - before)
+    def look() -> None:
+        peak.bytes = max(peak.bytes, _used(statuses) - before)
 
-    watcher = threading.Thread(target=watch, name="memory", daemon=True)
-    watcher.start()
-    try:
+    with looking(look, SAMPLE_S):
         yield peak
-    finally:
-        ends.set()
-        watcher.join()
 
 
 def _used(statuses: list[Path]) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...core.proc_files import PROC, sizes
-from ..support.processes import command_line, descendants
+from ..support.processes import command_line, descendants, looking
 
 PARTS = {"own": "Pss_Anon", "files": "Pss_File", "shared": "Pss_Shmem"}
 """Of a process, by the field of `smaps_rollup`: what it has allocated (of what forks still share its share), libraries
@@ -52,23 +51,16 @@ class Peak:
 @contextmanager
 def peak_memory() -> Iterator[Peak]:
     """Watch all processes below this one in the block."""
-    peak, ended = Peak(), threading.Event()
+    peak = Peak()
 
-    def watch() -> None:
-        while not ended.wait(_POLL_S):
-            now = _moment()
-            resident = max(peak.resident_bytes, now.resident_bytes)
-            if now.bytes > peak.bytes:
-                peak.held, peak.processes = now.held, now.processes
-            peak.resident_bytes = resident
+    def look() -> None:
+        now = _moment()
+        peak.resident_bytes = max(peak.resident_bytes, now.resident_bytes)
+        if now.bytes > peak.bytes:
+            peak.held, peak.processes = now.held, now.processes
 
-    watcher = threading.Thread(target=watch, name="memory", daemon=True)
-    watcher.start()
-    try:
+    with looking(look, _POLL_S):
         yield peak
-    finally:
-        ended.set()
-        watcher.join()
 
 
 def _moment() -> Peak:

@@ -6,9 +6,10 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...core.errors import RlhfSpecError, WaitTimeout
@@ -37,6 +38,24 @@ def command_line(pid: int) -> str:
     with suppress(OSError):
         return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
+
+
+@contextmanager
+def looking(look: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call `look` every so many seconds, in a thread, as long as the block runs."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(every_s):
+            look()
+
+    watcher = threading.Thread(target=watch, name="looking", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def private_mib(pid: int) -> float:
