@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 
 TYPE_CHECKING = False
@@ -95,8 +95,8 @@ def begin_workers(said: str | None) -> None:
     """Begin to fork for a run that starts a Ray of its own; `said` is its config's cluster.address."""
     if is_local(said):
         if _Forking.process is not None and _Forking.began_in != os.environ:
-            with forking():
-                "It ends, of a run that was refused: what it has imported has read another environment."
+            # of a run that was refused: what it has imported has read another environment
+            _end(_Forking.process)
         begin_forking()
 
 
@@ -132,14 +132,19 @@ def begin_forking() -> "Popen[bytes] | None":
 @contextmanager
 def forking() -> Iterator[None]:
     """Fork workers of the Ray of this block; the next Ray has a process of its own for it, that imports it."""
-    with begin_forking() or nullcontext() as process:
-        try:
-            yield
-        finally:
-            if process is not None:
-                # nothing puts that off, so that the wait for its end is short
-                process.kill()
-            _Forking.process, _Forking.name = None, ""
+    process = begin_forking()
+    try:
+        yield
+    finally:
+        _end(process)
+
+
+def _end(process: "Popen[bytes] | None") -> None:
+    """Kill it, which nothing puts off, so that the wait for its end is short."""
+    if process is not None:
+        with process:
+            process.kill()
+    _Forking.process, _Forking.name = None, ""
 
 
 def _hand_over(words: list[str]) -> None:

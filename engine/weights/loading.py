@@ -182,9 +182,7 @@ def meta_model(
             return auto_class.from_config(config)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except (
-        Exception
-    ) as error:  # transformers raises what they lead to: sizes that do not go together, no such class
+    except Exception as error:  # sizes that do not go together, no such class
         raise ModelError(
             f"the config.json of '{name}' describes no model that can be built as {auto_class.__name__} "
             f"(model_type '{config.model_type}'): {first_line(error)}; fix it or take another model"
