@@ -36,12 +36,7 @@ from .group.dealing import require_dealt
 from .group.group_probe import require_bits_of_one_rank
 from .model.compute_backend import ComputeBackend, PoolAttention
 from .model.cuda_graphs import CudaRecorder
-from .model.invariance_probe import (
-    KeptVerdicts,
-    Verdict,
-    check_invariance,
-    facts_of,
-)
+from .model.invariance_probe import KeptVerdicts, Verdict, check_invariance, facts_of
 from .model.llama_model import LlamaModel, known_config
 from .model.runner import ModelRunner
 from .model.support import not_held
@@ -59,6 +54,7 @@ from .parts import Ranks
 from .recorded_step import StepRecordings
 from .weights.causal_lm import DTYPES, CausalLM, max_context_tokens
 from .weights.chunks import model_checksum
+from .weights.shared_weights import SharedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +70,7 @@ def published_model(
     keeps_head: bool = False,
     ranks: Ranks | None = None,
     vocab_size: int | None = None,
+    shared: SharedWeights | None = None,
 ) -> CausalLM:
     """Return the model that a manifest describes, with its weights: ours, or transformers' for other families.
 
@@ -87,6 +84,7 @@ def published_model(
         keeps_head: as of `LlamaModel`.
         ranks: the group whose leader this is, to which the model is dealt.
         vocab_size: as of `LlamaModel`.
+        shared: memory for weights that are laid out on a CPU; None: this process's own.
 
     Raises:
         ModelError: transformers knows no such model, or it is none that can be dealt to ranks.
@@ -104,6 +102,8 @@ def published_model(
         own = LlamaModel(
             config, DTYPES[dtype], backend, keeps_head=keeps_head, ranks=ranks, vocab_size=vocab_size
         )
+        if shared is not None:
+            own.share(shared)
         altered, own.checksum = own.load(shapes, parts), manifest.checksum
         model: CausalLM = own
     else:

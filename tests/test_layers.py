@@ -314,7 +314,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 
 # Ratchets: these figures only fall. Whoever makes the tree smaller lowers them; a new ability brings its lines from
 # elsewhere, or raises the row of its room in the commit that adds it.
-MAX_SOURCE_FILES = 572
+MAX_SOURCE_FILES = 571
 MAX_LINES_OF_A_ROOM = {
     "core": 2581,
     "core/settings": 2722,
@@ -349,7 +349,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/tasks": 251,
     "learning/training": 6967,
     "actors": 384,
-    "actors/generation": 1981,
+    "actors/generation": 1978,
     "actors/migration": 874,
     "actors/remote": 1495,
     "actors/reward_server": 542,

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...core.config import EngineConfig
 from ...core.errors import RlhfSpecError, WeightsError
 from ...core.records import Completion, SampleKey
-from ...core.weight_records import WeightManifest, kind_of
+from ...core.weight_records import WORDS, WeightManifest, kind_of
 from ...engine.build import backend_for, build_engine, published_model
 from ...engine.calibration.engine_provenance import device_name, here
 from ...engine.drafters.drafter import part_of
@@ -35,13 +35,8 @@ from ...engine.weights.causal_lm import CausalLM
 from ...engine.weights.chunks import buckets_of, weight_views
 from ...engine.weights.digests import Digest, read_once
 from ...engine.weights.llama_config import MODEL_TYPES
-from ..actor_messages import (
-    GenerationSpec,
-    HeadComparison,
-    HeadProgress,
-    InstanceNumerics,
-    LoadedWeights,
-)
+from ...engine.weights.shared_weights import SharedWeights
+from ..actor_messages import GenerationSpec, HeadComparison, HeadProgress, InstanceNumerics, LoadedWeights
 from ..remote.actor_start import set_heap_aside
 from ..remote.assigned_device import (
     INSTANCE_ADVICE,
@@ -71,6 +66,7 @@ class ManifestHost:
         self._rank_actors: RankActors | None = None
         self._spot: SpotTrainer | None = None
         "trains the head in idle time"
+        self._shared: dict[str, SharedWeights] = {}
         self._torn: set[str] = set()
         "models of which a version failed on the way: what is in place may be of two, or damaged"
         self._all_here_s = 0.0  # when the last bucket of a version came
@@ -132,6 +128,7 @@ class ManifestHost:
                 keeps_head=manifest.model == "target" and self._spec.spot is not None,
                 ranks=self._ranks(manifest.model),
                 vocab_size=self._spec.vocab_size,
+                shared=self._shared_with_others(manifest),
             )
             self._models[manifest.model] = model
             self._versions[manifest.model] = manifest.weight_version
@@ -141,6 +138,7 @@ class ManifestHost:
     def _decode_from(self, manifest: WeightManifest, parts: Iterable[Mapping[str, Tensor]]) -> None:
         """Let the engine load a version; where that fails on the way, nothing decodes until one is whole."""
         assert self._engine is not None
+        self._shared_with_others(manifest)
         with nullcontext() if manifest.model == "draft" else self._not_training():
             self._engine.load_parts(manifest, self._torn_by(parts, manifest.model))
         self._torn.discard(manifest.model)
@@ -310,6 +308,17 @@ class ManifestHost:
         return resolve_device(
             self._spec.engine.device, assigned=assigned_gpus(), key="engine.device", pool="cluster.generation"
         )
+
+    def _shared_with_others(self, manifest: WeightManifest) -> SharedWeights | None:
+        """Memory of a model's weights that instances of this run and machine share, told what comes next."""
+        if self._spec.cache_dir is None:
+            return None
+        folder = Path(self._spec.cache_dir).expanduser() / "shared_weights"
+        made = SharedWeights(folder, f"{self._spec.namespace} {manifest.model}")
+        shared = self._shared.setdefault(manifest.model, made)
+        # of a broadcast the kind of it is known and no more
+        shared.coming = manifest.checksum.removeprefix(WORDS)
+        return shared
 
     def _verdicts(self) -> KeptVerdicts | None:
         cache = self._spec.cache_dir

@@ -28,11 +28,14 @@ class StreamedLinear:
         """`ends`: of the parts of K that are added up by themselves (`engine.parts`); one by default."""
         self.columns, self.depth = weight.shape
         rows = self.columns + -self.columns % PANEL
-        self._panels = with_rows(weight, rows).view(-1, PANEL, self.depth).transpose(1, 2).contiguous()
-        self.num_panels = self._panels.shape[0]
+        self.num_panels = rows // PANEL
+        self._panels = weight.new_empty(self.num_panels, self.depth, PANEL)
         self.bias = None if bias is None else with_rows(bias.float(), rows)
         self.ends = np.array(ends or [self.depth], dtype=np.int64)
         self._code = common_code()
+        # one number for all stands for weights that are still to come: nothing is written before them
+        if any(weight.stride()):
+            self._over_panels(Rows((weight,)), compares=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`. The result is a view where N is no multiple of PANEL."""
@@ -54,6 +57,11 @@ class StreamedLinear:
         """See `Linear`."""
         padded = None if bias is None else with_rows(bias.float(), self.num_panels * PANEL)
         return not self._over_panels(rows, compares=True) and bool(same_bits(self.bias, padded))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is written when weights are taken (`LlamaModel.share`)."""
+        return [self._panels] if self.bias is None else [self._panels, self.bias]
 
     def unpacked(self) -> tuple[Tensor, Tensor | None]:
         """See `Linear`."""

@@ -239,6 +239,21 @@ def with_rows(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
 
 
+def by_head(query: Tensor, key: Tensor, value: Tensor, kv_heads: int, size: int) -> Tensor:
+    """Join rows [H * E, ...] of queries, keys and values KV head by KV head, rotary pairs made neighbours."""
+    lead, tail = (kv_heads, -1, size), query.shape[1:]
+    queries = pairs_together(query.view(*lead, *tail), dim=2)
+    keys = pairs_together(key.view(*lead, *tail), dim=2)
+    return torch.cat([queries, keys, value.view(*lead, *tail)], dim=1).reshape(-1, *tail)
+
+
+def pairs_together(x: Tensor, *, dim: int) -> Tensor:
+    """Reorder an axis of E from (0, 1, .., E-1) to (0, E/2, 1, E/2 + 1, ..)."""
+    half = x.shape[dim] // 2
+    order = torch.arange(2 * half, device=x.device).view(2, half).t().reshape(-1)
+    return x.index_select(dim, order)
+
+
 def same_bits(copy: Tensor | None, of: Tensor | None) -> Same:
     """Whether a copy holds another tensor bit for bit, in the copy's type: 0.0 is not -0.0, and a NaN is itself."""
     if copy is None or of is None:

@@ -31,6 +31,7 @@ from ..weights.llama_config import (
     sliding_window,
     weight_shapes,
 )
+from ..weights.shared_weights import SharedWeights
 from .compute_backend import ComputeBackend
 from .linears import (
     Decoder,
@@ -40,7 +41,9 @@ from .linears import (
     ReducedLinear,
     Rows,
     Same,
+    by_head,
     first_altered,
+    pairs_together,
     same_bits,
 )
 
@@ -98,7 +101,7 @@ class LlamaModel:
         ranks: Ranks | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """Make room for weights published in `dtype`, all zeros, as this back end's products read them.
+        """Make room for weights published in `dtype`, as this back end's products read them.
 
         Args:
             config: of the whole model.
@@ -143,6 +146,7 @@ class LlamaModel:
         is_lost = keeps_head and self._folds and not config.tie_word_embeddings
         self._kept_head = self._zeros(*self.shapes[HEAD], dtype=dtype) if is_lost else None
         self._laid_out = list(self._all_laid_out())
+        self._shared: SharedWeights | None = None
 
     @staticmethod
     def of(model: Any, backend: ComputeBackend, **changes: Any) -> LlamaModel:
@@ -223,6 +227,17 @@ class LlamaModel:
                 theirs.copy_(mine)
         return other
 
+    def share(self, memory: SharedWeights) -> None:
+        """Lie in memory that other processes share, where products allow it."""
+        tensors = list[Tensor]()
+        for into in (one.into for one in self._laid_out):
+            held = [into] if isinstance(into, Tensor) else getattr(into, "tensors", None)
+            if held is None:
+                return
+            tensors += held
+        memory.hold(tensors)
+        self._shared = memory
+
     @torch.no_grad()
     def load(self, names: Collection[str], parts: Iterable[Published]) -> str | None:
         """Take the next version, part by part as it comes; what raises on the way leaves weights of two versions.
@@ -249,14 +264,17 @@ class LlamaModel:
 
     def _take(self, parts: Iterable[Published]) -> str | None:
         """Lay out this rank's share of each part as it comes, and read it back."""
-        waiting: dict[str, Tensor] = {}
-        left, held = self._laid_out, list[tuple[str, Same]]()
-        for part in parts:
+        waiting, left, held = dict[str, Tensor](), self._laid_out, list[tuple[str, Same]]()
+        is_there, shared = False, self._shared
+        for number, part in enumerate(parts):
+            if shared is not None and number == 0:
+                is_there = shared.begin()
             waiting |= part
             ready = [one for one in left if all(name in waiting for name in one.names)]
             for one in ready:
                 got = self._got(one, waiting)
-                one.take(got)
+                if not is_there:
+                    one.take(got)
                 if any(waiting[name].device != self.embedding.device for name in one.names):
                     # brought here once more: the way to the device may have damaged what was laid out
                     got = self._got(one, waiting)
@@ -265,7 +283,10 @@ class LlamaModel:
             awaited = {name for one in left for name in one.names}
             waiting = {name: self._outliving(name, part, waiting) for name in waiting if name in awaited}
         require_names({name for one in left for name in one.names}, waiting, "weights ended early")
-        return first_altered(held)
+        altered = first_altered(held)
+        if shared is not None and altered is None:
+            shared.end()
+        return altered
 
     @torch.no_grad()
     def altered_copy(self, tensors: Published) -> str | None:
@@ -367,7 +388,7 @@ class LlamaModel:
 
     def _head_gains(self, names: Iterable[str], got: Published) -> Tensor:
         """Qwen3's norms of queries and key."""
-        query, key = (_pairs_together(got[name].float(), dim=0) for name in names)
+        query, key = (pairs_together(got[name].float(), dim=0) for name in names)
         return torch.cat([query.expand(self.queries, -1), key[None]])
 
     def _layer(self, index: int) -> Layer:
@@ -412,8 +433,7 @@ class LlamaModel:
     def _linear(
         self, outputs: int, inputs: int, *, biased: bool, ends: tuple[int, ...] | None = None
     ) -> Linear:
-        # zeros that take no memory until they are laid out
-        weight = self._zeros(1, 1).expand(outputs, inputs)
+        weight = self._zeros(1, 1).expand(outputs, inputs)  # takes no memory
         bias = self._zeros(outputs, dtype=self.compute_dtype) if biased else None
         return self.backend.linear(weight, bias, self.compute_dtype, ends)
 
@@ -476,18 +496,3 @@ def known_config(
     size = head_size(config)
     is_whole = cell_size(size) == size == KVShape.of(config).head_size
     return config if is_whole and weight_shapes(config) == shapes else None
-
-
-def by_head(query: Tensor, key: Tensor, value: Tensor, kv_heads: int, size: int) -> Tensor:
-    """Join rows [H * E, ...] of queries, keys and values KV head by KV head, rotary pairs made neighbours."""
-    lead, tail = (kv_heads, -1, size), query.shape[1:]
-    queries = _pairs_together(query.view(*lead, *tail), dim=2)
-    keys = _pairs_together(key.view(*lead, *tail), dim=2)
-    return torch.cat([queries, keys, value.view(*lead, *tail)], dim=1).reshape(-1, *tail)
-
-
-def _pairs_together(x: Tensor, *, dim: int) -> Tensor:
-    """Reorder an axis of E from (0, 1, .., E-1) to (0, E/2, 1, E/2 + 1, ..)."""
-    half = x.shape[dim] // 2
-    order = torch.arange(2 * half, device=x.device).view(2, half).t().reshape(-1)
-    return x.index_select(dim, order)

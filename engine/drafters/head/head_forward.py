@@ -32,8 +32,7 @@ from ....core.errors import WeightsError
 from ...cache.kv_pool import KVShape, cell_size
 from ...model.compute_backend import ComputeBackend
 from ...model.forward_plan import ForwardPlan
-from ...model.linears import Linear
-from ...model.llama_model import by_head
+from ...model.linears import Linear, by_head
 from ...weights.llama_config import LlamaConfig, Rotary
 from .head_weights import LAYER, HeadConfig, HeadWeights, require_whole
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -152,6 +153,18 @@ def test_every_start_holds_our_own_model_where_the_family_is_ours() -> None:
         engine = hosts[forward].engine
         assert engine is not None and isinstance(part_of(engine.drafter, ModelDrafter), ModelDrafter)
         assert isinstance(engine.runner.model, kind)
+
+
+def test_instances_of_a_machine_hold_each_version_once_and_decode_as_one_alone(tmp_path) -> None:
+    alone, *both = new_host("auto"), *(new_host("auto", cache_dir=str(tmp_path)) for _ in range(2))
+    for version in (1, 2):
+        for name in MODELS:
+            for host in (alone, *both):
+                host.load_weights(*published(name, version))
+        assert len([*(tmp_path / "shared_weights").iterdir()]) == len(MODELS)
+        assert completions(both[0]) == completions(both[1]) == completions(alone)
+    for name in MODELS:
+        assert len({os.fstat(host._shared[name]._file).st_ino for host in both}) == 1
 
 
 def test_a_head_is_kept_as_it_was_published_and_given_to_the_engine(monkeypatch) -> None:
