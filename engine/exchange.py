@@ -217,16 +217,16 @@ class SampleExchange:
         length = int(self._batch.lengths[last])
         if self._drafter is not None:
             self._drafter.leave(slot, self._batch)
-        if self._runner.taps is not None:
-            self._runner.taps.note_left(slot, self._batch)
+        for follower in self._runner.followers:
+            follower.left(slot, self._batch)
         with self._leases.moving(slot, last):
             self._batch.remove(slot)
             if last != slot:
                 self._runner.pool.move_slot(last, slot, length)
                 if self._drafter is not None:
                     self._drafter.move_slot(last, slot)
-                if self._runner.taps is not None:
-                    self._runner.taps.note_moved(last, slot)
+                for follower in self._runner.followers:
+                    follower.moved(last, slot)
         if not len(self._batch):
             # an idle instance keeps nothing; a busy one gives back at its next step
             self.kv_admission.hold()

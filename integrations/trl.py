@@ -35,9 +35,9 @@ from ..engine.engine import Engine
 from ..engine.numerics import on_threads
 from ..engine.weights.causal_lm import DTYPES, CausalLM, max_context_tokens
 from ..engine.weights.chunks import checksum_of
-from ..engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from ..engine.weights.generation_settings import as_ids
 from ..engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from ..engine.weights.shared_ids import fit_draft, foreign_ids
 from ..learning.data.chat.chat_format import own_template
 from ..learning.data.chat.messages import pairs_of, parse_turns, readable
 from ..learning.data.chat.template_variables import require_variables

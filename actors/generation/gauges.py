@@ -69,8 +69,8 @@ class InstanceGauges:
                 self._export(self._values)
 
     def close(self) -> None:
-        """Set every gauge to 0."""
-        self._set(**dict.fromkeys(_GAUGES, 0))
+        """Set every gauge that was set to 0."""
+        self._set(**dict.fromkeys(self._values, 0))
 
     def _set(self, **values: float) -> None:
         with self._lock:
@@ -81,15 +81,3 @@ class InstanceGauges:
         self._exported_s = self._clock()
         for name, value in values.items():
             run_metrics.set_value(name, value, actor=self._instance)
-
-
-_GAUGES = (
-    "instance_goodput_tokens_per_second",
-    "instance_acceptance_length_tokens",
-    "instance_running_samples",
-    "instance_waiting_samples",
-    "instance_context_tokens",
-    "instance_weight_version",
-    "instance_drafter_alarm",
-    "instance_ranks",
-)

@@ -26,9 +26,9 @@ from ...engine.drafters.head.head_weights import (
 from ...engine.drafters.head.mtp_weights import FoundMtp, load_mtp
 from ...engine.drafters.head.published_head import rounded
 from ...engine.weights.causal_lm import DTYPES, PreTrainedModel
-from ...engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from ...engine.weights.llama_config import MODEL_TYPES
 from ...engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer, num_token_ids
+from ...engine.weights.shared_ids import fit_draft, foreign_ids
 from ...engine.weights.stored_weights import StoredWeights, load_weights
 from ...engine.weights.weight_files import weights_digest
 from .model_files import check_vocabulary, describe_model, model_shape

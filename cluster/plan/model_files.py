@@ -20,7 +20,7 @@ from ...core.outside import is_file, quote
 from ...engine.cache.kv_pool import KVShape
 from ...engine.weights.causal_lm import DTYPES
 from ...engine.weights.chunks import not_finite
-from ...engine.weights.left_over import quantization_of, require_plain_weights, require_writer
+from ...engine.weights.left_over import plain_weight_settings, quantization_of, require_writer
 from ...engine.weights.llama_config import EMBEDDING, HEAD, MODEL_TYPES
 from ...engine.weights.loading import meta_model, num_token_ids, refuse_not_finite
 from ...engine.weights.stored_weights import StoredWeights, stored_weights
@@ -64,7 +64,7 @@ def _described(config: PretrainedConfig, auto_class: Any, name: str | None) -> A
     if name is not None:
         if auto_class is AutoModelForCausalLM:
             require_writer(name, config)
-            require_plain_weights(name, config)
+            plain_weight_settings(name, config)
         check_weight_files(name, model)
     return model
 

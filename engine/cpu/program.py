@@ -34,14 +34,7 @@ from .layers import (
     write_turn,
 )
 from .products import PRODUCT, product_name, products_text
-from .sampling import (
-    GUMBEL,
-    LEADERS,
-    MOST_LEADERS,
-    leaders_name,
-    write_gumbel,
-    write_leaders,
-)
+from .sampling import GUMBEL, LEADERS, MOST_LEADERS, leaders_name, write_gumbel, write_leaders
 from .weight_panels import PANELS, panels_name, write_panels
 from .writer import ADDRESS, FLOAT, INTEGER, Writer
 

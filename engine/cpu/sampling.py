@@ -8,16 +8,7 @@ from typing import Any
 from llvmlite import ir
 
 from ..attention.backends import LOG2_E
-from .writer import (
-    ADDRESS,
-    FLOAT,
-    INTEGER,
-    MINUS_INFINITY,
-    VECTOR,
-    WIDTH,
-    WORDS,
-    Writer,
-)
+from .writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, VECTOR, WIDTH, WORDS, Writer
 
 MOST_LEADERS = 5
 LEAST_VOCABULARY = WIDTH

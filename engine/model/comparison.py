@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,11 +25,13 @@ from ..cache.segments import Segments
 from ..decoding.draft_tree import DraftTree, ancestors_or_self, chain
 from ..weights.causal_lm import CausalLM, max_context_tokens
 from ..weights.chunks import describe_not_finite, not_finite, unique_tensors
-from .compute_backend import PoolAttention
 from .forward_plan import ForwardPlan, TreePlan, TurnRows
 from .llama_model import LlamaModel
 from .prefill_plan import PrefillPiece, PrefillPlan
 from .support import switch_attention, unsupported
+
+if TYPE_CHECKING:
+    from .runner import ModelRunner
 
 COMPARED_TOKENS = 96
 SINGLE_TOKENS = 4
@@ -44,37 +46,6 @@ The second tells where all distributions are flat. Every row is judged."""
 TOLERATED_OF_HALF = (0.25, 0.5)
 """The same of 16-bit types, for the median row: a deep model's own eager and sdpa forwards differ by up to 0.28 in a
 row, where a router's near tie falls the other way (measured). Lost state spoils nearly every row, by far more."""
-
-
-@runtime_checkable
-class Served(Protocol):
-    """What is compared: `engine.model.runner.ModelRunner`."""
-
-    @property
-    def model(self) -> CausalLM:
-        """Whose own forward is the oracle."""
-        ...
-
-    @property
-    def pool(self) -> KVPool:
-        """The cache."""
-        ...
-
-    @property
-    def attention(self) -> Attention | PoolAttention:
-        """The back end."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids."""
-        ...
-
-    def logits(
-        self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
-    ) -> Float[Tensor, "M V"]:
-        """Next-token logits of packed tokens through the cache."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +87,7 @@ class Comparison:
                 _sequence(model, slot, length, pool.device, vocab_size) for slot, length in enumerate(lengths)
             ]
 
-    def require_equal(self, served: Served) -> None:
+    def require_equal(self, served: ModelRunner) -> None:
         """Decode the same through the cache. Leaves junk in the first slots.
 
         Raises ModelError, naming the layers that keep state elsewhere where they can be told.
@@ -134,7 +105,7 @@ class Comparison:
                         f"{total_variation(plain, got):.1e}){_state_elsewhere(model, served, attended)}",
                     )
 
-    def _phases(self, served: Served, attended: Counter[int]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def _phases(self, served: ModelRunner, attended: Counter[int]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield what is done, the model's own logits and ours."""
         sequences, device = self._sequences, served.pool.device
         pieces = [
@@ -186,7 +157,7 @@ class Comparison:
 
 
 def tree_logits(
-    served: Served, root: Int[Tensor, "B 1"], tree: DraftTree, base: Int[Tensor, " B"], *, view: int
+    served: ModelRunner, root: Int[Tensor, "B 1"], tree: DraftTree, base: Int[Tensor, " B"], *, view: int
 ) -> Float[Tensor, "B n V"]:
     """Run root and nodes of a tree behind `base` cached tokens of slots 0..B-1, with `view` positions in sight."""
     ids, positions = torch.cat([root, tree.token_ids], dim=1), base[:, None] + tree.depth_with_root
@@ -194,7 +165,7 @@ def tree_logits(
     return served.logits(ids.reshape(-1), positions.reshape(-1), plan).view(*ids.shape, -1)
 
 
-def tree_plan(served: Served, tree: DraftTree, base: Int[Tensor, " B"], *, view: int) -> TreePlan:
+def tree_plan(served: ModelRunner, tree: DraftTree, base: Int[Tensor, " B"], *, view: int) -> TreePlan:
     """The plan of such a forward."""
     return TreePlan(
         pool=served.pool,
@@ -207,7 +178,7 @@ def tree_plan(served: Served, tree: DraftTree, base: Int[Tensor, " B"], *, view:
     )
 
 
-def require_finite_logits(served: Served) -> None:
+def require_finite_logits(served: ModelRunner) -> None:
     """Decode a prompt of weights that have no forward of their own to compare with. Leaves junk in the first slot.
 
     Raises NotFiniteError, naming the weight at fault where there is one.
@@ -380,7 +351,7 @@ class _Listening(ForwardPlan):
         return self._plan.attend_turned(layer, turn, qkv, positions, **how)
 
 
-def _state_elsewhere(model: CausalLM, served: Served, attended: Counter[int]) -> str:
+def _state_elsewhere(model: CausalLM, served: ModelRunner, attended: Counter[int]) -> str:
     """Say which layers keep what the cache does not hold, as far as it can be told."""
     layers = range(served.pool.shape.num_layers)
     absent = [layer for layer in layers if not attended[layer]]

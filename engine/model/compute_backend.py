@@ -17,15 +17,7 @@ from ..attention.backends import Attention, ordered_attention
 from ..cache.kv_pool import KVPool
 from ..cache.segments import Segments
 from ..decoding.noise import NoiseSource, noise_source
-from .linears import (
-    Decoder,
-    LayOut,
-    Linear,
-    MatrixLinear,
-    PrepackedLinear,
-    can_prepack,
-    has_bfloat16,
-)
+from .linears import Decoder, LayOut, Linear, MatrixLinear, PrepackedLinear, can_prepack, has_bfloat16
 
 PREPACKED_MIN_ELEMENTS = 1 << 19
 

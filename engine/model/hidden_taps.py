@@ -112,24 +112,9 @@ class HiddenTaps:
         for follower in self.followers:
             follower.filled(tokens, pieces, self.rows(num_tokens))
 
-    def note_copied(self, source: int, piece: PrefillPiece) -> None:
-        """Tell the followers of a copy."""
-        for follower in self.followers:
-            follower.copied(source, piece)
-
     def note_verified(
         self, batch: RunningBatch, hidden: Tensor, token_ids: np.ndarray, num_accepted: np.ndarray
     ) -> None:
         """Tell the followers of a decode step."""
         for follower in self.followers:
             follower.verified(batch, hidden, token_ids, num_accepted)
-
-    def note_moved(self, source: int, target: int) -> None:
-        """Tell the followers of a sample's new slot."""
-        for follower in self.followers:
-            follower.moved(source, target)
-
-    def note_left(self, slot: int, batch: RunningBatch) -> None:
-        """Tell the followers that a sample leaves."""
-        for follower in self.followers:
-            follower.left(slot, batch)

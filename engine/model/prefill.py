@@ -47,8 +47,8 @@ def fill_committed(
         total += len(ids)
     for source, piece in copies:
         runner.pool.copy_slot(source, piece.slot, piece.length)
-        if runner.taps is not None:
-            runner.taps.note_copied(source, piece)
+        for follower in runner.followers:
+            follower.copied(source, piece)
     return total
 
 

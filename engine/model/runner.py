@@ -21,7 +21,7 @@ from .comparison import Comparison, failing_is_refused, require_finite_logits
 from .compute_backend import ComputeBackend, FusedChain, PoolAttention
 from .cuda_graphs import SAMPLE_COUNTS, ForwardGraphs, Recorder, at_least
 from .forward_plan import ForwardPlan, TreePlan
-from .hidden_taps import HiddenTaps
+from .hidden_taps import HiddenFollower, HiddenTaps
 from .llama_forward import LlamaForward
 from .llama_model import LlamaModel, can_serve
 from .sent_plans import as_sent
@@ -234,6 +234,11 @@ class ModelRunner:
         self._forward.tap(taps)
         self.taps = taps
         return taps
+
+    @property
+    def followers(self) -> Sequence[HiddenFollower]:
+        """Who hears of hidden states."""
+        return () if self.taps is None else self.taps.followers
 
     @property
     def fused_chain(self) -> FusedChain | None:

@@ -102,23 +102,17 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
     return None
 
 
-def require_plain_weights(name: str, config: Any) -> None:
-    """Raise ModelError for a causal LM whose weights stay quantized when it is loaded."""
+def plain_weight_settings(name: str, config: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that make a causal LM's weights plain ones. Raises ModelError: none can."""
     found = quantization_of(config)
-    if found is None or _method(found) in _GIVEN_BACK:
-        return
-    raise ModelError(
-        f"the weights of the model '{name}' are quantized (quantization_config of its config.json: {_method(found)}), "
-        "and such weights cannot be trained or published; expected float32, bfloat16 or float16 ones: take the "
-        "checkpoint that it was made from, or save it dequantized"
-    )
-
-
-def loading_settings(config: Any) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that make a quantized checkpoint's weights plain ones."""
-    found = quantization_of(config)
-    if found is None or _method(found) not in _GIVEN_BACK:
+    if found is None:
         return {}
+    if _method(found) not in _GIVEN_BACK:
+        raise ModelError(
+            f"the weights of the model '{name}' are quantized (quantization_config of its config.json: "
+            f"{_method(found)}), and such weights cannot be trained or published; expected float32, bfloat16 or "
+            "float16 ones: take the checkpoint that it was made from, or save it dequantized"
+        )
     from transformers import FineGrainedFP8Config
 
     return {"quantization_config": FineGrainedFP8Config(dequantize=True)}

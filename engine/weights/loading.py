@@ -25,20 +25,9 @@ from ...core.outside import is_lfs_pointer
 from .causal_lm import DTYPES, PreTrainedModel
 from .chunks import describe_not_finite, not_finite
 from .config_json import require_config_read
-from .left_over import (
-    loading_settings,
-    require_plain_weights,
-    require_taken,
-    require_writer,
-)
+from .left_over import plain_weight_settings, require_taken, require_writer
 from .llama_config import MAX_LAYERS
-from .weight_files import (
-    ADAPTER_FILE,
-    first_line,
-    require_all_weights,
-    require_no_adapter,
-    unequal_ties,
-)
+from .weight_files import ADAPTER_FILE, first_line, require_all_weights, require_no_adapter, unequal_ties
 
 _CONFIG = "config.json of the model"
 logger = logging.getLogger(__name__)
@@ -117,9 +106,8 @@ def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
     if auto_class == AutoModelForCausalLM:
         config = load_hf_config(name, trust_remote_code=settings.get("trust_remote_code", False))
         require_writer(name, config)
-        require_plain_weights(name, config)
+        settings = settings | plain_weight_settings(name, config)
         require_no_adapter(name)
-        settings = {**settings, **loading_settings(config)}
     with _reading("model", name):
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
     require_all_weights(name, info["missing_keys"], info["unexpected_keys"])

@@ -11,10 +11,9 @@ from rlhfspec.core.errors import ModelError
 from rlhfspec.core.records import SamplingParams
 from rlhfspec.engine.drafters.drafter import part_of
 from rlhfspec.engine.drafters.model_drafter import ModelDrafter
-from rlhfspec.engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from rlhfspec.engine.weights.llama_config import LlamaConfig
 from rlhfspec.engine.weights.loading import build_causal_lm
-from rlhfspec.engine.weights.shared_ids import foreign_of
+from rlhfspec.engine.weights.shared_ids import fit_draft, foreign_ids, foreign_of
 from rlhfspec.learning.models.tokenization import character_tokenizer
 from tests.engine.conftest import VOCAB_SIZE, Pair
 

@@ -8,8 +8,7 @@ import torch
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.engine.decoding.logprobs import scaled_logits
-from rlhfspec.engine.weights.draft_vocabulary import fit_draft
-from rlhfspec.engine.weights.shared_ids import without
+from rlhfspec.engine.weights.shared_ids import fit_draft, without
 from rlhfspec.learning.drafts.refit import distillation_batches
 from rlhfspec.learning.drafts.soft_targets import SoftTargetStore, soft_kl, targets_without, whole_kl
 from rlhfspec.learning.training.experience import collate
