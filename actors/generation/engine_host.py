@@ -6,6 +6,7 @@ An instance never opens a model path: the first weights arrive as every later ve
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -313,7 +314,8 @@ class ManifestHost:
         """Memory of a model's weights that instances of this run and machine share, told what comes next."""
         if self._spec.cache_dir is None:
             return None
-        folder = Path(self._spec.cache_dir).expanduser() / "shared_weights"
+        # a cache may lie on a disk of several machines
+        folder = Path(self._spec.cache_dir).expanduser() / "shared_weights" / socket.gethostname()
         made = SharedWeights(folder, f"{self._spec.namespace} {manifest.model}")
         shared = self._shared.setdefault(manifest.model, made)
         # of a broadcast the kind of it is known and no more
