@@ -34,6 +34,8 @@ from .inputs import Inputs
 AUTO = "auto"
 AUTO_BUDGET_S = 40.0
 MAX_PROMPTS = 64
+BUSY = 0.25
+"Relative error of a profile's seconds beyond which a machine was not idle."
 
 
 class RunProfile:
@@ -92,6 +94,12 @@ class RunProfile:
         made = self.measure(described, report, budget_s=AUTO_BUDGET_S)
         save_profile(made.profile, folder, made.costs, made.drafts)
         report.note(f"profile {folder} (used again while pair, machine and sampling stay)")
+        apart = made.profile.quality["verify_cost_median_rel_error"]
+        if apart > BUSY:
+            report.note(
+                f"the profile's seconds of verifying, measured twice, differ by {apart:.0%} in the median, expected at "
+                f"most {BUSY:.0%}: drafting may be chosen where it loses; remove {folder} while the machine is idle"
+            )
         return made.profile
 
     def described(self) -> Provenance:

@@ -30,6 +30,8 @@ SLOW_POINT_S = 0.5
 "Seconds of them together after which fewer steps do."
 CONTEXT_SHARES = (0.2, 0.6)
 "Prompt lengths of the sweep, of the longest sample."
+_PROMPTS = 2
+"That samples of a batch have between them: a prompt is filled in once, and on a slow machine that takes seconds."
 _CORNERS = 2
 "Of the grid, that are timed in any case: the least and the most."
 
@@ -126,6 +128,9 @@ def _cell(
                     group.append(engine.step_records[-1])
                     lasted_s += group[-1].step_s
         rows.append(_typical(group[min(len(group) // 2, len(group) - REPEATS) :]))
+        if rows[-1].step_s > SLOW_POINT_S:
+            # no law comes near: time is for what it may choose
+            plans.most = max(1, plans.most // 2)
     engine.cancel_all()
     return rows
 
@@ -143,7 +148,7 @@ def _tiled(
     length = prompt_tokens_of(longest, share)
     tiled = []
     for index in range(count):
-        request = requests[index % len(requests)]
+        request = requests[index % min(len(requests), _PROMPTS)]
         tokens = np.resize(request.prompt.token_ids, length)
         tiled.append(
             replace(
@@ -157,15 +162,19 @@ def _tiled(
 
 
 class _DrawnPlans(DraftLaw):
-    """Shapes, depths and numbers of nodes drawn at random; a fifth plain, a third ragged."""
+    """Plain, then one node for every sample, between which a law decides most; then shapes, depths and numbers of nodes
+    drawn at random, a fifth plain, a third ragged.
+    """
 
     max_nodes = MAX_PROFILED_NODES
     _DEPTHS = ((1, 2, 3, 4, 6, 8, 12, 16), (2, 3, 4, 6), (2, 3, 4))
     _SHARES = (0.2, 0.6, 0.12, 0.08)
-    _MOST = 16
 
     def __init__(self, random: np.random.Generator, *, chains_only: bool = False) -> None:
         self.warm_up = False
+        self.most = 16
+        "nodes of a sample"
+        self._number = 0
         self._shares = (0.25, 0.75) if chains_only else self._SHARES
         self._random = random
         self._budget = PLAIN
@@ -173,8 +182,11 @@ class _DrawnPlans(DraftLaw):
 
     def draw(self) -> None:
         """Draw the next plan."""
-        self._counts = None
-        kind = int(self._random.choice(len(self._shares), p=self._shares))
+        self._counts, self._number = None, self._number + 1
+        if self._number == 2:
+            self._budget = _sweep_budget(1, 1, 1)
+            return
+        kind = self._number > 1 and int(self._random.choice(len(self._shares), p=self._shares))
         if kind == 0:
             self._budget = PLAIN
             return
@@ -194,11 +206,11 @@ class _DrawnPlans(DraftLaw):
         return [self._count(one.scores, one.level_sizes) for one in proposals]
 
     def _count(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
-        batch, most = len(scores), min(scores.shape[1], self._MOST)
+        batch, most = len(scores), min(scores.shape[1], self.most)
         if self.warm_up:
             return np.ones(batch, dtype=np.int64)
         if self._counts is None:
-            if batch > 1 and self._random.random() < 0.35:
+            if self._number > 2 and batch > 1 and self._random.random() < 0.35:
                 self._counts = self._random.integers(0, most + 1, size=batch)
             else:
                 least = most if len(level_sizes) == scores.shape[1] else max(1, most // 3)

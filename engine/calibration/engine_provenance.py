@@ -22,8 +22,8 @@ from ..numerics import choose_backend, kernels_for, resolve_device, resolve_nume
 from ..weights.causal_lm import CausalLM
 from ..weights.chunks import model_checksum
 
-ENGINE_CODE = "rows of attention abreast"
-"To be renamed when decode steps take another time than before: old profiles are then measured anew."
+ENGINE_CODE = "one node a sample timed first"
+"To be renamed when steps take, or are measured to take, another time than before: profiles are then measured anew."
 NO_DRAFT = "none: drafts are looked up"
 _RECORDED = ("transformers", "numpy", "statsmodels")
 

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hand_profile import hand_cost, hand_profile
 
 import rlhfspec.cluster.plan.run_profile
 from rlhfspec.cluster.cli import main
@@ -64,6 +66,17 @@ def test_auto_measures_once_and_then_reads_the_cache(read, monkeypatch: pytest.M
     assert profile.resolve(Reporter()) == first
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         read("engine.max_running_samples=3").resolve(Reporter())
+
+
+def test_a_profile_of_a_busy_machine_is_told(read, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(
+        RunProfile, "measure", lambda *a, **k: SimpleNamespace(profile=made, costs=None, drafts=None)
+    )
+    monkeypatch.setattr(rlhfspec.cluster.plan.run_profile, "save_profile", lambda *a: None)
+    for error in (0.25, 0.31):
+        made = replace(hand_profile(0.5, hand_cost()), quality={"verify_cost_median_rel_error": error})
+        assert read().resolve(Reporter()) == made
+        assert ("differ by 31% in the median" in " ".join(capsys.readouterr().out.split())) == (error > 0.25)
 
 
 @pytest.mark.usefixtures("short")

@@ -11,10 +11,12 @@ from hand_profile import hand_provenance
 from rlhfspec.core.config import EngineConfig, SpeculationConfig
 from rlhfspec.core.records import Completion, SampleRequest, SamplingParams
 from rlhfspec.engine.build import build_engine
+from rlhfspec.engine.calibration import cost_sweep
 from rlhfspec.engine.calibration.cost_sweep import _DrawnPlans, sweep_costs
 from rlhfspec.engine.calibration.draft_recorder import RecordingScorer
 from rlhfspec.engine.calibration.profiler import (
     MAX_PROFILED_NODES,
+    PRIOR,
     SHAPES,
     MadeProfile,
     Placeholder,
@@ -196,3 +198,17 @@ def test_a_sweep_whose_every_step_ends_a_sample_comes_to_an_end(pairs, requests,
     monkeypatch.setattr(_DrawnPlans, "_DEPTHS", ((16,), (2,), (2,)))
     costs = sweep_costs(engine, requests, np.random.default_rng(0), budget_s=0.1)
     assert len(costs) >= 4 and costs.shape.num_samples.max() == 2
+
+
+def test_a_slow_batch_is_timed_plainly_and_with_a_node_each_before_time_runs_out(
+    engine: Engine, requests: list[SampleRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between these two a law chooses most; what is larger than any law would choose takes the time of others."""
+    monkeypatch.setattr(cost_sweep, "SLOW_POINT_S", 0.0)
+    monkeypatch.setattr(engine, "scorer", Scorer(PRIOR))
+    shape = sweep_costs(engine, requests, np.random.default_rng(0), budget_s=0.0).shape
+    for size, first in ((1, 0), (4, 4)):
+        assert shape.num_samples[first : first + 4].tolist() == [size] * 4
+        assert shape.num_nodes[first : first + 2].tolist() == [0, size]
+        assert shape.levels[first : first + 2].tolist() == [0, 1]
+        assert shape.widest[first + 2 : first + 4].max() <= 4
