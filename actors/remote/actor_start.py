@@ -21,8 +21,8 @@ RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."
 LOGS_VARIABLE = "RLHFSPEC_LOGS"
 "Its folder of logs; empty: none are kept."
-_BEGAN_WITH = gc.get_freeze_count()
-"Objects that are set aside already: of a fork those of what it was forked from."
+_set_aside: list[bool] = []
+"Whether this process has; a fork begins with what it was forked from, which stays shared while nobody looks at it."
 
 
 def actor_environment(run: str, logs: Path | None) -> dict[str, str]:
@@ -45,11 +45,12 @@ def begin_actor(name: str) -> str:
 
 def set_heap_aside() -> None:
     """Keep what is there out of later collections: one over torch, transformers and models holds all threads up."""
-    if gc.get_freeze_count() > _BEGAN_WITH:
+    if _set_aside:
         # what was set aside here and is in use no more goes now
         gc.unfreeze()
     gc.collect()
     gc.freeze()
+    _set_aside[:] = [True]
 
 
 def _own_name() -> str | None:

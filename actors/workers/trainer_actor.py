@@ -39,6 +39,7 @@ from ...learning.training.training_forward import compute_dtype_on, forwards_mad
 from ..actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
 from ..remote.actor_start import begin_actor, set_heap_aside
 from ..remote.assigned_device import TRAINER_ADVICE, gpu_seat, take_gpu_share
+from ..remote.process_metrics import give_back_free_memory
 from ..remote.remote import remote
 from ..transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
 from .group_member import GroupMember
@@ -276,7 +277,10 @@ class TrainerActor(GroupMember):
     def say(self) -> Said:
         """What the target says, by its weights as they are, of some tokens that it learned from last."""
         with self._trainers.naming("say what they learned"):
-            return self._learner.say()
+            said = self._learner.say()
+        # another process of this machine will now write the model, and read it again
+        give_back_free_memory()
+        return said
 
     def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
         """The published model on this actor's device, in float32 where an optimizer steps its weights."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ...actors.remote.process_metrics import give_back_free_memory
 from ...core.config import Config
 from ...core.errors import ConfigError, ProfileError
 from ...core.records import SampleKey, SampleRequest, Stream
@@ -93,6 +94,8 @@ class RunProfile:
         require_writable(folder, "run.cache_dir")
         made = self.measure(described, report, budget_s=AUTO_BUDGET_S)
         save_profile(made.profile, folder, made.costs, made.drafts)
+        # of the engine that was measured; this process lasts as long as the run
+        give_back_free_memory()
         report.note(f"profile {folder} (used again while pair, machine and sampling stay)")
         apart = made.profile.quality["verify_cost_median_rel_error"]
         if apart > BUSY:

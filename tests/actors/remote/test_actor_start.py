@@ -11,10 +11,12 @@ class Ring:
     def __init__(self):
         self.own = self
 
+# what forks has imported it, too
+from rlhfspec.actors.remote.actor_start import set_heap_aside
+
 gc.disable()
 found = weakref.ref(Ring())
 gc.freeze()
-from rlhfspec.actors.remote.actor_start import set_heap_aside
 
 own = weakref.ref(Ring())
 set_heap_aside()
