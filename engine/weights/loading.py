@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +53,35 @@ def _hub_fault(name: str, _minutes: int) -> str:
     return ""
 
 
+@cache
+def _register_renamed() -> None:
+    """Let transformers read checkpoints of a family it does not know, where the model is one that it knows.
+
+    MiMo-7B (arXiv 2505.07608) brings code of its own, which is Qwen2's with an MTP layer beside it that no forward of
+    the model calls: its config is read as Qwen2's, and its code is neither needed nor run.
+    """
+    # seconds of import, where a config is read and not before
+    from transformers import Qwen2Config
+
+    class MimoConfig(Qwen2Config):
+        model_type = "mimo"
+
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], **settings: Any) -> Any:
+            others = ("model_type", "architectures", "auto_map", "num_nextn_predict_layers")
+            values = {key: value for key, value in config_dict.items() if key not in others}
+            return Qwen2Config.from_dict(values | {"architectures": ["Qwen2ForCausalLM"]}, **settings)
+
+    AutoConfig.register(MimoConfig.model_type, MimoConfig, exist_ok=True)
+
+
 @contextmanager
 def _reading(what: str, name: str) -> Iterator[None]:
     """Let transformers read a model's files; where the hub does not give them, from the hub's cache alone.
 
     It asks for each file, up to six times. Raises ModelError: neither hub nor cache has them, or whatever they lead to.
     """
-    # seconds of import, where a config is read and not before
-    from .renamed_configs import register_renamed
-
-    register_renamed()
+    _register_renamed()
     before = constants.HF_HUB_OFFLINE
     try:
         may_ask = not (before or Path(name).expanduser().exists())
