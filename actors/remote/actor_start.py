@@ -21,8 +21,6 @@ RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."
 LOGS_VARIABLE = "RLHFSPEC_LOGS"
 "Its folder of logs; empty: none are kept."
-_BEGAN_WITH = gc.get_freeze_count()
-"Objects that are set aside already: of a fork those of what it was forked from."
 
 
 def actor_environment(run: str, logs: Path | None) -> dict[str, str]:
@@ -44,10 +42,10 @@ def begin_actor(name: str) -> str:
 
 
 def set_heap_aside() -> None:
-    """Keep what is there out of later collections: one over torch, transformers and models holds all threads up."""
-    if gc.get_freeze_count() > _BEGAN_WITH:
-        # what was set aside here and is in use no more goes now
-        gc.unfreeze()
+    """Keep what is there, for good, out of later collections: one over torch and models holds all threads up.
+
+    Of a fork that is little: what it was forked with has been set aside there, and to look at it copies its pages.
+    """
     gc.collect()
     gc.freeze()
 
