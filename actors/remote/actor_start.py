@@ -21,8 +21,6 @@ RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."
 LOGS_VARIABLE = "RLHFSPEC_LOGS"
 "Its folder of logs; empty: none are kept."
-_set_aside: list[bool] = []
-"Whether this process has; a fork begins with what it was forked from, which stays shared while nobody looks at it."
 
 
 def actor_environment(run: str, logs: Path | None) -> dict[str, str]:
@@ -44,13 +42,12 @@ def begin_actor(name: str) -> str:
 
 
 def set_heap_aside() -> None:
-    """Keep what is there out of later collections: one over torch, transformers and models holds all threads up."""
-    if _set_aside:
-        # what was set aside here and is in use no more goes now
-        gc.unfreeze()
+    """Keep what is there, for good, out of later collections: one over torch and models holds all threads up.
+
+    Of a fork that is little: what it was forked with has been set aside there, and to look at it copies its pages.
+    """
     gc.collect()
     gc.freeze()
-    _set_aside[:] = [True]
 
 
 def _own_name() -> str | None:

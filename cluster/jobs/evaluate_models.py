@@ -108,7 +108,7 @@ def evaluate_model(plan: RunPlan, report: Reporter, first: ModelResult | None = 
             "  reward.kind is none: every reward is 0; --reward gsm8k, or another, scores the samples"
         )
     with (
-        ray_session(plan.config.cluster, "evaluation") as session,
+        ray_session(plan.config.cluster, "evaluation", note=report.note) as session,
         running_generation(plan, session, note=report.note) as system,
     ):
         report.start(1)

@@ -123,7 +123,7 @@ def _decode(plan: RunPlan, samples: Sequence[Recorded], report: Reporter) -> Col
         ]
 
     with (
-        ray_session(config.cluster, "plain-static") as session,
+        ray_session(config.cluster, "plain-static", note=report.note) as session,
         running_generation(plan, session, note=report.note) as system,
     ):
         stream = RolloutStream(system, report)

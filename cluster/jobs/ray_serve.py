@@ -78,7 +78,8 @@ def serve_application(
     from ray import serve
 
     note("starting Ray")
-    with ray_session(cluster, f"serve-{place.name}") as session, ServerNotes(session.namespace).shown(note):
+    name = f"serve-{place.name}"
+    with ray_session(cluster, name, note=note) as session, ServerNotes(session.namespace).shown(note):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         handle: Any = None
@@ -90,9 +91,8 @@ def serve_application(
                 handle = serve.run(build(session), name=place.name, route_prefix=route, logging_config=quiet)
             except RlhfSpecError:
                 raise
-            except (
-                Exception
-            ) as error:  # a replica that failed, a cluster without room: RuntimeError and others
+            except Exception as error:
+                # a replica that failed, a cluster without room: RuntimeError and others
                 raise PlacementError(
                     f"the {place.name} server did not come up: {one_line(str(error))}; {advice}"
                 ) from error

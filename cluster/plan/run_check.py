@@ -65,13 +65,9 @@ def check_run(
     """
     numerics = _check_engine(config.engine, config.cluster.generation.num_gpus)
     if config.trainer.scoring == "engine":
-        _check_scoring(
-            config.engine,
-            config.cluster,
-            on_gpu=config.cluster.trainer.num_gpus > 0 and config.trainer.device != "cpu",
-            recomputes=config.algorithm.correction.old_logprobs == "trainer"
-            and config.rollout.max_staleness == 0,
-        )
+        old = config.algorithm.correction.old_logprobs
+        recomputes = old == "trainer" and not config.rollout.max_staleness
+        _check_scoring(config.engine, config.cluster, on_gpu=config.learns_on_gpu, recomputes=recomputes)
     if is_local(config.cluster.address) and not config.learns_on_gpu:
         compute_dtype_on(torch.device("cpu"), DTYPES[config.models.dtype], config.trainer.compute_dtype)
     require_trackers(config.tracking)
@@ -91,9 +87,8 @@ def check_run(
     environment = _made_environment(config.environment)
     require_tools(config.environment, config.data, inputs.tokenizer)
     evaluated = inputs.evaluation.prompts if inputs.evaluation is not None else ()
-    require_references(
-        config.reward, config.environment, environment, chain(inputs.dataset.prompts, evaluated)
-    )
+    prompts = chain(inputs.dataset.prompts, evaluated)
+    require_references(config.reward, config.environment, environment, prompts)
     needs = MemoryNeeds(config, models.shapes(reward.num_params), max_total_tokens=inputs.max_total_tokens)
     room = _Room.of(output_dir, config.cluster, elsewhere)
     memory = _plan_memory(needs, config.cluster, room, output_dir)
@@ -109,6 +104,8 @@ def check_run(
     notes = (adapter, correction, *reward.functions, *patterns)
     remarks = [f"{key} has no effect: {why}" for key, why in idle_keys(config)]
     remarks += misspelt_attributes(environment) if environment is not None else []
+    if is_local(config.cluster.address) and elsewhere is None:
+        remarks += spill_notes(memory.object_store_bytes, needs.object_store())
     on_gpus = [f"{key} is {value}, the default on GPUs" for key, value in config.device_defaults.items()]
     evaluation = () if inputs.evaluation is None else inputs.evaluation.lines
     return RunPlan(
@@ -241,10 +238,9 @@ def _require_context(
     needed = longest + max_new_tokens + max_first_words_tokens
     if needed > context_tokens:
         raise DataError(
-            f"the longest prompt has {longest} tokens and sampling.max_new_tokens is "
-            f"{max_new_tokens}: {needed} together, but the models' context holds {context_tokens}; lower "
-            "sampling.max_new_tokens or data.max_prompt_tokens "
-            "(with data.on_long_prompt=skip)"
+            f"the longest prompt has {longest} tokens and sampling.max_new_tokens is {max_new_tokens}: {needed} "
+            f"together, but the models' context holds {context_tokens}; lower sampling.max_new_tokens or "
+            "data.max_prompt_tokens (with data.on_long_prompt=skip)"
         )
     if inputs.evaluation is not None:
         inputs.evaluation.require_context(context_tokens)
@@ -298,6 +294,16 @@ def _plan_memory(needs: MemoryNeeds, cluster: ClusterConfig, room: _Room, output
         memory = needs.checkpointed().plan(object_store_bytes=store)
         _require_room(cluster, memory, room, output_dir)
     return memory
+
+
+def spill_notes(store_bytes: int, wanted_bytes: int) -> list[str]:
+    """A line where a run's object store is smaller than what it is to hold."""
+    if store_bytes >= wanted_bytes:
+        return []
+    return [
+        f"the object store has {gib(store_bytes)} of the {gib(wanted_bytes)} that weights and rollouts take, and Ray "
+        "writes the rest to a disk; give it more of /dev/shm (docker run --shm-size, cluster.object_store_bytes)"
+    ]
 
 
 def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, output_dir: Path) -> None:

@@ -238,11 +238,8 @@ def _num_gpus(topology: Topology) -> int:
         if share >= 1:
             free += [0.0] * int(share)
         elif share:
-            at = min(
-                (i for i, left in enumerate(free) if left > share - _SLACK),
-                key=free.__getitem__,
-                default=None,
-            )
+            roomy = (i for i, left in enumerate(free) if left > share - _SLACK)
+            at = min(roomy, key=free.__getitem__, default=None)
             if at is None:
                 at = len(free)
                 free.append(1.0)
@@ -395,11 +392,8 @@ def _explain(topology: Topology, *, waited_s: float) -> str:
     if topology.pins_pools:
         labelled = {node["Labels"].get(POOL_LABEL) for node in ray.nodes() if node["Alive"]}
         unmet = [name for name in topology.pools if name not in labelled]
-        gap += (
-            f"; no node has the label {POOL_LABEL} for {', '.join(unmet)} (cluster.pin_pools)"
-            if unmet
-            else ""
-        )
+        if unmet:
+            gap += f"; no node has the label {POOL_LABEL} for {', '.join(unmet)} (cluster.pin_pools)"
     largest = max(topology.places, key=lambda p: (p.num_gpus, p.num_cpus))
     have = {name: total.get(name, 0.0) for name in wanted}
     idle = {name: free.get(name, 0.0) for name in wanted}

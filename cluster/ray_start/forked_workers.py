@@ -18,7 +18,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 
@@ -31,7 +31,6 @@ _ROOM = 1 << 21
 _OOM_SCORE = "/proc/self/oom_score_adj"
 "Ray adds to it of what it starts as a worker: the kernel then ends that one first where memory is short."
 _IMPORTED = (
-    "numpy",
     "torch",
     "transformers.models.llama.modeling_llama",
     "rlhfspec.engine.build",
@@ -130,21 +129,34 @@ def begin_forking() -> "Popen[bytes] | None":
 
 
 @contextmanager
-def forking() -> Iterator[None]:
-    """Fork workers of the Ray of this block; the next Ray has a process of its own for it, that imports it."""
-    process = begin_forking()
+def forking(note: Callable[[str], None]) -> Iterator[None]:
+    """Fork workers of the Ray of this block, by a process of its own; `note` is told at once where that ends before."""
+    from threading import Thread
+
+    if (process := begin_forking()) is not None:
+        Thread(target=_note_end, args=[process, note], name="forks-watch", daemon=True).start()
     try:
         yield
     finally:
         _end(process)
 
 
+def _note_end(process: "Popen[bytes]", note: Callable[[str], None]) -> None:
+    code = process.wait()
+    if _Forking.process is process:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        note(
+            f"the process that actors are forks of ended ({how}): the run goes on, and actors that start from now on "
+            "import torch and transformers by themselves, which takes seconds; look at the machine's memory"
+        )
+
+
 def _end(process: "Popen[bytes] | None") -> None:
     """Kill it, which nothing puts off, so that the wait for its end is short."""
+    _Forking.process, _Forking.name = None, ""
     if process is not None:
         with process:
             process.kill()
-    _Forking.process, _Forking.name = None, ""
 
 
 def _hand_over(words: list[str]) -> None:

@@ -7,10 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+_CGROUP_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 _SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -27,28 +28,21 @@ import ray
 from ray._private import ray_constants, worker
 
 from ...actors.remote.actor_start import actor_environment
-from ...actors.remote.watch import waits_noted
+from ...actors.remote.watch import Say, waits_noted
 from ...core.errors import NodeDied, PlacementError, one_line
 from ...core.settings.cluster import ClusterConfig
 from ..folder.leftovers import RAY_FOLDER, claim, removed_when_gone, sweep_ray_folders, uninterrupted
-from . import machine
+from . import machine, private_folder
 from .forked_workers import KNOWN_RAY, forking, joined_address, worker_environment
 from .origin import IS_CHECKOUT, ROOT
-from .private_folder import (
-    BELOW,
-    LOOPBACK_NAMES,
-    environment,
-    make_token,
-    note_address,
-    temporary_base,
-    temporary_notes,
-    token_of,
-    using_token,
-)
+from .private_folder import environment, using_token
 from .ray_init import PATIENCE, START_S, free_ports, start_twice
 
+logger = logging.getLogger(__name__)
 MIN_OBJECT_STORE_BYTES = 100 << 20
 OBJECT_STORE_USUAL_BYTES = 1 << 30
+PROCESS_ADDRESS_BYTES = 4 << 30
+"That a process maps beside the store: 3.8 GiB were measured (demo pair, torch 2.13 for CPUs, Ray 2.60)."
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 10.0
 "For a TCP connection to a running cluster: Ray itself tries for many minutes."
@@ -81,22 +75,20 @@ class RaySession:
     dashboard_url: str | None
     token_file: Path | None = None
     "of what was started here: its dashboard asks for what stands in it"
-    notes: tuple[str, ...] = ()
-    "where its files lie if not where they should, what dead runs had left and what was done with it: a line each"
     environment: Mapping[str, str] = field(default_factory=dict)
     "variables that tell actors their run"
 
 
 def check_local_ray(cluster: ClusterConfig) -> None:
-    """Require what a private Ray needs here: a port, shared memory, a short temporary folder.
+    """Require what a private Ray needs here: a port, shared memory, addresses, a short temporary folder.
 
     Raises PlacementError for the first that is missing; nothing is started.
     """
     _check_object_store(cluster.object_store_bytes)
-    temporary_base()
-    port = cluster.dashboard_port
-    if cluster.dashboard and port is not None:
-        _check_port(port)
+    _check_address_space(cluster.object_store_bytes or object_store_bytes())
+    private_folder.temporary_base()
+    if cluster.dashboard and cluster.dashboard_port is not None:
+        _check_port(cluster.dashboard_port)
 
 
 def _check_object_store(wanted: int | None) -> None:
@@ -108,6 +100,16 @@ def _check_object_store(wanted: int | None) -> None:
         raise PlacementError(
             f"cluster.object_store_bytes {wanted} cannot be had: expected at least {MIN_OBJECT_STORE_BYTES} and "
             f"{room}; set cluster.object_store_bytes between the two, or leave it out"
+        )
+
+
+def _check_address_space(store_bytes: int) -> None:
+    """Ray's core ends a process that cannot map the store with a trace of its own."""
+    limit, needed = resource.getrlimit(resource.RLIMIT_AS)[0], PROCESS_ADDRESS_BYTES + store_bytes
+    if resource.RLIM_INFINITY != limit < needed:
+        raise PlacementError(
+            f"the addresses of a process are limited to {limit / 2**30:.1f} GiB (ulimit -v): expected at least "
+            f"{needed / 2**30:.1f}, of which the object store is {store_bytes / 2**30:.1f}; run `ulimit -v unlimited`"
         )
 
 
@@ -135,11 +137,13 @@ def ray_session(
     on_sigterm: Callable[[], None] = lambda: None,
     store_bytes: int | None = None,
     logs: Path | None = None,
+    note: Say = logger.warning,
 ) -> Iterator[RaySession]:
     """Start or join Ray, and leave it however the block ends. SIGTERM ends the block like Ctrl-C.
 
     `on_sigterm` is called first of all then: whoever sent it may not wait for the rest. `store_bytes` is the size of
-    a local cluster's object store where `cluster` names none. `logs` is the folder where actors write theirs.
+    a local cluster's object store where `cluster` names none. `logs` is the folder where actors write theirs. `note` is
+    told where Ray's files lie if not where they should, what dead runs had left, and what the run goes on without.
     A Ray that this process has already initialised is used and left alone.
     Raises PlacementError when Ray cannot be started here, or the cluster at `cluster.address` cannot be reached.
     """
@@ -150,11 +154,8 @@ def ray_session(
         return
     address = joined_address(cluster.address)
     is_up = False
-    started = (
-        _joined(address, namespace, on_sigterm)
-        if address
-        else _local(cluster, namespace, on_sigterm, store_bytes)
-    )
+    own = _local(cluster, namespace, on_sigterm, store_bytes, note)
+    started = _joined(address, namespace, on_sigterm) if address else own
     try:
         with environment(worker_environment()), started as session:
             is_up = True
@@ -169,40 +170,35 @@ def ray_session(
 
 @contextmanager
 def _local(
-    cluster: ClusterConfig, namespace: str, on_sigterm: Callable[[], None], store_bytes: int | None
+    cluster: ClusterConfig, namespace: str, on_sigterm: Callable[[], None], store_bytes: int | None, note: Say
 ) -> Iterator[RaySession]:
     check_local_ray(cluster)
-    base = temporary_base()
-    notes = [*temporary_notes(), *sweep_ray_folders(base)]
+    base = private_folder.temporary_base()
+    for line in (*private_folder.temporary_notes(), *sweep_ray_folders(base)):
+        note(line)
     if not ray.__version__.startswith(KNOWN_RAY):
-        notes.append(f"Ray {ray.__version__} starts more slowly than {KNOWN_RAY}x, whose start is known here")
+        note(f"Ray {ray.__version__} starts more slowly than {KNOWN_RAY}x, whose start is known here")
     folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDER, dir=base))
     with removed_when_gone(folder):
         claim(folder)
-        token_file = make_token(folder)
-        with (
-            using_token(token_file),
-            environment(_LOCAL_ENVIRONMENT),
-            _on_loopback(),
-            _shut_down_after(),
-        ):
+        token_file = private_folder.make_token(folder)
+        with using_token(token_file), environment(_LOCAL_ENVIRONMENT), _on_loopback(), _shut_down_after():
             with waits_noted(lambda: f"Ray's own processes, each for {START_S} s at most"):
                 context = _start(cluster, folder, namespace, store_bytes)
-            note_address(folder, context.address_info["gcs_address"])
+            private_folder.note_address(folder, context.address_info["gcs_address"])
             # most commands have begun it long before
-            with forking(), sigterm_exits(on_sigterm):
+            with forking(note), sigterm_exits(on_sigterm):
                 yield RaySession(
                     namespace=namespace,
                     is_local=True,
-                    dashboard_url=_dashboard_url(context),
+                    dashboard_url=context.dashboard_url and f"http://{context.dashboard_url}",
                     token_file=token_file,
-                    notes=tuple(notes),
                 )
 
 
 def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: int | None) -> Any:
     # Ray lets everybody write into its own
-    own = folder / BELOW
+    own = folder / private_folder.BELOW
     own.mkdir()
     try:
         return start_twice(
@@ -242,7 +238,7 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
     tree = {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git", "/build"]}
     runtime_env = None if JOB_MARK in os.environ else tree if IS_CHECKOUT else {"py_modules": [str(ROOT)]}
-    token_file = token_of(address)
+    token_file = private_folder.token_of(address)
     with nullcontext() if token_file is None else using_token(token_file), _shut_down_after():
         try:
             with _on_loopback() if _is_private(address) else nullcontext():
@@ -261,7 +257,11 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
                 "lets only its user in)"
             ) from error
         with sigterm_exits(on_sigterm):
-            yield RaySession(namespace=namespace, is_local=False, dashboard_url=_dashboard_url(context))
+            yield RaySession(
+                namespace=namespace,
+                is_local=False,
+                dashboard_url=context.dashboard_url and f"http://{context.dashboard_url}",
+            )
 
 
 def joined_cluster(address: str) -> AbstractContextManager[RaySession]:
@@ -287,7 +287,7 @@ def require_reachable(address: str) -> None:
 def _is_private(address: str) -> bool:
     """Whether that is a cluster on the loopback alone, as a run's own: Ray would look for it elsewhere, and wait."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit() or host.strip("[]") not in LOOPBACK_NAMES:
+    if not port.isdigit() or host.strip("[]") not in private_folder.LOOPBACK_NAMES:
         return False
     elsewhere = ray.util.get_node_ip_address(), int(port)
     try:
@@ -307,12 +307,7 @@ def object_store_bytes(needed: int = 0) -> int:
     return max(MIN_OBJECT_STORE_BYTES, usual, min(needed, shared * 9 // 10))
 
 
-def _dashboard_url(context: Any) -> str | None:
-    url = context.dashboard_url
-    return f"http://{url}" if url else None
-
-
-def note_dashboard(note: Callable[[str], None]) -> None:
+def note_dashboard(note: Say) -> None:
     """Tell where the dashboard of this process's Ray, which nobody waits for, has ended."""
     node = worker._global_node
     started = {} if node is None else node.all_processes

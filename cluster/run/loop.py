@@ -72,11 +72,10 @@ def run_training(
                 on_sigterm=stopping,
                 store_bytes=None if plan.memory is None else plan.memory.object_store_bytes,
                 logs=run_dir.logs_folder,
+                note=report.note,
             ) as session,
             observing(run_dir, session, report, num_iterations=plan.config.run.iterations) as observer,
         ):
-            for line in session.notes:
-                report.note(line)
             if session.dashboard_url:
                 asks = "" if session.token_file is None else f" (asks for the token in {session.token_file})"
                 report.note(f"dashboard {session.dashboard_url}{asks}")

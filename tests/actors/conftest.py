@@ -11,7 +11,7 @@ from rlhfspec.actors.remote import actor_start
 @pytest.fixture(scope="session", autouse=True)
 def _heap_is_not_set_aside() -> Iterator[None]:
     """An actor collects its process's heap once; here that is the heap of all tests, a second for every actor."""
-    nothing = SimpleNamespace(unfreeze=lambda: None, collect=lambda: None, freeze=lambda: None)
+    nothing = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(actor_start, "gc", nothing)
         yield

@@ -33,7 +33,7 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhfspec.actors.workers.trainer_actor.ray.util.get_node_ip_address", lambda: LOCAL)
     # Ray would start to tell it, and the heap is that of all tests
     monkeypatch.setattr(actor_start, "_own_name", lambda: None)
-    nothing = SimpleNamespace(unfreeze=lambda: None, collect=lambda: None, freeze=lambda: None)
+    nothing = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
     monkeypatch.setattr(actor_start, "gc", nothing)
     without_a_gpu(monkeypatch)
 

@@ -58,17 +58,41 @@ def test_every_bundle_has_a_node_and_cores(local_ray):
     assert all(cores >= 1.0 for _, cores in found.values())
 
 
-def test_epochs_are_counted_in_prompts_and_kept_as_iterations(tiny_pair: TinyPair, tmp_path: Path):
-    tree = {
+@pytest.mark.parametrize(
+    "free_mb, said",
+    [
+        (4000, None),
+        (200, "the object store has 0.18 GiB of the 0.25 GiB"),
+        (64, "the object store has 0.10 GiB of"),
+    ],
+)
+def test_a_store_that_spills_is_told_by_check_and_at_the_start(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_mb: int, said: str | None
+):
+    monkeypatch.setattr("rlhfspec.cluster.ray_start.machine.shared_memory_bytes", lambda: free_mb << 20)
+    monkeypatch.setattr("rlhfspec.cluster.plan.run_check.is_local", lambda address: address is None)
+    for address, expected in ((None, said), ("auto", None)):
+        tree = tree_of(tiny_pair) | {"cluster": {"address": address}}
+        plan = check_run(config_from_dict(tree), output_dir=tmp_path)
+        for lines in (plan.notes, plan.report):
+            found = [line for line in lines if "the object store has" in line]
+            assert len(found) == (expected is not None) and all(expected in line for line in found)
+
+
+def tree_of(pair: TinyPair) -> dict[str, Any]:
+    return {
         "run": {"epochs": 2.5},
         "data": {"task": "chain", "limit": 10},
-        "models": {"target": str(tiny_pair.target), "draft": str(tiny_pair.draft)},
+        "models": {"target": str(pair.target), "draft": str(pair.draft)},
         "sampling": {"max_new_tokens": 8},
         "rollout": {"prompts_per_iteration": 4},
         "trainer": {"minibatch_size": 4, "warmup_ratio": 0.1, "num_threads": 1},
         "engine": {"num_threads": 1},
     }
-    plan = check_run(config_from_dict(tree), output_dir=tmp_path)
+
+
+def test_epochs_are_counted_in_prompts_and_kept_as_iterations(tiny_pair: TinyPair, tmp_path: Path):
+    plan = check_run(config_from_dict(tree_of(tiny_pair)), output_dir=tmp_path)
     # twenty-five prompts, four at a time
     assert (plan.config.run.iterations, plan.config.run.epochs) == (7, None)
     assert any("run.epochs 2.5 is 7 iterations" in line for line in plan.report)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def forks() -> Iterator[dict[str, str]]:
     """What a raylet is told whose workers are forked; another than that of the session's Ray."""
     kept = forked_workers._Forking.process, forked_workers._Forking.name
     forked_workers._Forking.process, forked_workers._Forking.name = None, ""
-    with forking():
+    with forking(print):
         yield raylet_environment()
     forked_workers._Forking.process, forked_workers._Forking.name = kept
 
@@ -155,7 +156,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_ray")
 def test_nothing_is_forked_for_a_ray_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "3.1.4")
-    with forking():
+    with forking(print):
         assert forked_workers._Forking.process is None
 
 
@@ -186,15 +187,27 @@ def test_what_a_refused_run_began_ends_where_the_next_one_has_another_environmen
     assert begin_forking() is first
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     begin_workers(None)
-    with forking():
+    with forking(print):
         assert first.poll() is not None and begin_forking() is not first
 
 
 def test_what_forks_ends_with_its_ray_though_it_is_stopped(no_ray: None) -> None:
-    with forking():
+    noted = SimpleQueue[str]()
+    with forking(noted.put):
         process = begin_forking()
         process.send_signal(signal.SIGSTOP)
-    assert process.returncode == -signal.SIGKILL
+    assert process.returncode == -signal.SIGKILL and noted.empty()
+
+
+def test_the_end_of_what_forks_is_told_at_once_and_workers_start_by_themselves(
+    no_ray: None, worker: Path
+) -> None:
+    noted = SimpleQueue[str]()
+    with forking(noted.put):
+        begin_forking().kill()
+        assert "are forks of ended (SIGKILL): the run goes on" in noted.get(timeout=300.0)
+        assert is_alone(worker, env=raylet_environment())
+    assert noted.empty()
 
 
 def test_what_forks_ends_with_the_process_that_needs_it() -> None:

@@ -1,6 +1,7 @@
 """Ray is started privately and ended whole, by SIGTERM too; a killed run is swept later."""
 
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from rlhfspec.cluster.ray_start import machine
 from rlhfspec.cluster.ray_start.ray_init import free_ports
 from rlhfspec.cluster.ray_start.ray_session import (
     MIN_OBJECT_STORE_BYTES,
+    PROCESS_ADDRESS_BYTES,
     check_local_ray,
     object_store_bytes,
     ray_session,
@@ -40,13 +42,14 @@ import ray
 def noted():
     # nothing has been cleaned up before
     print("noted", ray.is_initialized(), flush=True)
-with ray_session(ClusterConfig(dashboard=False), "test", on_sigterm=noted) as session:
+swept = []
+with ray_session(ClusterConfig(dashboard=False), "test", on_sigterm=noted, note=swept.append) as session:
     @ray.remote(num_cpus=0.1)
     def forever():
         import time
         time.sleep(3600)
     print("folder", ray._private.worker._global_node.get_temp_dir_path(), flush=True)
-    print("swept", *session.notes, flush=True)
+    print("swept", *swept, flush=True)
     ray.get(forever.remote())
 """
 
@@ -112,6 +115,18 @@ def test_an_object_store_that_cannot_be_is_refused_with_the_sizes_that_can(wante
     ):
         check_local_ray(ClusterConfig(object_store_bytes=wanted))
     check_local_ray(ClusterConfig(object_store_bytes=MIN_OBJECT_STORE_BYTES))
+
+
+def test_few_addresses_for_a_process_are_refused_before_ray_ends_it(monkeypatch):
+    store = 1 << 30
+    for limit in (PROCESS_ADDRESS_BYTES + store, resource.RLIM_INFINITY):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+        check_local_ray(ClusterConfig(object_store_bytes=store))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (4_000_000 << 10, resource.RLIM_INFINITY))
+    with pytest.raises(
+        PlacementError, match=r"limited to 3.8 GiB \(ulimit -v\): expected at least 5.0, of which"
+    ):
+        check_local_ray(ClusterConfig(object_store_bytes=store))
 
 
 @pytest.mark.parametrize("port", [99999, -1, 0])

@@ -73,7 +73,8 @@ import socket, tempfile, time
 from rlhfspec.core.settings.cluster import ClusterConfig
 from rlhfspec.cluster.ray_start.ray_session import ray_session
 import ray
-with ray_session(ClusterConfig(), "test") as session:
+notes = []
+with ray_session(ClusterConfig(), "test", note=notes.append) as session:
     @ray.remote(num_cpus=0.1)
     def where():
         return tempfile.gettempdir()
@@ -83,7 +84,7 @@ with ray_session(ClusterConfig(), "test") as session:
     while socket.socket().connect_ex(("127.0.0.1", int(session.dashboard_url.rpartition(":")[2]))):
         time.sleep(0.2)
     print(session.dashboard_url)
-    print(*session.notes, sep="|")
+    print(*notes, sep="|")
 """
 
 
