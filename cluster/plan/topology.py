@@ -238,14 +238,9 @@ def _num_gpus(topology: Topology) -> int:
         if share >= 1:
             free += [0.0] * int(share)
         elif share:
-            at = min(
-                (i for i, left in enumerate(free) if left > share - _SLACK),
-                key=free.__getitem__,
-                default=None,
-            )
-            if at is None:
-                at = len(free)
-                free.append(1.0)
+            fitting = [i for i, left in enumerate(free) if left > share - _SLACK]
+            at = min(fitting, key=free.__getitem__, default=len(free))
+            free += [1.0] * (at == len(free))
             free[at] -= share
     return len(free)
 
