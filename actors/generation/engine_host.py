@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...core.config import EngineConfig
-from ...core.errors import RlhfSpecError, WeightsError
+from ...core.errors import InstanceLost, RlhfSpecError, WeightsError
 from ...core.records import Completion, SampleKey
 from ...core.weight_records import WeightManifest, kind_of
 from ...engine.build import backend_for, build_engine, published_model
@@ -35,20 +35,9 @@ from ...engine.weights.causal_lm import CausalLM
 from ...engine.weights.chunks import buckets_of, weight_views
 from ...engine.weights.digests import Digest, read_once
 from ...engine.weights.llama_config import MODEL_TYPES
-from ..actor_messages import (
-    GenerationSpec,
-    HeadComparison,
-    HeadProgress,
-    InstanceNumerics,
-    LoadedWeights,
-)
+from ..actor_messages import GenerationSpec, HeadComparison, HeadProgress, InstanceNumerics, LoadedWeights
 from ..remote.actor_start import set_heap_aside
-from ..remote.assigned_device import (
-    INSTANCE_ADVICE,
-    assigned_gpus,
-    resolve_device,
-    take_gpu_share,
-)
+from ..remote.assigned_device import INSTANCE_ADVICE, assigned_gpus, resolve_device, take_gpu_share
 from .rank_actors import RankActors
 from .spot_trainer import SpotTrainer
 
@@ -69,6 +58,8 @@ class ManifestHost:
         self._versions: dict[str, int] = {}
         self._engine: Engine | None = None
         self._rank_actors: RankActors | None = None
+        self.on_lost: Callable[[InstanceLost], None] = lambda lost: None
+        "hears why this process is about to end"
         self._spot: SpotTrainer | None = None
         "trains the head in idle time"
         self._torn: set[str] = set()
@@ -101,7 +92,7 @@ class ManifestHost:
         if self._spec.num_ranks == 1 or model != "target":
             return None
         if self._rank_actors is None:
-            self._rank_actors = RankActors(self._spec)
+            self._rank_actors = RankActors(self._spec, lambda lost: self.on_lost(lost))
         return self._rank_actors.ranks
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:

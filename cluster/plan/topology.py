@@ -335,7 +335,7 @@ def _check_ranks(
         "speculation.policy=goodput on GPUs, whose profile no group of them can measure yet": on_gpus
         and speculation.needs_profile,
         "speculation.drafter=mtp, whose layer needs the whole output matrix": speculation.drafter == "mtp",
-        "drafter_training.spot, which learns from the whole output matrix": trains_head,
+        "drafter_training.spot other than off, which learns from the whole output matrix": trains_head,
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
