@@ -82,7 +82,7 @@ def test_two_ranks_learn_what_one_learns_though_one_is_killed(
             with pytest.raises(RayActorError):
                 while time.monotonic() < ends_s:
                     ray.get(leader.numerics.remote(), timeout=120.0)
-            while time.monotonic() < ends_s and not notes:
+            while time.monotonic() < ends_s and not any("was lost" in line for line in notes):
                 system.take(0.2, notes.append)
 
     before_updates(monkeypatch, kill_a_rank)
