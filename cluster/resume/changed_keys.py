@@ -15,7 +15,7 @@ from ...core.settings.supervised import DpoConfig, SftConfig, SupervisedConfig, 
 from ..folder.absolute_paths import with_absolute_paths
 from ..folder.layout import RunDir
 from ..folder.run_status import describe_status, may_be_running
-from ..folder.run_time import with_time
+from ..folder.run_time import Timed, with_time
 
 _MAY_CHANGE = (
     "run.name",
@@ -128,7 +128,7 @@ def own_config(run_dir: RunDir) -> Config:
         ) from None
 
 
-def require_kept(own: Config | SupervisedConfig, file: Path, kept: Path) -> None:
+def require_kept(own: Timed, file: Path, kept: Path) -> None:
     """Raise ConfigError where a run's config, of `file`, is not that of its state: it was cut, or changed by hand."""
     if kept.is_file():  # states of earlier versions have none to compare with
         then = with_absolute_paths(load_config_of(type(own), kept), Path.cwd())

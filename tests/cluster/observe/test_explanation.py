@@ -169,7 +169,7 @@ def test_cores_are_those_that_the_run_had(tmp_path: Path, capsys: pytest.Capture
     ):
         run.metrics_file.write_text(json.dumps({"iteration": 0, **row(slow), "pool/cores": had}) + "\n")
         assert main(["explain", str(run.path)]) == 0
-        assert capsys.readouterr().out.splitlines()[-1].split("  ")[-1].startswith(said)
+        assert capsys.readouterr().out.splitlines()[-1].removeprefix("change next").strip().startswith(said)
     ahead = {"parts": {"update": 6.0}, "time/backpressure_s": 5.0, "time/pause_s": 0.1}
     assert "cores" not in explained(*AHEAD, num_cores=0, **ahead).change(), (
         "of several machines none is counted"
