@@ -46,7 +46,7 @@ def load_config_of(
     """
     tree: dict[str, Any] = {} if path is None else read_tree(path)
     for section, keys in (given or {}).items():
-        tree[section] = {**_keys(path, section, tree.get(section)), **keys}
+        tree[section] = {**section_keys(path, section, tree.get(section)), **keys}
     tree = apply_overrides(tree, overrides)
     return _validated(kind, tree, origin="config" if path is None else str(path))
 
@@ -76,10 +76,11 @@ def read_tree(path: str | Path) -> dict[str, Any]:
 def read_sections(path: str | Path | None) -> dict[str, dict[str, Any]]:
     """Return the sections of a YAML file, not validated; of no file none. Raises ConfigError as `read_tree`."""
     tree = {} if path is None else read_tree(path)
-    return {section: _keys(path, section, held) for section, held in tree.items()}
+    return {section: section_keys(path, section, held) for section, held in tree.items()}
 
 
-def _keys(path: str | Path | None, section: str, held: object) -> dict[str, Any]:
+def section_keys(path: str | Path | None, section: str, held: object) -> dict[str, Any]:
+    """What a section of a config holds. Raises ConfigError naming where it stands, where that is no section."""
     if not isinstance(held, dict | None):
         raise ConfigError(f"{path}: {section} must be a section, got {quote(held)}")
     return held or {}

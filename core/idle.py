@@ -43,7 +43,7 @@ _RUN: tuple[_Row, ...] = (
     ("speculation.profile", lambda c, s: not s.needs_profile, "the policy goes by no profile"),
     ("speculation.max_nodes max_depth", lambda c, s: s.policy in ("fixed", "off"), "it is not adaptive"),
     ("speculation.suffix_min suffix_memory_mb", lambda c, s: not s.remembers, "nothing is looked up"),
-    ("drafter_training.* refit", lambda c, s: not (c.refits_draft or c.trains_head), "no drafter learns"),
+    ("drafter_training.* refit spot", lambda c, s: not (c.refits_draft or c.trains_head), "no drafter learns"),
     ("rollout.weight_load", lambda c, s: not s.max_staleness, "rollout.max_staleness is 0"),
     ("run.keep_checkpoints", lambda c, s: not s.checkpoint_every, "run.checkpoint_every is 0"),
     ("run.keep_states", lambda c, s: not s.state_every, "run.state_every is 0"),

@@ -156,6 +156,12 @@ class DecodeLoop:
                 progress=self._published.progress,
             )
 
+    def lose(self, why: BaseException) -> None:
+        """Let polls raise why this instance ends; from any thread."""
+        with self._changed:
+            self._failure = why
+            self._changed.notify_all()
+
     def report(self, report: MoveReport) -> None:
         """Tell the scheduler of a move, in order with completions; given again until acknowledged."""
         with self._changed:

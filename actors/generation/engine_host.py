@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...core.config import EngineConfig
-from ...core.errors import RlhfSpecError, WeightsError
+from ...core.errors import InstanceLost, RlhfSpecError, WeightsError
 from ...core.records import Completion, SampleKey
 from ...core.weight_records import WORDS, WeightManifest, kind_of
 from ...engine.build import backend_for, build_engine, published_model
@@ -39,12 +39,7 @@ from ...engine.weights.llama_config import MODEL_TYPES
 from ...engine.weights.shared_weights import SharedWeights
 from ..actor_messages import GenerationSpec, HeadComparison, HeadProgress, InstanceNumerics, LoadedWeights
 from ..remote.actor_start import set_heap_aside
-from ..remote.assigned_device import (
-    INSTANCE_ADVICE,
-    assigned_gpus,
-    resolve_device,
-    take_gpu_share,
-)
+from ..remote.assigned_device import INSTANCE_ADVICE, assigned_gpus, resolve_device, take_gpu_share
 from .rank_actors import RankActors
 from .spot_trainer import SpotTrainer
 
@@ -65,6 +60,8 @@ class ManifestHost:
         self._versions: dict[str, int] = {}
         self._engine: Engine | None = None
         self._rank_actors: RankActors | None = None
+        self.on_lost: Callable[[InstanceLost], None] = lambda lost: None
+        "hears why this process is about to end"
         self._spot: SpotTrainer | None = None
         "trains the head in idle time"
         self._shared: dict[str, SharedWeights] = {}
@@ -98,7 +95,7 @@ class ManifestHost:
         if self._spec.num_ranks == 1 or model != "target":
             return None
         if self._rank_actors is None:
-            self._rank_actors = RankActors(self._spec)
+            self._rank_actors = RankActors(self._spec, lambda lost: self.on_lost(lost))
         return self._rank_actors.ranks
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:

@@ -77,6 +77,7 @@ class GenerationActor:
             on_report=self._gauges.update,
             make_migrator=self._endpoint.open if self._endpoint else None,
         )
+        host.on_lost = self._loop.lose
 
     def __repr__(self) -> str:
         return f"GenerationActor({self._spec.instance})"

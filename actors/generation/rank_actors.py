@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 240.0
 "Until all ranks of an instance have met; less than the default of `cluster.order_timeout_s`."
-STEP_TIMEOUT_S = 120.0
-"For a rank's answer within a step."
+STEP_TIMEOUT_S = 45.0
+"For a rank's answer within a step; less than the default of `cluster.heartbeat_timeout_s`, so that it is named."
 _LAST_WORDS_S = 5.0
 "For Ray to say why a rank has ended."
+_HEARD_S = 2.0
+"For the scheduler's poll to hear why the instance ends."
 
 
 @remote(max_restarts=0)
@@ -60,36 +63,34 @@ class RankActor:
 class RankActors:
     """The leader's side: the actors, and its own end of the group. Used by one thread."""
 
-    def __init__(self, spec: GenerationSpec) -> None:
-        """Start the actors and wait until all have met.
+    def __init__(self, spec: GenerationSpec, tell: Callable[[InstanceLost], None]) -> None:
+        """Start the actors and wait until all have met; `tell` hears why the group is lost, before this process ends.
 
         Raises WaitTimeout, naming who did not come; InstanceLost: a rank has ended; PlacementError: no
         folder to meet in.
         """
         self._actors: list[Handle] = [_started(spec, rank) for rank in range(1, spec.num_ranks)]
-        self._following: list[Any] = []
+        self._following, self._tell = list[Any](), tell
         try:
             with tempfile.TemporaryDirectory(prefix=f"{spec.instance}-ranks-") as folder:
                 self._following += [actor.follow.remote(folder) for actor in self._actors]
                 self.ranks: GroupRanks = _join(folder, 0, spec, watch=self._require_following)
-        except TimeoutError as error:
+        except BaseException as error:
             self._end()
-            raise WaitTimeout(
-                waiter=spec.instance,
-                waited_for=f"{len(self._actors)} more rank(s) of it",
-                order="meet",
-                waited_s=START_TIMEOUT_S,
-                advice="look at their logs, and whether its node has room for cluster.generation.num_cpus times "
-                f"{spec.num_ranks}: {str(error).splitlines()[0]}",
-            ) from error
-        except OSError as error:
-            self._end()
-            raise PlacementError(
-                f"the ranks of {spec.instance} cannot meet in {tempfile.gettempdir()}: {error}; make room there, or "
-                "let TMPDIR name another folder"
-            ) from error
-        except BaseException:
-            self._end()
+            if isinstance(error, TimeoutError):
+                raise WaitTimeout(
+                    waiter=spec.instance,
+                    waited_for=f"{len(self._actors)} more rank(s) of it",
+                    order="meet",
+                    waited_s=START_TIMEOUT_S,
+                    advice="look at their logs, and whether its node has room for cluster.generation.num_cpus times "
+                    f"{spec.num_ranks}: {str(error).splitlines()[0]}",
+                ) from error
+            if isinstance(error, OSError):
+                raise PlacementError(
+                    f"the ranks of {spec.instance} cannot meet in {tempfile.gettempdir()}: {error}; make room there, "
+                    "or let TMPDIR name another folder"
+                ) from error
             raise
         self.ranks.on_lost = self._end_process
         # an idle leader sends nothing, so no socket would tell it
@@ -97,14 +98,10 @@ class RankActors:
 
     def close(self) -> None:
         """Let the other ranks end; those of a group that is broken are ended."""
-        from ...engine.group.ranks import GroupError
-
         self.ranks.on_lost = None
-        try:
+        with suppress(InstanceLost):
             self.ranks.order("stop")
             ray.wait(self._following, num_returns=len(self._following), timeout=5.0)
-        except GroupError:
-            pass
         self.ranks.close()
         self._end()
 
@@ -112,7 +109,7 @@ class RankActors:
         """Wait until a rank has ended: the leader ends too, unless it has let them end."""
         ray.wait(self._following, num_returns=1)
         if self.ranks.on_lost is not None:
-            self._end_process("the instance is lost")
+            self._end_process(InstanceLost("a rank has ended"))
 
     def _require_following(self) -> None:
         """Raise InstanceLost where a rank has ended."""
@@ -131,9 +128,13 @@ class RankActors:
                 return f"rank {rank} of {count} has ended: {str(error).strip().splitlines()[-1]}"
         return ""
 
-    def _end_process(self, lost: object) -> None:
-        """A leader without its ranks has nothing to go on with: whoever waits must see it dead, and replace it."""
-        logger.error("%s (%s)", lost, self._why_ended(_LAST_WORDS_S) or "no rank said why")
+    def _end_process(self, lost: InstanceLost) -> None:
+        """A leader without its ranks has nothing to go on with: who polls hears why, all others must see it dead."""
+        why = self._why_ended(_LAST_WORDS_S)
+        lost = InstanceLost(why) if why else lost
+        logger.error("%s", lost)
+        self._tell(lost)
+        time.sleep(_HEARD_S)
         for handler in logging.getLogger().handlers:
             handler.flush()
         os._exit(1)

@@ -27,8 +27,7 @@ def require_node(death: BaseException | None = None) -> None:
     if _raylet_died.is_set() or (death is not None and OWN_NODE_DIED in str(death)) or _is_marked_dead():
         raise NodeDied(
             "the Ray node under this process died: its raylet was killed or crashed, and every actor on the machine "
-            "ended with it; expected it to outlive the run; look at the machine's memory and at `dmesg`, then "
-            "start again, or go on with `rlhfspec train --resume`"
+            "ended with it; expected it to outlive the run; see the machine's memory and `dmesg`, then start again"
         )
 
 
@@ -60,8 +59,9 @@ def own_raylet() -> int | None:
 def watching_raylet(pid: int | None, note: Callable[[str], None]) -> Iterator[None]:
     """Tell `note` at once when this process ends within the block; from then on the block and `require_node` raise."""
     process = None
-    with suppress(OSError):  # an old kernel, or a sandbox that forbids it: Ray notices the death later
-        process = None if pid is None else os.pidfd_open(pid)
+    if pid is not None:
+        with suppress(OSError):  # an old kernel, or a sandbox that forbids it: Ray notices the death later
+            process = os.pidfd_open(pid)
     if process is None:
         yield
         return

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from ...core.errors import WaitTimeout
+from ...core.errors import InstanceLost, WaitTimeout
 from ...core.records import Completion, SampleKey, SampleRequest
 from ...policies.migration.move_messages import CallOff, MoveOrder, Settle
 from ...policies.reallocation.pool_records import Move
@@ -50,14 +50,7 @@ from ...policies.scheduling.events import (
     Submit,
 )
 from ...policies.scheduling.scheduler import Scheduler
-from ..actor_messages import (
-    InstanceView,
-    LostInstance,
-    PollReply,
-    Rejoined,
-    SchedulerSettings,
-    Taken,
-)
+from ..actor_messages import InstanceView, LostInstance, PollReply, Rejoined, SchedulerSettings, Taken
 from ..remote import run_metrics
 from ..remote.actor_start import begin_actor, set_heap_aside
 from ..remote.deaths import DEATHS, cause_of
@@ -264,7 +257,10 @@ class SchedulerActor:
             except DEATHS as error:
                 self._handle(InstanceGone(instance=name, reason=f"died: {cause_of(error)}"))
             except RayTaskError as error:
-                self._fail(own_error(error))
+                if isinstance(why := own_error(error), InstanceLost):
+                    self._handle(InstanceGone(instance=name, reason=str(why)))
+                else:
+                    self._fail(why)
             else:
                 if isinstance(answer, PollReply):
                     self._take_reply(name, answer)

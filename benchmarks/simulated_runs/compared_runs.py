@@ -29,9 +29,10 @@ from ...policies.simulate.simulated_instance import SharedMachine
 from ...policies.simulate.simulation_records import Samples
 from ..moving.downtime import wide_pair
 from ..pipeline import CORRECTED, ONE_CORE_EACH
+from ..support.processes import looking
 from ..support.runs import GRPO, PPO, SMOLLM2, train
 from ..support.workload import REAL_MODEL, default_cache_dir, demo_workload
-from .machine import Background, CoreWatch, MachineProfile, measure_machine
+from .machine import INTERVAL_S, Background, CoreWatch, MachineProfile, measure_machine
 
 _COLUMNS = ("prompt_token_ids", "response_token_ids", "advantage", "group_id")
 
@@ -356,7 +357,8 @@ def _compared(case: Case, machine: MachineProfile, work: Path, mode: str) -> lis
     for staleness, more in enumerate(STALENESS):
         settings = [*case.settings, f"run.iterations={iterations}", *more]
         name = f"{case.name}_staleness{staleness}"
-        with CoreWatch(_is_instance, _is_trainer, is_on=lambda name=name: _is_under_way(work, name)) as watch:
+        watch = CoreWatch(_is_instance, _is_trainer, is_on=lambda name=name: _is_under_way(work, name))
+        with looking(watch.look, INTERVAL_S):
             made = train(case.config, work, name, settings)
         runs.append(read_run(made.folder, background=watch.background))
     update = calibrated(runs[0], shared(runs[0], machine, CORES))

@@ -9,19 +9,24 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ...core.errors import RlhfSpecError
 from ...core.proc_files import PROC, SYSTEM_TICKS, USER_TICKS, stat_fields
 from ...policies.reallocation.rate_curve import rate_curve_from_profile
 from ...profiles.cost import CostModel
 from ...profiles.profile import Profile, load_profile
-from ..support.processes import TIMEOUT_S, descendants, run_command, setting_words, start_command
+from ..support.processes import (
+    TIMEOUT_S,
+    command_line,
+    descendants,
+    looking,
+    run_command,
+    setting_words,
+    start_command,
+)
 from ..support.result import ROOT
 
 INTERVAL_S = 0.2
@@ -55,7 +60,7 @@ class Look:
 
 
 class CoreWatch:
-    """Within `with`, looks five times a second; afterwards `background` is there."""
+    """To be looked through every `INTERVAL_S` seconds (`processes.looking`); then `background` is there."""
 
     def __init__(
         self,
@@ -72,41 +77,27 @@ class CoreWatch:
             is_on: whether what is watched goes on.
         """
         self._kinds, self._is_on = (is_instance, is_trainer), is_on
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._kind_of: dict[int, int | None] = {}
         "by process: which of both, if any"
         self._ticks: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._looks: list[Look] = []
-
-    def __enter__(self) -> Self:
-        """Begin."""
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End."""
-        self._ended.set()
-        self._thread.join()
 
     @property
     def background(self) -> Background:
         """What was seen."""
         return background(self._looks, cores=os.cpu_count() or 1)
 
-    def _watch(self) -> None:
-        while not self._ended.wait(INTERVAL_S):
-            if self._is_on():
-                self._looks.append(self._look())
+    def look(self) -> None:
+        """Take note of who was at work until now."""
+        if self._is_on():
+            self._looks.append(self._look())
 
     def _look(self) -> Look:
         for pid in descendants(os.getpid()):
             fields = stat_fields(pid)
             if self._kind_of.get(pid) is None:
                 # a worker of Ray gets its name when it becomes an actor
-                line = _command(pid)
+                line = command_line(pid)
                 kinds = [number for number, is_one in enumerate(self._kinds) if is_one(line)]
                 self._kind_of[pid] = kinds[0] if kinds else None
             kind = self._kind_of[pid]
@@ -138,13 +129,6 @@ def all_ticks(text: str) -> tuple[int, int]:
     return sum(ticks[place] for place in _BUSY), sum(ticks[place] for place in _IDLE)
 
 
-def _command(pid: int) -> str:
-    try:
-        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
 CONTEXT_TOKENS = 64
 BATCHES = (1, 2, 4, 8)
 MOST_KNOWN = 0.6
@@ -166,7 +150,8 @@ def measure_machine(
     """Measure the three profiles. Raises RlhfSpecError with the end of what a command said when it fails."""
     words = ["profile", "--config", str(config), *setting_words(settings), "--budget", str(budget_s), "--out"]
     folders = {part: out / f"{name}-{part}" for part in ("alone", "left", "right")}
-    with CoreWatch(is_command) as one:
+    one = CoreWatch(is_command)
+    with looking(one.look, INTERVAL_S):
         run_command([*words, str(folders["alone"])], folder=ROOT, log=out / f"{name}-alone.log")
     _run_both(words, folders, out, name)
     alone, left, right = (load_profile(folder) for folder in folders.values())

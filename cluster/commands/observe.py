@@ -166,13 +166,13 @@ def _open(run: str | None) -> RunDir:
 def _view(run: str | None, address: str | None) -> RenderableType:
     from rich.console import Group
 
-    from ..folder.run_status import describe_status
     from ..observe.find_runs import cluster_runs
     from ..observe.status_text import status_view
+    from ..resume.changed_keys import describe_run
 
     if address is None:
         run_dir = _open(run)
-        state = [f"{run_dir.path.name}: {line}" for line in describe_status(run_dir.status())]
+        state = [f"{run_dir.path.name}: {line}" for line in describe_run(run_dir)]
         return status_view(_page(run_dir), state=state, now=time.time())
     return Group(
         *(

@@ -17,6 +17,9 @@ Serve what several runs or programs share.
   rlhfspec serve engine --model DIR
 """
 
+_NOT_SERVED = ("data.", "reward.", "environment.", "evaluation.", "models.target=")
+"Keys begin so: requests bring their prompts, and nobody asks for rewards."
+
 
 def serve(
     *,
@@ -116,15 +119,17 @@ def serve_engine(
 
     with Reporter() as report:
         report.stage(START_UP_STAGES["imports"])
-        tree = read_sections(config)
-        said = apply_overrides(dict(tree), overrides).get("cluster")
+        if unread := [one for one in overrides if one.startswith(_NOT_SERVED)]:
+            raise ConfigError(f"--set {unread[0]} has no effect on a server of --model {model}; take it out")
+        tree = apply_overrides(read_sections(config), overrides)
+        said = tree.get("cluster")
         begin_workers(address or (said.get("address") if isinstance(said, dict) else None))
         from ..jobs.engine_server import plan_server, serve_engine
         from ..jobs.ray_serve import ServerAddress
         from ..serving.engine_deployment import ServerLimits
         from ..serving.engine_requests import usual_sampling
 
-        plan = plan_server(tree, report, model=model, overrides=overrides, context_tokens=context)
+        plan = plan_server(tree, report, model=model, context_tokens=context)
         limits = ServerLimits(
             max_open=max_open,
             max_body_bytes=max_body_mb << 20,
@@ -167,16 +172,8 @@ def _replicas(text: str) -> tuple[int, int]:
 
 
 def _settings(overrides: list[str]) -> dict[str, Any]:
-    from ...core.yaml_text import YamlFault, parse_yaml
+    from ...core.config_io import apply_overrides
 
-    found: dict[str, Any] = {}
-    for override in overrides:
-        key, sign, text = override.removeprefix("reward.").partition("=")
-        try:
-            value = parse_yaml(text)
-        except YamlFault as error:
-            raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from None
-        if not sign or not key:
-            raise ConfigError(f"--set expects KEY=VALUE, got '{override}'")
-        found[key] = value
-    return found
+    return apply_overrides({}, [f"reward.{one.removeprefix('reward.')}" for one in overrides]).get(
+        "reward", {}
+    )

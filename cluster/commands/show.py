@@ -67,10 +67,10 @@ def show(
 
 def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     from ..folder.iteration_logs import read_histograms
-    from ..folder.run_status import describe_status
     from ..observe.show_tables import curves_table, histogram_table
+    from ..resume.changed_keys import describe_run
 
-    for line in describe_status(one.run_dir.status()):
+    for line in describe_run(one.run_dir):
         report.note(line)
     if any(one.series(name)[1] for name in names):
         report.console.print(curves_table(one, names))

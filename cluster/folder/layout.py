@@ -282,14 +282,16 @@ class RunDir:
 
     def stopped(self, by: str, command: str = "train", key: str = "run.state_every") -> str:
         """Why a run ended that somebody stopped, and how to go on with it where a state of it is kept."""
+        return f"{by}; {self.goes_on(command, key)}"
+
+    def goes_on(self, command: str = "train", key: str = "run.state_every") -> str:
+        """How to go on with a run that is over before its end: from its last state, where one is kept."""
         states = state_folders(self.checkpoints_folder)
         if not states:
-            return f"{by}; no state to go on from is kept yet ({key})"
-        first = state_number(states[0]) + 1
+            return f"no state to go on from is kept yet ({key}): start it anew"
         python = f"in Python `rlhfspec.resume({str(self.path)!r})`"
-        return (
-            f"{by}; go on with `rlhfspec {command} --resume {self.path}`, {python}, from iteration {first} on"
-        )
+        first = state_number(states[0]) + 1
+        return f"go on with `rlhfspec {command} --resume {self.path}`, {python}, from iteration {first} on"
 
     def set_status(self, state: str, reason: str = "") -> None:
         """Write state and reason into status.json. Raises StorageError."""

@@ -152,7 +152,7 @@ def read_status(path: Path) -> Status:
 
 
 def describe_status(status: Status, *, now: datetime | None = None) -> list[str]:
-    """The state in words, first line first; `stale` where a run only seems to run, and what to do then."""
+    """The state in words, first line first; `stale` where a run only seems to run, and how it may have come so."""
     state, reason = status["state"], status["reason"]
     who = ProcessIdentity.from_tree(status)
     age_s = _age_s(status, now or datetime.now(UTC))
@@ -161,15 +161,11 @@ def describe_status(status: Status, *, now: datetime | None = None) -> list[str]
     where = f"process {who.pid} on {who.host}"
     beat = f"last heartbeat {span(age_s)} ago, {_progress(status)}"
     if who.is_gone and state == STOPPING:
-        return [
-            f"state interrupted: {reason}; {where} was killed before it was through ({beat})",
-            "  what was finished is kept; go on with `rlhfspec train --resume` and this folder",
-        ]
+        return [f"state interrupted: {reason}; {where} was killed before it was through ({beat})"]
     if who.is_gone:
         return [
             f"state stale: status.json says running, but {where} is gone ({beat})",
-            "  it was killed, or the machine restarted; what was finished is kept; go on with "
-            "`rlhfspec train --resume` and this folder, or start the run again",
+            "  it was killed, or the machine restarted; what was finished is kept",
         ]
     if age_s <= STALE_AFTER_S:
         return [f"state {state}: {where} ({beat})" + (f", {reason}" if reason else "")]
@@ -180,7 +176,7 @@ def describe_status(status: Status, *, now: datetime | None = None) -> list[str]
         ]
     return [
         f"state stale: status.json says {state}, but nothing was heard of {where} ({beat})",
-        f"  look on {who.host} whether it lives (ps {who.pid}); if not, go on with `rlhfspec train --resume`",
+        f"  look on {who.host} whether it lives (ps {who.pid}), and end it there, before another goes on with the run",
     ]
 
 
@@ -213,8 +209,8 @@ def _progress(status: Status) -> str:
 
 
 def span(seconds: float) -> str:
-    """A length of time in two figures or so."""
+    """A length of time in two figures or so; 0 where the clock of another machine is ahead."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{max(seconds, 0.0):.0f} s"

@@ -15,13 +15,7 @@ from ...core.config import Config
 from ...core.config_io import apply_overrides, config_from_dict
 from ...core.errors import ConfigError, DataError
 from ...core.records import Prompt, SamplingParams
-from ...engine.drafters.head.head_weights import (
-    HeadOrigin,
-    HeadWeights,
-    load_head,
-    require_fit,
-    save_head,
-)
+from ...engine.drafters.head.head_weights import HeadOrigin, HeadWeights, load_head, require_fit, save_head
 from ...engine.weights.causal_lm import PreTrainedModel, max_context_tokens
 from ...engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
 from ...engine.weights.weight_files import weights_digest

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from ...core.config_io import apply_overrides, config_from_dict
+from ...core.config_io import config_from_dict, section_keys
 from ...core.errors import ConfigError
 from ...engine.admission import MB
 from ...learning.data.prompts import PromptDataset
 from ..observe.console import Reporter
 from ..plan.inputs import Inputs, require_cores
-from ..plan.memory_plan import MemoryNeeds, ModelShapes
+from ..plan.memory_plan import TORCH_PROCESS_BYTES, MemoryNeeds, MemoryPlan
 from ..plan.model_check import check_models
 from ..plan.names import resolve_models
+from ..plan.run_check import require_room_to_serve
 from ..plan.run_plan import RunPlan
 from ..plan.topology import plan_topology
 from ..ray_start.forked_workers import is_local
+from ..ray_start.ray_session import object_store_bytes
 from .evaluate_models import with_drafter
 from .ray_serve import ServerAddress, serve_application
 
@@ -28,12 +31,7 @@ USUAL_CACHE_MB, LEAST_FULL_LENGTH = 640.0, 4
 
 
 def plan_server(
-    tree: dict[str, Any],
-    report: Reporter,
-    *,
-    model: str,
-    overrides: Sequence[str] = (),
-    context_tokens: int | None = None,
+    tree: dict[str, Any], report: Reporter, *, model: str, context_tokens: int | None = None
 ) -> RunPlan:
     """The plan of a pool that takes any prompt.
 
@@ -41,47 +39,48 @@ def plan_server(
         tree: a run's config as nested mappings, or an empty one; of it come draft model, engine and cluster.
         report: is told of models that are fetched.
         model: to be served, in the place of the run's target.
-        overrides: `section.key=value`, which go before all else.
         context_tokens: of prompt and response together.
 
     Raises InputError for a model that cannot be served, ConfigError for more context than it has.
     """
-    made = {name: dict(section or {}) for name, section in tree.items()}
+    made = {name: section_keys("the server", name, section) for name, section in tree.items()}
     # no prompts, no rewards: requests bring the one, nobody asks for the other
     made |= with_drafter(made, model) | {"data": {"task": "chain"}, "reward": {}, "environment": {}}
     made |= {"evaluation": {}, "cluster": {"dashboard": False} | made.get("cluster", {})}
-    config = resolve_models(config_from_dict(apply_overrides(made, overrides), origin="the server"), report)
+    config = resolve_models(config_from_dict(made, origin="the server"), report)
     require_cores(config.cluster, engine=config.engine.num_threads)
     frozen = config.trainer.model_copy(update={"lora": None})
     models = check_models(config.model_copy(update={"trainer": frozen}))
-    has = models.context_tokens
-    most = (
-        min(USUAL_CONTEXT_TOKENS, has or USUAL_CONTEXT_TOKENS) if context_tokens is None else context_tokens
-    )
+    has, ranks = models.context_tokens, config.cluster.generation.tensor_parallel
+    usual = min(USUAL_CONTEXT_TOKENS, has or USUAL_CONTEXT_TOKENS)
+    most = usual if context_tokens is None else context_tokens
     if has is not None and most > has:
         raise ConfigError(f"--context {most} is more than the models' context of {has} tokens; lower it")
-    models.require_served(
-        config.speculation, max_total_tokens=most, ranks=config.cluster.generation.tensor_parallel
-    )
+    models.require_served(config.speculation, max_total_tokens=most, ranks=ranks)
     # as where environments give rewards: no actor scores
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"kind": "environment"})})
+    needs = MemoryNeeds(config, models.shapes(None), max_total_tokens=most)
     if config.engine.kv_cache_mb is None and not config.decodes_on_gpu:
         # memory that comes as responses grow lies on pages, and a sample takes more of it
-        paged = config.engine.model_copy(update={"kv_cache_mb": USUAL_CACHE_MB})
+        full_mb = LEAST_FULL_LENGTH * needs.plan(object_store_bytes=0).least_cache_bytes / MB
+        paged = config.engine.model_copy(update={"kv_cache_mb": math.ceil(max(USUAL_CACHE_MB, full_mb))})
         config = config.model_copy(update={"engine": paged})
-        shapes = ModelShapes(target=models.target, draft=models.draft)
-        plan = MemoryNeeds(config, shapes, max_total_tokens=most).plan(object_store_bytes=0)
-        paged = paged.model_copy(update={"kv_cache_mb": _cache_mb(plan.longest_sample_bytes)})
-        config = config.model_copy(update={"engine": paged})
-    inputs = Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(), max_total_tokens=most)
+        needs = MemoryNeeds(config, models.shapes(None), max_total_tokens=most)
     return RunPlan(
-        config=config, topology=plan_topology(config), models=models, inputs=inputs, takes_any_stop=True
+        config=config,
+        topology=plan_topology(config),
+        models=models,
+        inputs=Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(), max_total_tokens=most),
+        memory=_memory(needs, config.cluster.object_store_bytes),
+        takes_any_stop=True,
     )
 
 
-def _cache_mb(longest_sample_bytes: int) -> float:
-    """What an instance's caches may take on a CPU."""
-    return math.ceil(max(USUAL_CACHE_MB, LEAST_FULL_LENGTH * longest_sample_bytes / MB))
+def _memory(needs: MemoryNeeds, store_bytes: int | None) -> MemoryPlan:
+    """What instances, Ray, this process and the replica take: nobody learns, nothing is kept on a disk."""
+    whole = needs.plan(object_store_bytes=store_bytes or object_store_bytes(needs.object_store()))
+    ray_bytes = whole.ray_bytes + TORCH_PROCESS_BYTES
+    return replace(whole, num_trainer=0, trainer_gpu_bytes=0, disk_bytes=0, ray_bytes=ray_bytes)
 
 
 def serve_engine(
@@ -97,12 +96,14 @@ def serve_engine(
     """Deploy, say so, and wait, see `serve_application`; then open requests have `drain_s` to end.
 
     `limits`: `cluster.serving.engine_deployment.ServerLimits`.
-    Raises PlacementError: the port is taken, no room, the pool does not come up.
+    Raises PlacementError: no room in memory, the port is taken, no place, the pool does not come up.
     """
     # imported here: Ray Serve takes a second
     from ..serving.engine_deployment import build
 
     cluster = plan.config.cluster.model_copy(update={"address": place.address or plan.config.cluster.address})
+    assert plan.memory is not None, "of `plan_server`"
+    require_room_to_serve(plan.memory, cluster)
     if is_local(cluster.address):
         place.require_free()
 
@@ -110,6 +111,7 @@ def serve_engine(
         lambda session: build(plan, session, limits, served_name),
         place,
         cluster=cluster,
+        store_bytes=plan.memory.object_store_bytes,
         ready=lambda url: f"engine server ready: {url}/v1 serves {served_name}",
         advice="expected a pool of instances; look at the log of its replica, or lower cluster.generation.num_actors",
         note=note,

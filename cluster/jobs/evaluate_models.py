@@ -160,14 +160,10 @@ def plan_evaluation(config: Config, *, held_out: bool = True) -> RunPlan:
     config, evaluation = prompts_of(config, dataset, tokenizer, held_out=held_out)
     evaluation.require_context(models.context_tokens)
     # nothing longer than an evaluation's samples is generated
-    config = config.model_copy(
-        update={
-            "sampling": config.sampling.model_copy(
-                update={"max_new_tokens": evaluation.sampling.max_new_tokens}
-            )
-        }
-    )
-    longest = longest_sample(dataset, evaluation, max_new_tokens=evaluation.sampling.max_new_tokens)
+    most_new = evaluation.sampling.max_new_tokens
+    sampling = config.sampling.model_copy(update={"max_new_tokens": most_new})
+    config = config.model_copy(update={"sampling": sampling})
+    longest = longest_sample(dataset, evaluation, max_new_tokens=most_new)
     models.require_served(
         config.speculation,
         max_total_tokens=evaluation.max_total_tokens + config.max_first_words_tokens,
@@ -215,19 +211,17 @@ def write_results(folder: Path, results: Sequence[ModelResult], config: dict[str
     """
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    tree = {
-        "models": [
-            {
-                "model": one.model,
-                "figures": one.metrics,
-                "seconds": one.seconds,
-                "samples": f"samples-{number}.parquet",
-            }
-            for number, one in enumerate(results)
-        ],
-        "config": config,
-    }
-    write_whole(folder / "results.json", json.dumps(tree, indent=2) + "\n")
+    models = [
+        {
+            "model": one.model,
+            "figures": one.metrics,
+            "seconds": one.seconds,
+            "samples": f"samples-{n}.parquet",
+        }
+        for n, one in enumerate(results)
+    ]
+    text = json.dumps({"models": models, "config": config}, indent=2)
+    write_whole(folder / "results.json", f"{text}\n")
     for number, one in enumerate(results):
         write_rollouts(folder / f"samples-{number}.parquet", one.rollouts)
         chosen = choose_samples([SampleRow.of(rollout, None) for rollout in one.rollouts], 12, seed=0)

@@ -56,6 +56,7 @@ def serve_application(
     ready: Callable[[str], str],
     advice: str,
     note: Callable[[str], None],
+    store_bytes: int | None = None,
     before_end: Callable[[Any], None] = lambda handle: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -68,6 +69,7 @@ def serve_application(
         ready: from the server's URL to the line that says it is ready.
         advice: what to do where no replica comes up.
         note: told one line of what happens.
+        store_bytes: of an object store that is started, where `cluster` names no size.
         before_end: is given the application's handle before it is deleted, to let it finish what is open.
         is_over: asked every two seconds; without it only Ctrl-C or SIGTERM ends the wait.
 
@@ -78,8 +80,8 @@ def serve_application(
     from ray import serve
 
     note("starting Ray")
-    name = f"serve-{place.name}"
-    with ray_session(cluster, name, note=note) as session, ServerNotes(session.namespace).shown(note):
+    joined = ray_session(cluster, f"serve-{place.name}", store_bytes=store_bytes, note=note)
+    with joined as session, ServerNotes(session.namespace).shown(note):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         handle: Any = None

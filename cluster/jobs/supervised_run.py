@@ -172,7 +172,7 @@ def _forget_later(run_dir: RunDir, step: int, note: Callable[[str], None]) -> No
                 shutil.rmtree(state)
     file = run_dir.metrics_file
     lines = whole_lines(file, lambda row: row["iteration"] <= step)
-    note_gaps(file, "iteration", lines, 1, step + 1, note)
+    note_gaps(file, "iteration", step + 1, lines, note, first=1)
     if lines:
         write_whole(file, "".join(f"{line}\n" for line in lines))
 

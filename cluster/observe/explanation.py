@@ -13,7 +13,6 @@ from ...core.config_io import load_config
 from ...core.errors import DataError
 from ..folder.layout import RunDir
 from ..folder.run_status import describe_status
-from ..ray_start.machine import num_cores
 from .run_record import Comparison, RunRecord
 from .summary import MANY_CUT, Summary, as_text, signal_line, start_up_rows
 
@@ -36,7 +35,7 @@ class Explained:
     summary: Summary
     "of these"
     num_cores: int
-    "of the machine that explains, which the run's is taken to be like"
+    "of the machine that all actors stood on; 0: on several, or an earlier version's run"
     comparison: Comparison | None = None
 
     def mechanisms(self) -> list[tuple[str, str]]:
@@ -54,8 +53,10 @@ class Explained:
         ]
 
     def text(self) -> str:
-        """The closing table, the start by its parts, and these rows."""
-        return as_text([*self.summary.rows(), *start_up_rows(self.metrics), *self.rows()])
+        """The closing table with the start by its parts, and these rows."""
+        rows, parts = self.summary.rows(), start_up_rows(self.metrics)
+        below = 1 + [label for label, _ in rows].index("start-up") if parts else 0
+        return as_text([*rows[:below], *parts, *rows[below:], *self.rows()])
 
     def change(self) -> str:
         """What to change next: a key, a value, and why."""
@@ -155,7 +156,7 @@ class Explained:
         is_ahead, is_corrected = config.rollout.max_staleness > 0, config.algorithm.advantage != "none"
         if 0 < learning < cores and not is_ahead:
             yield f"trainer.num_threads={cores // trainers.num_actors}: updates used {learning} of {cores} cores"
-        if is_ahead and learning and pool.num_actors > 1 and learning + decoding > cores:
+        if is_ahead and learning and pool.num_actors > 1 and 0 < cores < learning + decoding:
             yield f"cluster.generation.num_actors={pool.num_actors - 1}: instances share the trainers' cores"
         if config.algorithm.kl_coef > 0.0:
             yield "algorithm.kl_coef=0, where the reward needs no reference: no forwards of it, or of equal rewards"
@@ -201,7 +202,7 @@ def explain_run(run: RunRecord) -> Explained | None:
         config=load_config(run.run_dir.config_file),
         metrics=run.metrics,
         summary=summary,
-        num_cores=num_cores(),
+        num_cores=round(run.metrics[-1].get("pool/cores", 0.0)),
         comparison=Comparison.read(run.run_dir.comparison_file),
     )
 

@@ -68,10 +68,7 @@ def distribution_metrics(rollouts: Sequence[Rollout], advantages: Sequence[float
 
 
 def iteration_metrics(
-    rollouts: Sequence[Rollout],
-    stats: GenerationStats,
-    update: UpdateReport,
-    seconds: Mapping[str, float],
+    rollouts: Sequence[Rollout], stats: GenerationStats, update: UpdateReport, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Name every metric of the iteration.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -75,9 +76,11 @@ def _lines(path: Path, key: str, note: Callable[[str], None]) -> Rows:
     if not path.is_file():
         return []
     rows = read_metrics(path, note=note)
-    whole = [row for row in rows if key in row]
+    # no clock gives seconds below 0; those of moves may be between the clocks of two machines
+    clocked = re.compile(r"(?!moves/).*_s")
+    whole = [r for r in rows if key in r and all(r[name] >= 0.0 for name in filter(clocked.fullmatch, r))]
     if len(whole) < len(rows):
-        note(f"{path}: {len(rows) - len(whole)} lines without '{key}' are left out")
+        note(f"{path}: {len(rows) - len(whole)} lines without '{key}', or of seconds below 0, are left out")
     return whole
 
 

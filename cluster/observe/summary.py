@@ -118,7 +118,7 @@ def start_up_metrics(whole_s: float, stages_s: Metrics) -> dict[str, float]:
 
 
 def start_up_rows(metrics: Sequence[Metrics]) -> list[tuple[str, str]]:
-    """A start by its parts, of the process that ran last; none of an earlier version's run."""
+    """The parts of a start, of the process that ran last; none of an earlier version's run."""
     row = next((row for row in reversed(metrics) if START_UP in row), {})
     parts = {stage: row.get(f"time/start_up_{part}_s") for part, stage in START_UP_STAGES.items()}
     found = {stage: seconds for stage, seconds in parts.items() if seconds is not None}
@@ -126,8 +126,7 @@ def start_up_rows(metrics: Sequence[Metrics]) -> list[tuple[str, str]]:
         return []
     found["the rest"] = max(0.0, row[START_UP] - sum(found.values()))
     shares = {stage: seconds / max(row[START_UP], 1e-9) for stage, seconds in found.items()}
-    lines = [(f"  {stage}", f"{seconds:.1f} s ({shares[stage]:.0%})") for stage, seconds in found.items()]
-    return [("start-up", f"{row[START_UP]:.1f} s"), *lines]
+    return [(f"  {stage}", f"{seconds:.1f} s ({shares[stage]:.0%})") for stage, seconds in found.items()]
 
 
 STEP_PARTS = ("generate", "score", "update", "publish", "refit", "evaluate")

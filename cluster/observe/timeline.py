@@ -252,8 +252,7 @@ def read_trace(text: bytes) -> Trace:
     try:
         tree = json.loads(text)
         trace = Trace(
-            events=tree["traceEvents"],
-            began_s=datetime.fromisoformat(tree["otherData"]["began"]).timestamp(),
+            events=tree["traceEvents"], began_s=datetime.fromisoformat(tree["otherData"]["began"]).timestamp()
         )
         for event in (one for lane in trace.lanes().values() for one in lane):
             args, begin, duration = event["args"], event["ts"], event["dur"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -91,7 +92,7 @@ def evaluation_of(
 
     `end_token_ids`: what ends their responses where the config names nothing; None: it is found for them.
     """
-    settings = config.evaluation
+    settings, ends = config.evaluation, config.sampling.end_token_ids
     prompts = prompts[: settings.limit]
     sampling = config.sampling.model_copy(
         update={
@@ -100,9 +101,7 @@ def evaluation_of(
             "top_k": 0,
             "min_p": 0.0,
             "max_new_tokens": settings.max_new_tokens or config.sampling.max_new_tokens,
-            "end_token_ids": end_token_ids
-            if config.sampling.end_token_ids is None
-            else config.sampling.end_token_ids,
+            "end_token_ids": end_token_ids if ends is None else ends,
         }
     )
     if sampling.end_token_ids is None:
@@ -161,11 +160,8 @@ def _last_of_each(counts: Sequence[int], holdout: int) -> list[int]:
     by_remainder = sorted(range(len(counts)), key=lambda index: -(counts[index] * holdout % total))
     for index in by_remainder[: holdout - sum(shares)]:
         shares[index] += 1
-    places, end = [], 0
-    for count, share in zip(counts, shares, strict=True):
-        end += count
-        places += range(end - share, end)
-    return places
+    ends = zip(accumulate(counts), shares, strict=True)
+    return [place for end, share in ends for place in range(end - share, end)]
 
 
 def _overlap(prompts: Sequence[Prompt], dataset: PromptDataset) -> tuple[str, ...]:

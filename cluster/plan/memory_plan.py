@@ -12,7 +12,7 @@ ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
                 the draft's, and its targets
     on a GPU    all of that there, and on the host the process (CUDA's libraries are not counted), what passes through
     environment the interpreter; between turns instances keep caches on the host (engine.turn_cache_mb)
-    reward      the interpreter alone, or the reward model's weights
+    reward      the interpreter alone, or the reward model's weights; what they take of a GPU is not counted
 """
 
 from __future__ import annotations
@@ -145,13 +145,11 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, str]]:
         """Label and amount of every part, for `rlhfspec check`."""
         kv_pool = "" if self.gpu_bytes else f" (of which KV pool {gib(self.kv_pool_bytes)})"
+        trainer = f"{self.num_trainer} x {gib(self.trainer_bytes)} ({listed(self.trainer_host_parts)})"
         return [
             ("generation", f"{self.num_generation} x {gib(self.generation_bytes)}{kv_pool}"),
-            (
-                "trainer",
-                f"{self.num_trainer} x {gib(self.trainer_bytes)} ({listed(self.trainer_host_parts)})",
-            ),
-            ("reward", f"{self.num_reward} x {gib(self.reward_bytes)}"),
+            *([("trainer", trainer)] if self.num_trainer else []),
+            *([("reward", f"{self.num_reward} x {gib(self.reward_bytes)}")] if self.num_reward else []),
             *([("environment", gib(self.environment_bytes))] if self.environment_bytes else []),
             ("object store", gib(self.object_store_bytes)),
             ("ray and driver", gib(self.ray_bytes)),
@@ -207,11 +205,8 @@ class MemoryNeeds:
         """Of the object store: two versions of every published model, and an iteration's rollouts."""
         config, draft = self._config, self._draft
         # every instance's own head, on its way into their mean
-        heads = (
-            config.cluster.generation.most * draft.num_params * _MASTER_BYTES
-            if draft and config.trains_head
-            else 0
-        )
+        trained = draft.num_params if draft and config.trains_head else 0
+        heads = config.cluster.generation.most * trained * _MASTER_BYTES
         longest = config.data.max_prompt_tokens + config.max_response_tokens
         rollouts = self._num_samples * longest * _ROLLOUT_BYTES_PER_TOKEN
         versions = _PUBLISHED_VERSIONS * (self._target_bytes + self._draft_bytes)

@@ -53,6 +53,11 @@ from .run_plan import RunPlan
 from .run_profile import RunProfile
 from .topology import Topology, place, plan_topology, require_machine
 
+_UNPLANNED = (
+    "what reward models take of GPUs (weights, a forward of reward.batch_size texts) is not in the plan: leave room "
+    "for it in the shares cluster.*.num_gpus"
+)
+
 
 def check_run(
     config: Config, *, output_dir: Path, keeps_ends: bool = False, elsewhere: machine.Gpus | None = None
@@ -80,8 +85,9 @@ def check_run(
     dataset, config = _describe_data(inputs, config.run.epochs), config.lasting(inputs.dataset.pass_prompts)
     _require_context(inputs, models, config.sampling.max_new_tokens, config.max_first_words_tokens)
     total, ranks = inputs.max_total_tokens, config.cluster.generation.tensor_parallel
-    drafts = config.takes_drafts
-    models.require_served(config.speculation, max_total_tokens=total, ranks=ranks, takes_drafts=drafts)
+    models.require_served(
+        config.speculation, max_total_tokens=total, ranks=ranks, takes_drafts=config.takes_drafts
+    )
     columns = reward_columns(config.data, config.evaluation)
     reward = check_reward(config.reward, columns, inputs.dataset.prompts[0])
     environment = _made_environment(config.environment)
@@ -103,6 +109,7 @@ def check_run(
     patterns = pattern_notes(config.reward, inputs.dataset.prompts, models.tokenizer)
     notes = (adapter, correction, *reward.functions, *patterns)
     remarks = [f"{key} has no effect: {why}" for key, why in idle_keys(config)]
+    remarks += [_UNPLANNED] if config.reward.models and config.cluster.reward.num_gpus else []
     remarks += misspelt_attributes(environment) if environment is not None else []
     if is_local(config.cluster.address) and elsewhere is None:
         remarks += spill_notes(memory.object_store_bytes, needs.object_store())
@@ -306,6 +313,11 @@ def spill_notes(store_bytes: int, wanted_bytes: int) -> list[str]:
     ]
 
 
+def require_room_to_serve(memory: MemoryPlan, cluster: ClusterConfig) -> None:
+    """Raise PlacementError where the instances of a server have no room on this machine, or on its GPUs."""
+    _require_room(cluster, memory, _Room.of(Path.cwd(), cluster, None), Path.cwd())
+
+
 def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, output_dir: Path) -> None:
     if room.gpus is not None and room.gpus.number:
         decoding, learning = cluster.generation.num_gpus, cluster.trainer.num_gpus
@@ -315,10 +327,12 @@ def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, outpu
     here = joined_address(cluster.address) is None  # a Ray that this process has started runs here too
     if here and room.memory_bytes is not None and needed > room.memory_bytes:
         parts = ", ".join(f"{label} {amount}" for label, amount in memory.rows()[:-1])
+        who, of_it = "the run", "sampling.max_new_tokens, trainer.max_tokens_per_forward"
+        if not memory.num_trainer:
+            who, of_it = "the server", "engine.kv_cache_mb, --context"
         raise PlacementError(
-            f"the run needs {gib(needed)} of memory but {gib(room.memory_bytes)} are available here "
-            f"({parts}); lower engine.max_running_samples, sampling.max_new_tokens, "
-            "trainer.max_tokens_per_forward or the number of actors"
+            f"{who} needs {gib(needed)} of memory but {gib(room.memory_bytes)} are available here ({parts}); lower "
+            f"engine.max_running_samples, {of_it} or the number of actors"
         )
     if room.disk_bytes is not None and memory.disk_bytes > room.disk_bytes:
         raise PlacementError(

@@ -238,11 +238,9 @@ def _num_gpus(topology: Topology) -> int:
         if share >= 1:
             free += [0.0] * int(share)
         elif share:
-            roomy = (i for i, left in enumerate(free) if left > share - _SLACK)
-            at = min(roomy, key=free.__getitem__, default=None)
-            if at is None:
-                at = len(free)
-                free.append(1.0)
+            fitting = [i for i, left in enumerate(free) if left > share - _SLACK]
+            at = min(fitting, key=free.__getitem__, default=len(free))
+            free += [1.0] * (at == len(free))
             free[at] -= share
     return len(free)
 
@@ -337,7 +335,7 @@ def _check_ranks(
         "speculation.policy=goodput on GPUs, whose profile no group of them can measure yet": on_gpus
         and speculation.needs_profile,
         "speculation.drafter=mtp, whose layer needs the whole output matrix": speculation.drafter == "mtp",
-        "drafter_training.spot, which learns from the whole output matrix": trains_head,
+        "drafter_training.spot other than off, which learns from the whole output matrix": trains_head,
     }
     for what, is_wrong in wrong.items():
         if is_wrong:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...core.checkpoint_manifest import state_folders
 from ...core.config import Config
-from ...core.config_io import read_tree
+from ...core.config_io import load_config, load_config_of, read_tree
 from ...core.errors import ConfigError
-from ...core.settings.supervised import SupervisedConfig
+from ...core.settings.supervised import DpoConfig, SftConfig, SupervisedConfig, TrainRewardConfig
+from ..folder.absolute_paths import with_absolute_paths
+from ..folder.layout import RunDir
+from ..folder.run_status import describe_status, may_be_running
+from ..folder.run_time import Timed, with_time
 
 _MAY_CHANGE = (
     "run.name",
@@ -109,6 +114,48 @@ def require_own_config(own: Path, kept: Path, changes: Sequence[str] = ()) -> No
             f"{own} was cut or changed since {kept.parent.name} was taken: expected the config that the run goes by, "
             f"got another: {'; '.join(what[:_SHOWN])}{more}; put it back (cp {kept} {own}), and change keys with --set"
         )
+
+
+def own_config(run_dir: RunDir) -> Config:
+    """The config that a run goes by. Raises ConfigError: it is none of `rlhfspec train`."""
+    try:
+        # runs of earlier versions kept relative ones
+        return with_absolute_paths(load_config(run_dir.config_file), Path.cwd())
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run_dir.path} is no run of `rlhfspec train`, or one of another version, and cannot be resumed: {error}"
+            f"{kept_config(run_dir.checkpoints_folder)}"
+        ) from None
+
+
+def require_kept(own: Timed, file: Path, kept: Path) -> None:
+    """Raise ConfigError where a run's config, of `file`, is not that of its state: it was cut, or changed by hand."""
+    if kept.is_file():  # states of earlier versions have none to compare with
+        then = with_absolute_paths(load_config_of(type(own), kept), Path.cwd())
+        then, own = with_time(then, own.run.template_time), with_time(own, then.run.template_time)
+        require_own_config(file, kept, deciding_changes(then, own))
+
+
+def describe_run(run_dir: RunDir) -> list[str]:
+    """Its status in words, and of a run that is over before its end how it is gone on with, or why it cannot be.
+
+    Configs are compared as a resume does; whether a state is whole is seen by who reads it.
+    """
+    status, file = run_dir.status(), run_dir.config_file
+    lines = describe_status(status)
+    if may_be_running(status) or status["state"] == "finished":
+        return lines
+    for command, kind in (("sft", SftConfig), ("train-reward", TrainRewardConfig), ("dpo", DpoConfig)):
+        with suppress(ConfigError):
+            load_config_of(kind, file)
+            return [*lines, f"  {run_dir.goes_on(command, 'trainer.checkpoint_every')}"]
+    try:
+        own = own_config(run_dir)
+        for state in state_folders(run_dir.checkpoints_folder)[:1]:
+            require_kept(own, file, state / file.name)
+    except ConfigError as error:
+        return [*lines, f"  it cannot be gone on with as it is: {error}"]
+    return lines if (how := run_dir.goes_on()) in lines[0] else [*lines, f"  {how}"]
 
 
 def kept_config(checkpoints: Path) -> str:

@@ -93,20 +93,19 @@ def _save(
     iteration: int | None = None,
     said: Said | None = None,
 ) -> None:
-    models, timeout_s = system.config.models, system.config.cluster.order_timeout_s
+    models, folder = system.config.models, run_dir.checkpoint_dir(name, iteration)
+    timeout_s, ends = system.config.cluster.order_timeout_s, system.config.sampling.end_token_ids or ()
     if is_head(weights.manifest):
-        save_head_checkpoint(weights, run_dir.checkpoint_dir(name, iteration), timeout_s=timeout_s)
+        save_head_checkpoint(weights, folder, timeout_s=timeout_s)
         return
     source = models.draft if name == "draft" else models.target
     save_checkpoint(
         weights,
         system.tokenizer,
-        run_dir.checkpoint_dir(name, iteration),
-        dtype=system.config.models.dtype,
+        folder,
+        dtype=models.dtype,
         timeout_s=timeout_s,
-        generation=ending_at(source, system.config.sampling.end_token_ids or ())
-        if source is not None
-        else None,
+        generation=None if source is None else ending_at(source, ends),
         said=said,
     )
 

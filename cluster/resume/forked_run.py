@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...core.checkpoint_manifest import state_folders, state_number, write_manifest
+from ...core.checkpoint_manifest import state_folders, state_number
 from ...core.config import Config
 from ...core.config_io import load_config
 from ...core.errors import ConfigError
@@ -40,12 +40,7 @@ class ForkedRun(ResumedRun):
             # of its own reward, and there is no copy of what was best
             tree["evaluations"] = {**tree.get("evaluations", {}), "best": None, "metric": None}
             write_whole(partial / "state.json", json.dumps(tree))
-            write_manifest(
-                partial,
-                model="state",
-                weight_version=state.weight_version,
-                parameter_checksum=state.parameter_checksum,
-            )
+            replace(state, folder=partial).seal()
         # puts the lines of the record back that the state keeps: all, here
         rewind(run_dir, state.within(run_dir), lambda line: None)
         return run_dir

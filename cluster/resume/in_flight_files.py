@@ -45,14 +45,9 @@ def write_in_flight(folder: Path, in_flight: InFlight) -> None:
     for suffix, samples in ((_OPEN, in_flight.open_samples), (_UNSCORED, in_flight.unscored)):
         by_batch: dict[int, list[Rollout]] = defaultdict(list)
         for one in samples.values():
-            by_batch[one.batch].append(
-                Rollout(
-                    prompt=one.request.prompt,
-                    completion=one.so_far or _unbegun(one),
-                    response_text="",
-                    reward=Reward(value=0.0),
-                )
-            )
+            prompt, so_far = one.request.prompt, one.so_far or _unbegun(one)
+            rollout = Rollout(prompt=prompt, completion=so_far, response_text="", reward=Reward(value=0.0))
+            by_batch[one.batch].append(rollout)
         for batch, rollouts in by_batch.items():
             write_rollouts(_file(folder, batch, suffix), rollouts)
     if in_flight.ended:
@@ -80,22 +75,14 @@ def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParam
             if found[2] is None:
                 ready.setdefault(batch, {})[key] = rollout
                 continue
-            request = SampleRequest(
-                key=key,
-                prompt=_known(rollout.prompt, prompts, file),
-                sampling=sampling,
-                group_id=rollout.completion.group_id,
-            )
+            prompt, group_id = _known(rollout.prompt, prompts, file), rollout.completion.group_id
+            request = SampleRequest(key=key, prompt=prompt, sampling=sampling, group_id=group_id)
             has_begun = found[2] == _UNSCORED or rollout.completion.num_tokens > 0
             so_far = rollout.completion if has_begun else None
             waiting[found[2]][key] = OpenSample(batch=batch, request=request, so_far=so_far, num_turns=1)
         ready.setdefault(batch, {})
-    return InFlight(
-        open_samples=waiting[_OPEN],
-        unscored=waiting[_UNSCORED],
-        ready=ready,
-        ended=_read_ended(folder / ENDED),
-    )
+    ended = _read_ended(folder / ENDED)
+    return InFlight(open_samples=waiting[_OPEN], unscored=waiting[_UNSCORED], ready=ready, ended=ended)
 
 
 def _read_ended(file: Path) -> tuple[tuple[int, int], ...]:

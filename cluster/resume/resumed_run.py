@@ -19,7 +19,7 @@ from ..folder.absolute_paths import with_absolute_paths
 from ..folder.layout import RunDir, of_run
 from ..folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
 from ..folder.run_time import folder_time, of_folder, with_time
-from .changed_keys import deciding_changes, kept_config, require_own_config
+from .changed_keys import deciding_changes, own_config, require_kept
 from .rewind import rewind
 from .run_state import RunState, last_state
 
@@ -74,7 +74,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
     decides about its result.
     """
     run_dir = RunDir.open(folder)
-    before = _own_config(run_dir)
+    before = own_config(run_dir)
     config = with_absolute_paths(load_config(run_dir.config_file, settings), Path.cwd())
     is_time_guessed = config.run.template_time is None
     config = of_folder(config, run_dir.path)
@@ -93,12 +93,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
             f"{run_dir.path} cannot be resumed: expected a whole state in checkpoints/, got none; a run keeps one "
             "every run.state_every iterations; start it anew with --config, and another --out"
         )
-    kept = state.config_file
-    if kept.is_file():
-        # it was not cut, and not changed by hand; states of earlier versions have none to compare with
-        then = with_absolute_paths(load_config(kept), Path.cwd())
-        then, own = with_time(then, before.run.template_time), with_time(before, then.run.template_time)
-        require_own_config(run_dir.config_file, kept, deciding_changes(then, own))
+    require_kept(before, run_dir.config_file, state.config_file)
     if _is_done(run_dir, config.run.iterations):
         raise ConfigError(
             f"{run_dir.path} is finished, after {before.run.iterations} iterations: nothing is left to do; go on with "
@@ -120,19 +115,17 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
         run_dir = RunDir(path=folder)
         try:
             run_dir.require_files()
-            own = _kept_config(run_dir) or _own_config(run_dir)
+            own = _kept_config(run_dir) or own_config(run_dir)
             is_time_guessed = own.run.template_time is None
             own = with_time(own, asked.run.template_time or folder_time(folder))
             # a run goes on with what it began with
             config = with_time(asked, own.run.template_time)
             if config.sampling.end_token_ids is None:
                 config = config.ending_at(own.sampling.end_token_ids)
-            changes = deciding_changes(own, config)
+            if changes := deciding_changes(own, config):
+                raise ConfigError("; ".join(changes))
         except ConfigError as error:
             note(f"--resume auto passes over {folder}: {error}")
-            continue
-        if changes:
-            note(f"--resume auto passes over {folder}: {'; '.join(changes)}")
             continue
         if _is_done(run_dir, config.run.iterations):
             note(f"--resume auto: {folder} is finished; a new run begins")
@@ -147,17 +140,6 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
     return None
 
 
-def _own_config(run_dir: RunDir) -> Config:
-    try:
-        # runs of earlier versions kept relative ones
-        return with_absolute_paths(load_config(run_dir.config_file), Path.cwd())
-    except ConfigError as error:
-        raise ConfigError(
-            f"{run_dir.path} is no run of `rlhfspec train`, or one of another version, and cannot be resumed: {error}"
-            f"{kept_config(run_dir.checkpoints_folder)}"
-        ) from None
-
-
 def _kept_config(run_dir: RunDir) -> Config | None:
     """What the newest state has of it, which nobody edits; None where there is none that can be read."""
     for folder in state_folders(run_dir.checkpoints_folder)[:1]:
@@ -169,7 +151,7 @@ def _kept_config(run_dir: RunDir) -> Config | None:
 def _is_done(run_dir: RunDir, iterations: int) -> bool:
     """Whether a run has ended well, and no more than it has done is asked for."""
     is_finished = run_dir.status()["state"] == "finished"
-    return is_finished and _own_config(run_dir).run.iterations >= iterations
+    return is_finished and own_config(run_dir).run.iterations >= iterations
 
 
 def take_over(run_dir: RunDir) -> None:

@@ -39,28 +39,27 @@ def rewind(run_dir: RunDir, state: RunState | None, note: Callable[[str], None])
     Raises StorageError.
     """
     finished, version = (-1, -1) if state is None else (state.num_iterations, state.weight_version)
+    ends = {
+        run_dir.metrics_file: ("iteration", finished),
+        run_dir.weights_file: ("weight_version", version + 1),
+    }
     for file, is_kept in record_files(run_dir, num_iterations=finished, weight_version=version).items():
         lines: Sequence[str] = whole_lines(file, is_kept)
         if state is not None:
             lines = repaired(file, lines, state.folder, note)
         _write_lines(file, lines)
-        if state is not None and file == run_dir.metrics_file:
-            note_gaps(file, "iteration", lines, 0, finished, note)
-        if state is not None and file == run_dir.weights_file:
-            note_gaps(file, "weight_version", lines, 0, version + 1, note)
+        if state is not None and file in ends:
+            note_gaps(file, *ends[file], lines, note)
     for folder in ("rollouts", "samples", "steps", "traces"):
         _remove_from(run_dir.path / folder, max(finished, 0))
     _remove_from(run_dir.path / "evaluations", finished + 1)
     checkpoints = run_dir.path / "checkpoints"
     # a state has the number of finished iterations, the others that of the last one, counted from 0
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        if path.name.startswith(PARTIAL) and path.is_dir():
-            # half written when the run was cut off
-            with storage_errors(path):
-                shutil.rmtree(path)
-            continue
         match = _CHECKPOINT.fullmatch(path.name)
-        if match and int(match[1]) - path.name.startswith("state_") >= max(finished, 0):
+        is_later = match and int(match[1]) - path.name.startswith("state_") >= max(finished, 0)
+        # or half written when the run was cut off
+        if is_later or (path.name.startswith(PARTIAL) and path.is_dir()):
             with storage_errors(path):
                 shutil.rmtree(path)
 
@@ -105,16 +104,15 @@ def whole_lines(path: Path, is_kept: IsKept) -> list[str]:
     return kept
 
 
-def keep_record(run_dir: RunDir, state: Path, *, num_iterations: int, weight_version: int) -> None:
+def keep_record(run_dir: RunDir, state: RunState) -> None:
     """Put the record so far into the folder of a state that is being written. Raises StorageError."""
-    folder = state / FOLDER
+    folder = state.folder / FOLDER
     with storage_errors(folder):
         folder.mkdir()
-    files = record_files(run_dir, num_iterations=num_iterations, weight_version=weight_version)
+    files = record_files(run_dir, num_iterations=state.num_iterations, weight_version=state.weight_version)
     for file, is_kept in files.items():
-        lines = whole_lines(file, is_kept)
-        if lines:
-            write_whole(_copy_of(state, file), gzip.compress(_text(lines), 1, mtime=0), durable=False)
+        if lines := whole_lines(file, is_kept):
+            write_whole(_copy_of(state.folder, file), gzip.compress(_text(lines), 1, mtime=0), durable=False)
 
 
 def repaired(file: Path, lines: Sequence[str], state: Path, note: Callable[[str], None]) -> Sequence[str]:
@@ -128,17 +126,14 @@ def repaired(file: Path, lines: Sequence[str], state: Path, note: Callable[[str]
     if list(lines) != kept:
         both = set(kept)
         lost, foreign = len(both - set(lines)), sum(line not in both for line in lines)
-        what = " and ".join(
-            text
-            for text, count in ((f"lacked {lost} of its lines", lost), (f"had {foreign} others", foreign))
-            if count
-        )
+        counts = {f"lacked {lost} of its lines": lost, f"had {foreign} others": foreign}
+        what = " and ".join(text for text, count in counts.items() if count)
         note(f"{file} {what or 'had its lines in another order'}: put back from {state.name}")
     return kept
 
 
 def note_gaps(
-    file: Path, key: str, lines: Sequence[str], first: int, end: int, note: Callable[[str], None]
+    file: Path, key: str, end: int, lines: Sequence[str], note: Callable[[str], None], *, first: int = 0
 ) -> None:
     """Name what a file should have a line of, from `first` up to before `end`, and has none."""
     found = {json.loads(line)[key] for line in lines}

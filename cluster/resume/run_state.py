@@ -20,7 +20,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...core.checkpoint_manifest import state_folders, state_number, verify_checkpoint
+from ...core.checkpoint_manifest import state_folders, state_number, verify_checkpoint, write_manifest
 from ...core.errors import ModelError
 from ..folder.layout import RunDir
 
@@ -61,6 +61,11 @@ class RunState:
     def within(self, run_dir: RunDir) -> RunState:
         """The same state of another run's folder, which has a copy, or of its own."""
         return replace(self, folder=run_dir.checkpoints_folder / self.folder.name)
+
+    def seal(self) -> None:
+        """Write the manifest of its folder, which is not visible yet."""
+        version, checksum = self.weight_version, self.parameter_checksum
+        write_manifest(self.folder, model="state", weight_version=version, parameter_checksum=checksum)
 
     @property
     def config_file(self) -> Path:

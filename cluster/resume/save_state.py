@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...core.checkpoint_manifest import has_manifest, state_folders, write_manifest
+from ...core.checkpoint_manifest import has_manifest, state_folders
 from ...core.config_io import dump_config
 from ...core.errors import ConfigError, StorageError
 from ...core.files import remove_folder, whole_folder
@@ -82,29 +82,18 @@ class StateKeeper:
                 f"{self._run_dir.path}; set run.output_dir to a folder that all machines share, and it can be resumed"
             )
             return None
+        tree = json.dumps(state_tree(state, boundary.in_flight), indent=2)
         with whole_folder(state.folder) as partial:
-            system.trainers.save_state(replace(state, folder=partial).trainer_folder)
+            new = replace(state, folder=partial)
+            system.trainers.save_state(new.trainer_folder)
             if draft is not None and is_head(draft.manifest):
-                timeout_s = system.config.cluster.order_timeout_s
-                save_head_checkpoint(draft, replace(state, folder=partial).head_folder, timeout_s=timeout_s)
+                save_head_checkpoint(draft, new.head_folder, timeout_s=system.config.cluster.order_timeout_s)
             if boundary.in_flight.ready:
-                write_in_flight(replace(state, folder=partial).in_flight_folder, boundary.in_flight)
-            keep_record(
-                self._run_dir,
-                partial,
-                num_iterations=state.num_iterations,
-                weight_version=state.weight_version,
-            )
-            dump_config(system.config, replace(state, folder=partial).config_file)
-            (partial / "state.json").write_text(
-                json.dumps(state_tree(state, boundary.in_flight), indent=2) + "\n"
-            )
-            write_manifest(
-                partial,
-                model="state",
-                weight_version=state.weight_version,
-                parameter_checksum=state.parameter_checksum,
-            )
+                write_in_flight(new.in_flight_folder, boundary.in_flight)
+            keep_record(self._run_dir, new)
+            dump_config(system.config, new.config_file)
+            (partial / "state.json").write_text(f"{tree}\n")
+            new.seal()
         for old in state_folders(self._run_dir.checkpoints_folder)[self._keep :]:
             remove_folder(old)
         return state
@@ -140,16 +129,17 @@ def take_up(system: System, state: RunState, schedule: Schedule) -> None:
     _require(system.target, state, state.weight_version, state.parameter_checksum)
     system.generation.publish(system.target)
     # what drafts may be another than in the state: then it begins as the config names it
-    has_head = state.head_folder.is_dir()
-    if system.draft is not None and system.config.refits_draft and state.draft_version and not has_head:
-        system.draft = system.trainers.take("draft", checksums=kind_of(state.draft_checksum or ""))
-        _require(system.draft, state, state.draft_version, state.draft_checksum)
-        system.generation.publish(system.draft)
-    if system.draft is not None and is_head(system.draft.manifest) and state.draft_version and has_head:
+    if system.draft is None or not state.draft_version:
+        return
+    if (has_head := state.head_folder.is_dir()) and is_head(system.draft.manifest):
         head = load_head(state.head_folder, num_target_layers=1)
         system.draft = put_head(head, weight_version=state.draft_version)
-        _require(system.draft, state, state.draft_version, state.draft_checksum)
-        system.generation.publish(system.draft)
+    elif not has_head and system.config.refits_draft:
+        system.draft = system.trainers.take("draft", checksums=kind_of(state.draft_checksum or ""))
+    else:
+        return
+    _require(system.draft, state, state.draft_version, state.draft_checksum)
+    system.generation.publish(system.draft)
 
 
 def _require(weights: PublishedWeights, state: RunState, version: int, checksum: str | None) -> None:

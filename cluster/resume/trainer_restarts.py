@@ -89,14 +89,11 @@ class TrainerRestarts:
         if len(tries) >= self._budget.most or not self._budget.spend():
             raise TrainerLost(
                 f"{error}; all {self._budget.most} restarts of the trainers within an hour, or from one state, are "
-                "used up (cluster.max_trainer_restarts); look at their logs, and go on with "
-                f"`rlhfspec train --resume {self._run_dir.path}`"
+                f"used up (cluster.max_trainer_restarts); look at their logs; {self._run_dir.goes_on()}"
             ) from error
         self._begun_at = [*tries, begins_at]
         num = max(self._budget.num_spent, len(self._begun_at))
-        where = "its beginning: there is no state yet"
-        if state is not None:
-            where = f"its state after iteration {state.num_iterations}"
+        where = f"its state after iteration {begins_at}" if state else "its beginning: there is no state yet"
         self._note(f"{error}; restart {num} of {self._budget.most}: the run goes on from {where}")
         rewind(self._run_dir, state, self._note)
         return state

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from ...core.checkpoint_manifest import state_folders, state_number
+from ...core.checkpoint_manifest import state_folders
 from ...core.errors import NotAsLearned, RlhfSpecError, RunTaken, StorageError
 from ...core.records import SampleRequest
 from ...policies.staleness.free import Free, FreeAdmission
@@ -185,9 +185,11 @@ def _keep_what_was_learned(run: Run, error: RlhfSpecError) -> None:
     # what ended the run would end this too
     run.system.trainers.meanwhile = None
     if run.system.target.manifest.weight_version:
-        with suppress(RlhfSpecError):
-            # what cannot be kept hides nothing of what ended the run
+        try:
             error.add_note(_kept(run, error))
+        except RlhfSpecError:
+            # what cannot be kept hides nothing of what ended the run
+            error.add_note(run.run_dir.goes_on())
 
 
 def _kept(run: Run, error: RlhfSpecError) -> str:
@@ -201,11 +203,7 @@ def _kept(run: Run, error: RlhfSpecError) -> str:
         if not isinstance(error, NotAsLearned):
             with suppress(RlhfSpecError):
                 save_checkpoints(system, run_dir, with_adapter=False)
-        last = state_number(state_folders(run_dir.checkpoints_folder)[0])
-        again = f", which repeats from iteration {last + 1} on" if last < finished else ""
-        return (
-            f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`{again}"
-        )
+        return f"{finished} iterations are finished; {run_dir.goes_on()}"
     save_checkpoints(system, run_dir, with_adapter=False)
     paths = [f"--set models.{model}={path}" for model, path in kept_models(system, run_dir).items()]
     return (

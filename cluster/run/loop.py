@@ -274,17 +274,14 @@ def _publish(run: Run, learned: UpdateReport) -> dict[str, float]:
 
 def _pool_metrics(run: Run, phase: Collected, num_skipped: int) -> dict[str, float]:
     """Of the pool, the data and the environment."""
-    system = run.system
+    system, leaves_out = run.system, run.system.config.data.easy_threshold is not None
     return {
+        "pool/cores": system.num_cores,
         "rollout/invariant": float(system.generation.is_invariant),
         "reward/num_skipped": float(num_skipped),
         "rollout/num_taken_over": float(phase.num_taken_over),
         "data/epoch": system.cursor.num_passes,
-        **(
-            {"data/num_left": float(system.cursor.num_left)}
-            if system.config.data.easy_threshold is not None
-            else {}
-        ),
+        **({"data/num_left": float(system.cursor.num_left)} if leaves_out else {}),
         **system.scheduler.attempt_metrics(),
         **phase.environment,
         **system.generation.metrics(),

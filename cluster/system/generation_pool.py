@@ -60,13 +60,7 @@ class GenerationPool:
         self._pending: list[Any] = []
         self._has_noted_failure = False
         self._changes = PoolChanges(
-            cluster,
-            topology,
-            places,
-            scheduler,
-            instances,
-            order=self._order,
-            note=note,
+            cluster, topology, places, scheduler, instances, order=self._order, note=note
         )
 
     @property

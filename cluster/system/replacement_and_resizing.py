@@ -27,7 +27,6 @@ from .placement_slots import PlacementSlots, announced_ends
 from .scheduler_client import SchedulerClient
 from .starting_and_leaving import LeavingInstances, Ready, StartingInstance, StartingInstances
 
-_OF_RANKS = "; an instance ends with any of its ranks, and its log says with which"
 INCIDENT_S = 60.0
 "Instances of one node that are lost within so long of the first are one incident, each place counted once."
 NODES_EVERY_S = 1.0
@@ -190,8 +189,7 @@ class PoolChanges:
         if row.place is None:
             # told before
             return None
-        reason = lost.reason + (_OF_RANKS if self._settings.tensor_parallel > 1 else "")
-        place, has_own, row.state = row.place, row.group is not None, InstanceState.GONE
+        reason, place, has_own, row.state = lost.reason, row.place, row.group is not None, InstanceState.GONE
         ray.kill(row.handle)
         run_metrics.add("lost_actors", pool="generation")
         self._give_back(row)()

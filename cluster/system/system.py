@@ -106,6 +106,8 @@ class System(GeneratingSystem):
     "Ray's ids of those that are gone with the scheduler's, a reward actor's or a trainer's place on them"
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
+    num_cores: float = 0.0
+    "of the machine that all actors stand on; 0: on several"
     noted_faults: set[str] = field(default_factory=set)
     "of the draft head's training, that were told"
 
@@ -138,6 +140,8 @@ def running_system(
             system = _make_system(plan, made)
             _bring_up(system)
         cores = cores_of(made.context.group, plan.topology)
+        machines = set(cores.values())
+        system.num_cores = machines.pop()[1] if len(machines) == 1 else 0.0
         if plan.config.rollout.max_staleness and (shared := plan.shared_by_updates(cores)):
             note(f"updates run while later batches are sampled, and slow that down: {shared}")
         yield system

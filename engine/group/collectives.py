@@ -83,10 +83,11 @@ class ProcessGroupCollectives:
             try:
                 work.wait(timedelta(seconds=_WATCH_S))
                 return
-            except RuntimeError:
+            except RuntimeError as error:
                 # Gloo tells some ranks of a group, not all of them, that another is gone
                 if work.is_completed() or time.monotonic() > ends_s:
-                    raise
+                    late = f"no answer within {timeout.total_seconds():g} s"
+                    raise RuntimeError(str(error) if work.is_completed() else late) from error
                 self._watch()
 
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...core.errors import RlhfSpecError, WeightsError
+from ...core.errors import InstanceLost, WeightsError
 from ..parts import PARTS, Share
 from ..weights.chunks import CHUNK_BYTES
 from .collectives import Collectives, meet
@@ -31,7 +31,7 @@ Order = tuple[str, tuple[Tensor, ...], dict[str, Any]]
 Sizes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
-class GroupError(RlhfSpecError):
+class GroupError(InstanceLost):
     """A rank of a group is gone or did not answer: the instance is lost as one."""
 
 
@@ -104,9 +104,8 @@ class GroupRanks:
         sizes = [tuple((one.dtype, tuple(one.shape)) for one in with_it) for _, with_it, _ in orders]
         said = [(kind, of, what) for (kind, _, what), of in zip(orders, sizes, strict=True)]
         text = pickle.dumps(said, protocol=5)
-        header = torch.frombuffer(
-            bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text), dtype=torch.uint8
-        )
+        framed = bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        header = torch.frombuffer(framed, dtype=torch.uint8)
         head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
         head[: len(header)] = header[:_HEAD_BYTES]
         self._broadcast(self._hosts, head)
@@ -194,7 +193,7 @@ class GroupRanks:
         others = " or ".join(str(rank) for rank in range(ranks) if rank != me)
         lost = GroupError(
             f"instance {self._instance}: rank {me} of {ranks} waited for rank {others} and got: "
-            f"{str(error).splitlines()[0]}; the instance is lost"
+            f"{str(error).splitlines()[0].rpartition('] ')[2]}; the instance is lost"
         )
         if self.on_lost is not None:
             self.on_lost(lost)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,24 +241,28 @@ class StoredTensor(NamedTuple):
 
 def tensors_in(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """Every tensor of some files by name. Raises ModelError: one is cut, which reading its header finds."""
-    return {key: tensor for file in files for key, tensor in _tensors_in(file)}
+    stats = ((file, file.stat()) for file in files)
+    headers = (_header(file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+    return {key: tensor for header in headers for key, tensor in header.items()}
 
 
-def _tensors_in(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+@lru_cache(maxsize=1024)
+def _header(file: Path, *same_file: int) -> Mapping[str, StoredTensor]:
+    """Of a file while it is the same: whoever looks at a model asks for it several times."""
+    found = {}
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118, it is no mapping
                     header = opened.get_slice(key)
-                    yield key, StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
-        else:
-            # pickle, but of plain tensors only
-            whole = torch.load(
-                file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file) or None
-            )
-            for key, value in whole.items():
-                if isinstance(value, Tensor):
-                    yield key, StoredTensor(file, tuple(value.shape), str(value.dtype))
+                    found[key] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
+            return found
+        # pickle, but of plain tensors only
+        mapped = zipfile.is_zipfile(file) or None
+        for key, value in torch.load(file, map_location="meta", weights_only=True, mmap=mapped).items():
+            if isinstance(value, Tensor):
+                found[key] = StoredTensor(file, tuple(value.shape), str(value.dtype))
+        return found
     except Exception as error:  # unpickling raises whatever the damage happens to spell
         pickled = "expected tensors by name as torch.save writes them, and nothing that is code"
         why = first_line(error) if file.suffix == ".safetensors" else pickled

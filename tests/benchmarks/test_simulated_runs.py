@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,6 +39,7 @@ from rlhfspec.benchmarks.simulated_runs.machine import (
     seconds_ratio,
     slowdown,
 )
+from rlhfspec.benchmarks.support.processes import looking
 from rlhfspec.benchmarks.support.result import ROOT
 from rlhfspec.core.config_io import dump_config, load_config
 from rlhfspec.policies.simulate.simulation_records import Samples
@@ -192,10 +195,19 @@ def test_others_are_told_apart_from_instances_and_trainer() -> None:
 
 
 def test_the_watch_sees_a_process_below() -> None:
-    with CoreWatch(lambda line: "never" in line) as watch:
-        while not watch._looks:
-            time.sleep(0.05)
-    assert watch.background.resting >= 0.0 and watch._looks[0].instances == 0
+    busy = "while True: pass  # an instance"
+    child = subprocess.Popen([sys.executable, "-c", busy])
+    try:
+        watch = CoreWatch(lambda line: busy in line)
+        with looking(watch.look, 0.05):
+            while not watch._looks or not watch._looks[-1].instances:
+                time.sleep(0.05)
+    finally:
+        child.kill()
+        child.wait()
+    idle_watch = CoreWatch(lambda line: busy in line, is_on=lambda: False)
+    idle_watch.look()
+    assert not idle_watch._looks and watch._looks[-1].trainer == 0
 
 
 def test_deviations_of_a_core_each_are_apart() -> None:

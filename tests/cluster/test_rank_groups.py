@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,13 +53,13 @@ def config_of(num_ranks: int, models: dict[str, Any] | None = None, **sections: 
     )
 
 
-def published(tmp_path: Path, pair: Any, num_ranks: int) -> list[str]:
+def published(tmp_path: Path, pair: Any, num_ranks: int, note: Callable[[str], None] = print) -> list[str]:
     """Checksums of the weight versions of a run."""
     models = {"target": str(pair.target), "draft": str(pair.draft)}
     config = config_of(num_ranks, models)
     run_dir = RunDir.create(config, tmp_path / f"ranks_{num_ranks}")
     session = RaySession(namespace=namespace_of(num_ranks), is_local=False, dashboard_url=None)
-    with running_system(check_run(config, output_dir=tmp_path), session) as system:
+    with running_system(check_run(config, output_dir=tmp_path), session, note=note) as system:
         train(system, run_dir, Reporter())
     log = (run_dir.path / "weights.jsonl").read_text().splitlines()
     return [row["parameter_checksum"] for row in map(json.loads, log) if row["model"] == "target"]
@@ -69,9 +70,9 @@ def published(tmp_path: Path, pair: Any, num_ranks: int) -> list[str]:
 def test_two_ranks_learn_what_one_learns_though_one_is_killed(
     local_ray: None, tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, killed = published(tmp_path, tiny_pair, 1), list[str]()
+    alone, killed, notes = published(tmp_path, tiny_pair, 1), list[str](), list[str]()
 
-    def kill_a_rank(_: System) -> None:
+    def kill_a_rank(system: System) -> None:
         if not killed:
             killed.append("gen-0-rank-1")
             leader, rank = (ray.get_actor(name, namespace=namespace_of(2)) for name in ("gen-0", killed[0]))
@@ -81,11 +82,16 @@ def test_two_ranks_learn_what_one_learns_though_one_is_killed(
             with pytest.raises(RayActorError):
                 while time.monotonic() < ends_s:
                     ray.get(leader.numerics.remote(), timeout=120.0)
+            while time.monotonic() < ends_s and not any("was lost" in line for line in notes):
+                system.take(0.2, notes.append)
 
     before_updates(monkeypatch, kill_a_rank)
     assert len(alone) == 3
-    assert published(tmp_path, tiny_pair, 2) == alone
-    assert killed
+    assert published(tmp_path, tiny_pair, 2, notes.append) == alone
+    (lost,) = [line for line in notes if "was lost" in line]
+    assert killed and lost.startswith("instance gen-0 was lost (rank 1 of 2 has ended: "), (
+        "who ended, not who heard"
+    )
 
 
 def test_a_group_has_one_bundle_with_room_for_all_its_ranks() -> None:

@@ -26,7 +26,7 @@ from tests.conftest import TinyPair
 CONFIG: Config = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}})
 
 
-NO_STATE = "no state to go on from is kept yet (run.state_every)"
+NO_STATE = "no state to go on from is kept yet (run.state_every): start it anew"
 
 
 class Notes(Reporter):

@@ -13,7 +13,7 @@ from rlhfspec.actors.actor_messages import LoadedWeights
 from rlhfspec.actors.generation.decode_loop import DecodeLoop
 from rlhfspec.actors.generation.loop_orders import HoldOrder, SubmitOrder
 from rlhfspec.core.decode_records import GenerationStats, InstanceLoad, StepRecord
-from rlhfspec.core.errors import DataError
+from rlhfspec.core.errors import DataError, InstanceLost
 from rlhfspec.core.progress import Progress
 from rlhfspec.core.records import (
     Completion,
@@ -174,6 +174,10 @@ class FakeInstance:
     @ray.method(concurrency_group="control")
     def hold(self, term: int, timeout_s: float):
         return self.loop.order(HoldOrder(term=term)).result(timeout=timeout_s)
+
+    def lose(self, why: str) -> None:
+        """As the leader of ranks does whose group is lost."""
+        self.loop.lose(InstanceLost(why))
 
     def pid(self) -> int:
         return os.getpid()

@@ -95,6 +95,18 @@ def test_a_killed_instance_loses_no_sample_and_its_slots_go_to_the_other(cluster
     assert max(c.epoch for c in rest) == 1
 
 
+def test_an_instance_that_says_why_it_ends_is_lost_in_these_words(cluster):
+    running = cluster()
+    running.join("gen-0", slots=3, step_s=0.02)
+    running.join("gen-1", slots=3, step_s=0.02)
+    running.enqueue(*[make_request(i) for i in range(40)])
+    first, _ = running.take_until(5)
+    ray.get(running.instances["gen-0"].lose.remote("rank 1 of 2 has ended"), timeout=60)
+    rest, lost = running.take_until(40 - len(first))
+    assert tokens_of(first + rest) == expected(40)
+    assert [(item.instance, item.reason) for item in lost] == [("gen-0", "rank 1 of 2 has ended")]
+
+
 def test_a_frozen_instance_is_given_up_and_never_holds_up_the_others(cluster):
     running = cluster(heartbeat_timeout_s=4.0)
     pid = running.join("frozen", slots=2, step_s=0.02)

@@ -160,6 +160,35 @@ def test_an_earlier_versions_run_is_explained_without_what_it_did_not_record() -
     assert "not recorded" in of_rows([old]).text()
 
 
+def test_cores_are_those_that_the_run_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.create(config_of(), tmp_path / "run")
+    slow = {"generate": 9.0, "update": 0.5}
+    for had, said in (
+        (96.0, "cluster.generation.num_actors=96: instances used 2 of 96 cores"),
+        (0.0, "nothing"),
+    ):
+        run.metrics_file.write_text(json.dumps({"iteration": 0, **row(slow), "pool/cores": had}) + "\n")
+        assert main(["explain", str(run.path)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].removeprefix("change next").strip().startswith(said)
+    ahead = {"parts": {"update": 6.0}, "time/backpressure_s": 5.0, "time/pause_s": 0.1}
+    assert "cores" not in explained(*AHEAD, num_cores=0, **ahead).change(), (
+        "of several machines none is counted"
+    )
+
+
+def test_seconds_below_0_are_no_run_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.create(config_of(), tmp_path / "run")
+    rows = [row({}), row({"publish": -3.0}), row({}, **{"moves/downtime_s_max": -0.001})]
+    lines = (json.dumps({"iteration": number, **one}) for number, one in enumerate(rows))
+    run.metrics_file.write_text("".join(f"{line}\n" for line in lines))
+    assert main(["explain", str(run.path)]) == 0
+    said = capsys.readouterr()
+    assert "1 lines without 'iteration', or of seconds below 0, are left out" in said.err
+    assert (
+        said.out.startswith("iterations") and said.out.splitlines()[0].endswith(" 2") and " -" not in said.out
+    )
+
+
 def test_where_no_seconds_are_recorded_nothing_is_to_be_changed() -> None:
     assert of_rows([{"iteration": 0.0}]).change() == "nothing that these records show"
 
@@ -169,10 +198,13 @@ def test_a_start_is_explained_by_its_parts_of_the_process_that_ran_last() -> Non
     stages = {"loading torch and transformers": 4.0, "starting Ray": 3.0, "evaluating": 9.0}
     metrics = [row({}, **first), row({}, **start_up_metrics(10.0, stages)), row({})]
     assert start_up_rows(metrics) == [
-        ("start-up", "10.0 s"),
         ("  loading torch and transformers", "4.0 s (40%)"),
         ("  starting Ray", "3.0 s (30%)"),
         ("  the rest", "3.0 s (30%)"),
     ]
-    assert "loading torch and transformers  " in of_rows(metrics).text()
+    labels = [line.split("  ")[0] for line in of_rows(metrics).text().splitlines()]
+    assert labels.count("start-up") == 1
+    whole = of_rows(metrics).text().splitlines()[labels.index("start-up") :]
+    assert whole[0].endswith("10.0 s, before the first iteration")
+    assert [line.split()[0] for line in whole[1:5]] == ["loading", "starting", "the", "time"]
     assert start_up_rows([row({}, **{"time/start_up_s": 10.0})]) == []

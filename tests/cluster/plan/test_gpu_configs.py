@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhfspec.cluster.cli import main
+from rlhfspec.cluster.plan import run_check
+from rlhfspec.cluster.plan.reward_plan import CheckedReward
 from tests.helpers.described_models import described
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "gpu"
@@ -129,3 +131,19 @@ def test_what_would_do_does(data: Path, capsys: pytest.CaptureFixture[str]) -> N
         settings[key] = value
     assert "check passed" in capsys.readouterr().out
     assert all(settings[key] != before for key, before in shares.items())
+
+
+def test_that_reward_models_on_gpus_are_not_planned_is_said(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked = CheckedReward(num_params=7 * 10**9, functions=())
+    monkeypatch.setattr(run_check, "check_reward", lambda *_: checked)
+    said = (
+        "what reward models take of GPUs (weights, a forward of reward.batch_size texts) is not in the plan"
+    )
+    model = {"reward.kind": "model", "reward.model": "somebody/a-judge", "cluster.reward.num_actors": 1}
+    model["cluster.trainer.num_gpus"] = 0.4
+    for gpus, is_said in ((0, False), (0.3, True)):
+        scoring = {**model, "cluster.reward.num_gpus": gpus, "cluster.generation.num_gpus": 0.3}
+        assert check("qwen2.5_7b_lora_1gpu.yaml", data, "1x300", **scoring) == 0, capsys.readouterr().err
+        assert (said in capsys.readouterr().out) == is_said

@@ -28,6 +28,7 @@ from rlhfspec.core.config import Config
 from rlhfspec.core.config_io import apply_overrides, config_from_dict, config_text
 from rlhfspec.core.errors import ConfigError, RunTaken
 from rlhfspec.core.records import SampleKey
+from rlhfspec.core.settings.supervised import DpoConfig, SftConfig
 from rlhfspec.policies.staleness.rollout_schedule import InFlight
 
 STAMP = "20260101-120000"
@@ -341,3 +342,66 @@ def test_a_folder_in_the_place_of_a_run_s_file_is_one_error_before_anything_is_d
     notes: list[str] = []
     assert newest_run(config(), run_dir.path.parent, notes.append) is None
     assert "passes over" in notes[0] and "expected a file" in notes[0]
+
+
+def no_states(run_dir: RunDir) -> None:
+    shutil.rmtree(run_dir.checkpoints_folder)
+
+
+def change_by_hand(run_dir: RunDir) -> None:
+    (run_dir.checkpoints_folder / "state_0004" / "config.yaml").write_text(config_text(config()))
+    run_dir.config_file.write_text(config_text(config("trainer.learning_rate=0.5")))
+
+
+def kill(run_dir: RunDir) -> None:
+    run_dir.set_status("running")
+    status = json.loads(run_dir.status_file.read_text())
+    run_dir.status_file.write_text(json.dumps(status | {"pid_started": 1}))
+
+
+@pytest.mark.parametrize("hinder", [lambda run_dir: None, no_states, change_by_hand])
+@pytest.mark.parametrize(
+    "end",
+    [
+        kill,
+        lambda run_dir: run_dir.set_status("failed", "the Ray node under this process died"),
+        lambda run_dir: run_dir.set_status("interrupted", "SystemExit: 3"),
+        lambda run_dir: run_dir.status_file.unlink(missing_ok=True),
+        lambda run_dir: run_dir.set_status("running"),
+        lambda run_dir: run_dir.set_status("finished"),
+    ],
+    ids=["killed", "failed", "interrupted", "no status", "runs", "finished"],
+)
+def test_what_status_says_of_going_on_is_what_a_resume_does(
+    run_dir: RunDir, end: Any, hinder: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end(run_dir)
+    hinder(run_dir)
+    assert main(["status", str(run_dir.path)]) == 0
+    said = capsys.readouterr().out
+    refused = ""
+    try:
+        open_run(run_dir.path, [], lambda line: None)
+    except ConfigError as error:
+        refused = str(error)
+    advises = f"go on with `rlhfspec train --resume {run_dir.path}`" in said
+    assert advises == (not refused), said
+    if hinder is change_by_hand and "not cut off" not in refused:
+        assert "trainer.learning_rate was 1e-05, now 0.5" in refused
+        assert ("it cannot be gone on with as it is: " + refused in said) == ("state finished" not in said)
+    if hinder is no_states and "not cut off" not in refused and "state finished" not in said:
+        assert "no state to go on from is kept yet (run.state_every): start it anew" in said
+
+
+@pytest.mark.parametrize(("command", "kind"), [("sft", SftConfig), ("dpo", DpoConfig)])
+def test_of_supervised_training_the_command_is_named(
+    tmp_path: Path, command: str, kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {"model": {"name": "a"}, "data": {"path": "rows.jsonl"}}
+    made = RunDir.create(kind.model_validate(tree), tmp_path / "run")
+    kill(made)
+    assert main(["status", str(made.path)]) == 0
+    assert "kept yet (trainer.checkpoint_every): start it anew" in capsys.readouterr().out
+    made.checkpoint_dir("state", 100).mkdir()
+    assert main(["show", str(made.path)]) == 0
+    assert f"go on with `rlhfspec {command} --resume {made.path}`" in capsys.readouterr().out

@@ -80,7 +80,8 @@ class Played:
         self.now_s, self.finished, self.notes = 0.0, 0, list[str]()
         monkeypatch.setattr(restarts, "last_state", lambda *_: SimpleNamespace(num_iterations=self.finished))
         monkeypatch.setattr(restarts, "rewind", lambda *_: None)
-        run_dir: Any = SimpleNamespace(path="runs/r", owner=SimpleNamespace(require=lambda: None))
+        owner = SimpleNamespace(require=lambda: None)
+        run_dir: Any = SimpleNamespace(path="runs/r", owner=owner, goes_on=lambda: "how to go on")
         self.restarts = TrainerRestarts(run_dir, most=most, note=self.notes.append, clock=lambda: self.now_s)
 
     def lose(self, *, after_s: float, finished: int) -> None:
@@ -104,7 +105,7 @@ def test_losses_within_an_hour_use_the_restarts_up_though_the_run_gets_on(
     run.lose(after_s=0.0, finished=0)
     run.lose(after_s=60.0, finished=10)
     assert "restart 2 of 2" in run.notes[-1]
-    with pytest.raises(TrainerLost, match=r"all 2 restarts .*max_trainer_restarts.*--resume runs/r"):
+    with pytest.raises(TrainerLost, match=r"all 2 restarts .*max_trainer_restarts.*; how to go on$"):
         run.lose(after_s=60.0, finished=20)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlhfspec.cluster.folder.layout import RunDir
+from rlhfspec.cluster.run import lifetime
 from rlhfspec.cluster.run.lifetime import ending_well, interrupts_between_updates
+from rlhfspec.core.errors import NodeDied
 
 
 def a_run(*, is_learning: bool, finished: int | None = 2) -> Any:
@@ -42,3 +46,26 @@ def test_while_trainers_learn_it_waits_and_the_second_does_not() -> None:
         signal.raise_signal(signal.SIGINT)
     # trainers may be beyond the last boundary
     assert not run.saved and signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("states", [(), (1,)])
+def test_where_the_node_died_is_said_what_there_is_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: tuple[int, ...]
+) -> None:
+    """Its object store went with it: weights that no state has are lost."""
+    run, run_dir = a_run(is_learning=True), RunDir(path=tmp_path)
+    run.run_dir, run.stream = run_dir, SimpleNamespace(failure=None)
+    run.system.target = SimpleNamespace(manifest=SimpleNamespace(weight_version=2))
+    for number in states:
+        run_dir.checkpoint_dir("state", number).mkdir(parents=True)
+    died = NodeDied("the Ray node under this process died")
+
+    def gone(*_: object, **__: object) -> None:
+        raise died
+
+    monkeypatch.setattr(lifetime, "save_checkpoints", gone)
+    with pytest.raises(NodeDied) as caught, ending_well(run):
+        raise died
+    (note,) = caught.value.__notes__
+    assert note.endswith(run_dir.goes_on()) and ("--resume" in note) == bool(states)
+    assert ("start it anew" in note) == (not states)

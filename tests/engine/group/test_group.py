@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from rlhfspec.engine.cuda.cuda_backend import CudaBackend
 from rlhfspec.engine.engine import Engine
 from rlhfspec.engine.exchange import TARGET
 from rlhfspec.engine.group import collectives
+from rlhfspec.engine.group.collectives import ProcessGroupCollectives
 from rlhfspec.engine.group.dealing import PANEL, LocalRanks, dealt, require_dealt, require_module_dealt
 from rlhfspec.engine.group.follower import Follower
 from rlhfspec.engine.group.group_probe import require_bits_of_one_rank
@@ -269,6 +272,24 @@ def test_a_killed_rank_ends_the_instance_with_its_name(tmp_path: Path, num_ranks
         processes.followers[killed - 1].wait()
         waited = f"rank 0 of {num_ranks} waited for rank {others} and got"
         with pytest.raises(GroupError, match=f"{waited}|a rank ended with -9"):
+            while engine.has_work:
+                engine.step()
+    finally:
+        processes.kill()
+
+
+def test_a_rank_that_stands_still_is_named_with_how_long_it_was_waited_for(tmp_path: Path) -> None:
+    processes = LocalRanks(tmp_path, 2)
+    try:
+        engine = engine_of("look_up", processes.ranks)
+        engine.submit(requests(1)[0])
+        engine.step()
+        assert isinstance(processes.ranks._hosts, ProcessGroupCollectives)
+        processes.ranks._hosts._timeout = timedelta(seconds=1)
+        processes.followers[0].send_signal(signal.SIGSTOP)
+        late = r"(no answer within 1 s|Timed out waiting 1000ms for \w+ operation to complete)"
+        waited = rf"rank 0 of 2 waited for rank 1 and got: {late}; the instance is lost"
+        with pytest.raises(GroupError, match=waited):
             while engine.has_work:
                 engine.step()
     finally:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhfspec.core.errors import ModelError
+from rlhfspec.engine.weights import weight_files
 from rlhfspec.engine.weights.chunks import WeightPacker, pack_weights
 from rlhfspec.engine.weights.loading import load_causal_lm, load_hf_config, require_finite
 from rlhfspec.engine.weights.stored_weights import StoredWeights, stored_weights
@@ -44,6 +45,28 @@ def test_the_packed_bytes_are_those_of_the_loaded_model(tmp_path: Path, name: st
     manifest, expected = pack_weights(load_causal_lm(str(folder), dtype), name="target", weight_version=0)
     assert packer.manifest() == manifest
     assert [chunk.tobytes() for chunk in chunks] == [chunk.tobytes() for chunk in expected]
+
+
+def test_a_header_is_read_once_while_its_file_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, opened, really = saved(tmp_path, "llama"), list[Path](), weight_files.safe_open
+
+    def counted(file: Path, **how: Any) -> Any:
+        opened.append(file)
+        return really(file, **how)
+
+    monkeypatch.setattr(weight_files, "safe_open", counted)
+    for _ in range(3):
+        assert stored_in(folder) is not None
+    file = folder / "model.safetensors"
+    assert opened == [file]
+    tensors = load_file(file)
+    save_file({name: tensor for name, tensor in tensors.items() if "norm" not in name}, file)
+    assert stored_in(folder) is None and opened == [file, file], "another file of that name"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ModelError, match="is cut or damaged"):
+        stored_in(folder)
 
 
 def test_a_file_with_both_of_two_tied_weights_is_left_to_transformers(tmp_path: Path) -> None:
