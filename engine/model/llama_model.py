@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -265,10 +266,10 @@ class LlamaModel:
     def _take(self, parts: Iterable[Published]) -> str | None:
         """Lay out this rank's share of each part as it comes, and read it back."""
         waiting, left, held = dict[str, Tensor](), self._laid_out, list[tuple[str, Same]]()
-        is_there, shared = False, self._shared
-        for number, part in enumerate(parts):
-            if shared is not None and number == 0:
-                is_there = shared.begin()
+        is_there = False
+        if self._shared is not None:
+            parts, is_there = self._in_common(self._shared, iter(parts))
+        for part in parts:
             waiting |= part
             ready = [one for one in left if all(name in waiting for name in one.names)]
             for one in ready:
@@ -284,9 +285,33 @@ class LlamaModel:
             waiting = {name: self._outliving(name, part, waiting) for name in waiting if name in awaited}
         require_names({name for one in left for name in one.names}, waiting, "weights ended early")
         altered = first_altered(held)
-        if shared is not None and altered is None:
-            shared.end()
+        if self._shared is not None and altered is not None:
+            self._shared.give_up()
         return altered
+
+    def _in_common(
+        self, shared: SharedWeights, parts: Iterator[Published]
+    ) -> tuple[Iterable[Published], bool]:
+        """Let the version lie where others find it, all at once: they compare it side by side with this process.
+
+        Returns:
+            The parts, which are still to be compared, and whether all is laid out.
+        """
+        first = next(parts, {})
+        is_there = shared.begin()
+        if not shared.coming:
+            return chain([first], parts), False
+        whole = dict(first)
+        for part in parts:
+            whole |= part
+        if not is_there:
+            require_names(
+                {name for one in self._laid_out for name in one.names}, whole, "weights ended early"
+            )
+            for one in self._laid_out:
+                one.take(self._got(one, whole))
+        shared.end()
+        return [whole], True
 
     @torch.no_grad()
     def altered_copy(self, tensors: Published) -> str | None:

@@ -71,6 +71,11 @@ class SharedWeights:
             if not self._says(self._file, "whole"):
                 raise WeightsError("shared weights were written over by another process; load them again")
 
+    def give_up(self) -> None:
+        """Say that what lies there is not the version: nobody else begins to decode from it."""
+        if self._file >= 0:
+            os.pwrite(self._file, self._words("damaged"), self._size)
+
     def _locked(self) -> tuple[int, bool]:
         """A file that this process may read the version from, or write it to, and which of the two."""
         file, began_s = self._linked(), time.monotonic()

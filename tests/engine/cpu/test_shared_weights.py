@@ -149,6 +149,11 @@ def test_what_is_damaged_in_common_memory_is_not_decoded_from(tmp_path: Path) ->
     first.model.embedding[3, 5] += 1.0
     with pytest.raises(WeightsError, match=r"the copy of embed_tokens .* not confirmed"):
         Instance(tmp_path)
+    # who loads it again has another memory, while somebody still has that one
+    again = Instance(tmp_path)
+    assert (
+        again.places.isdisjoint(first.places) and again.decoded() == Instance(tmp_path / "others").decoded()
+    )
 
 
 def test_a_version_that_is_not_known_before_it_comes_is_an_instance_s_own(tmp_path: Path) -> None:
