@@ -10,7 +10,7 @@ The operators behind the first are private to torch: where they are missing, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -23,6 +23,10 @@ from ..parts import Ranks
 
 Same = bool | Tensor
 "Whether bits are the same; of a GPU's as a tensor, bool [], that nobody has waited for."
+Published = Mapping[str, Tensor]
+"Weights by their published names."
+Part = tuple[slice, ...]
+"Rows, or rows and columns, of a published tensor that this rank takes; () is all of it."
 MIN_ROWS = 4
 ROW_BLOCK = 4096
 "Rows of a weight that are made at once: a few MB, which stay in the processor's cache."
@@ -277,6 +281,42 @@ def together(*same: Same) -> Same:
         return False
     later = [one for one in same if isinstance(one, Tensor)]
     return torch.stack(later).all() if later else True
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVector:
+    """A tensor that is held as such, and the published ones that it is made of."""
+
+    what: str
+    names: Mapping[str, Part]
+    into: Tensor
+    made: Callable[[Published], Tensor]
+
+    def take(self, got: Published) -> None:
+        """Lay it out."""
+        self.into.copy_(self.made(got))
+
+    def holds(self, got: Published) -> Same:
+        """Whether it is, bit for bit, what is made of these."""
+        return same_bits(self.into, self.made(got))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldProduct:
+    """A product, and the published weights and biases that it is made of."""
+
+    what: str
+    names: Mapping[str, Part]
+    into: Linear
+    made: Callable[[Published], tuple[Rows, Tensor | None]]
+
+    def take(self, got: Published) -> None:
+        """Lay it out."""
+        self.into.take(*self.made(got))
+
+    def holds(self, got: Published) -> Same:
+        """Whether it is, bit for bit, what is made of these."""
+        return self.into.holds(*self.made(got))
 
 
 def first_altered(copies: Iterable[tuple[str, Same]]) -> str | None:

@@ -7,9 +7,8 @@ unpacked, it must be bit for bit what came. In float32 a norm's gain is multipli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -36,57 +35,25 @@ from ..weights.shared_weights import SharedWeights
 from .compute_backend import ComputeBackend
 from .linears import (
     Decoder,
+    HeldProduct,
+    HeldVector,
     Layer,
     Linear,
     MatrixLinear,
+    Part,
+    Published,
     ReducedLinear,
     Rows,
     Same,
     by_head,
     first_altered,
     pairs_together,
-    same_bits,
 )
 
 INNER_STEP = 32
 "The inner size is padded to a multiple of it."
 
-Published = Mapping[str, Tensor]
-Part = tuple[slice, ...]
-"Rows, or rows and columns, of a published tensor that this rank takes; () is all of it."
 _ALL = slice(None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Vector:
-    """A tensor that is held as such, and the published ones that it is made of."""
-
-    what: str
-    names: Mapping[str, Part]
-    into: Tensor
-    made: Callable[[Published], Tensor]
-
-    def take(self, got: Published) -> None:
-        self.into.copy_(self.made(got))
-
-    def holds(self, got: Published) -> Same:
-        return same_bits(self.into, self.made(got))
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """A product, and the published weights and biases that it is made of."""
-
-    what: str
-    names: Mapping[str, Part]
-    into: Linear
-    made: Callable[[Published], tuple[Rows, Tensor | None]]
-
-    def take(self, got: Published) -> None:
-        self.into.take(*self.made(got))
-
-    def holds(self, got: Published) -> Same:
-        return self.into.holds(*self.made(got))
 
 
 class LlamaModel:
@@ -324,7 +291,7 @@ class LlamaModel:
             return self.embedding
         return waiting[name].clone() if name in part else waiting[name]
 
-    def _got(self, one: _Vector | _Product, tensors: Published) -> dict[str, Tensor]:
+    def _got(self, one: HeldVector | HeldProduct, tensors: Published) -> dict[str, Tensor]:
         """This rank's share of what is laid out as one."""
         return {name: self._read(tensors[name], part) for name, part in one.names.items()}
 
@@ -332,7 +299,7 @@ class LlamaModel:
         """A part of a published tensor, where and in the type it is held in; it is rounded as it is published first."""
         return tensor[part].to(self.device, self.dtype).to(self._held_dtype)
 
-    def _all_laid_out(self) -> Iterator[_Vector | _Product]:
+    def _all_laid_out(self) -> Iterator[HeldVector | HeldProduct]:
         embedding = HEAD if self.config.tie_word_embeddings else EMBEDDING
         yield self._vector("embed_tokens", embedding, self.embedding)
         yield self._vector("the last norm", FINAL_NORM, self.final_norm)
@@ -350,7 +317,9 @@ class LlamaModel:
             yield from self._behind_norm(called + "qkv", layer.qkv, of, norm, gain, self._by_head)
             if layer.head_gain is not None:
                 names: dict[str, Part] = {f"{attention}q_norm.weight": (), f"{attention}k_norm.weight": ()}
-                yield _Vector(called + "head_gain", names, layer.head_gain, partial(self._head_gains, names))
+                yield HeldVector(
+                    called + "head_gain", names, layer.head_gain, partial(self._head_gains, names)
+                )
             attended = _slice(self._heads, self.queries * self.size)
             yield self._product(called + "out", layer.out, {f"{attention}o_proj": _ALL}, columns=attended)
             inner, norm = _slice(self._inner), f"{at}post_attention_layernorm.weight"
@@ -371,7 +340,7 @@ class LlamaModel:
         norm: str,
         gain: Tensor | None,
         order: Tensor | None = None,
-    ) -> Iterator[_Vector | _Product]:
+    ) -> Iterator[HeldVector | HeldProduct]:
         """A product of what a norm gives: the gain is multiplied into its weights, or held apart."""
         if gain is not None:
             yield self._vector(f"{what}'s gain", norm, gain)
@@ -387,7 +356,7 @@ class LlamaModel:
         norm: str = "",
         columns: slice = _ALL,
         pad: int = 0,
-    ) -> _Product:
+    ) -> HeldProduct:
         """Weights that are multiplied by at once: these rows of each, in `order`; columns, and `pad` of zeros."""
         weights: dict[str, Part] = {f"{name}.weight": (rows, columns) for name, rows in of.items()}
         biases: dict[str, Part] = {
@@ -406,10 +375,10 @@ class LlamaModel:
                 bias = [torch.cat([*bias, bias[0].new_zeros(1)]).index_select(0, order)] if bias else []
             return Rows(tuple(rows), order, folded), bias[0].to(self.compute_dtype) if bias else None
 
-        return _Product(what, weights | biases | gains, linear, made)
+        return HeldProduct(what, weights | biases | gains, linear, made)
 
-    def _vector(self, what: str, name: str, into: Tensor) -> _Vector:
-        return _Vector(what, {name: ()}, into, lambda got: got[name].to(into.dtype))
+    def _vector(self, what: str, name: str, into: Tensor) -> HeldVector:
+        return HeldVector(what, {name: ()}, into, lambda got: got[name].to(into.dtype))
 
     def _head_gains(self, names: Iterable[str], got: Published) -> Tensor:
         """Qwen3's norms of queries and key."""

@@ -59,7 +59,7 @@ def test_what_it_does_not_know_is_left_to_the_stock_module(new_model) -> None:
 
 def test_a_wrong_forward_is_refused(new_model, monkeypatch) -> None:
     """The comparison with the model's own forward stands between a mistake here and a sample."""
-    monkeypatch.setattr("rlhfspec.engine.model.llama_model._pairs_together", lambda x, *, dim: x)
+    monkeypatch.setattr("rlhfspec.engine.model.linears.pairs_together", lambda x, *, dim: x)
     with pytest.raises(ModelError, match="differ from its own forward's"):
         runner_of(new_model(1, "float32"))
 
