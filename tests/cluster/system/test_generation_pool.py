@@ -75,12 +75,6 @@ def test_a_replacement_is_reported_once_with_the_number_of_requeued_samples(worl
     ]
 
 
-def test_of_a_group_the_loss_of_a_rank_is_named_beside_what_ray_knows(monkeypatch):
-    world = ScriptedPool(monkeypatch, tensor_parallel=2)
-    assert world.lose("gen-1") == "gen-1-r1"
-    assert "its log says with which); gen-1-r1 takes its place" in world.notes[0]
-
-
 def test_an_instance_that_is_lost_again_and_again_is_replaced_until_the_restarts_are_used_up(world):
     for number, name in enumerate(("gen-0", "gen-0-r1"), start=1):
         assert world.lose(name) == f"gen-0-r{number}"
