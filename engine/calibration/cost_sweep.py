@@ -183,10 +183,10 @@ class _DrawnPlans(DraftLaw):
     def draw(self) -> None:
         """Draw the next plan."""
         self._counts, self._number = None, self._number + 1
-        if self._number == 2:
-            self._budget = _sweep_budget(1, 1, 1)
+        if self._number <= 2:
+            self._budget = PLAIN if self._number == 1 else _sweep_budget(1, 1, 1)
             return
-        kind = self._number > 1 and int(self._random.choice(len(self._shares), p=self._shares))
+        kind = int(self._random.choice(len(self._shares), p=self._shares))
         if kind == 0:
             self._budget = PLAIN
             return
