@@ -429,7 +429,6 @@ def _nothing_to_compare() -> Iterator[None]:
             Comparison=type("NoComparison", (), nothing),
             refuse_unsupported=lambda model, capacity: None,
         ),
-        patch.object(llama_model, "same_bits", lambda copy, of: True),
         patch.object(linears, "same_bits", lambda copy, of: True),
         patch.object(CudaLinear, "holds", lambda self, rows, bias: True),
     ):
