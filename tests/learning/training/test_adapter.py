@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -74,6 +75,35 @@ def test_adapters_start_as_the_model_itself(make_model, make_rollouts):
     learner = learner_of(model)
     assert torch.equal(logits_of(learner.model, IDS), plain)
     assert learner.update(rollouts).metrics["ratio_at_first_minibatch"] == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", [partial(tiny, "llama"), gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_an_adapter_adds_what_peft_adds_with_its_gradients(family, compute):
+    def adapted() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = family()
+        Adapter(model, LORA, seed=1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    def logits_and_gradients(model):
+        with torch.autocast("cpu", compute, enabled=compute != torch.float32):
+            logits = model(IDS).logits
+        logits.float().square().mean().backward()
+        return logits.float(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    ours, theirs = adapted(), adapted()
+    layers = [module for module in theirs.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        del layer.forward
+    close = {"rtol": 1e-4, "atol": 1e-5} if compute == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    (got, gradients), (expected, their_gradients) = logits_and_gradients(ours), logits_and_gradients(theirs)
+    torch.testing.assert_close(got, expected, **close)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[name], **close)
 
 
 def test_before_the_first_step_merged_weights_are_the_models_bit_for_bit(make_model):
