@@ -54,9 +54,6 @@ RAY_PROCESSES_BYTES = 900 * MIB
 "Head processes, agents and dashboard of a local cluster."
 _STORE_SLACK_BYTES = 256 * MIB
 "Of the object store: requests, logs, frames of moving caches, and what fragments cannot hold."
-_PUBLISHED_VERSIONS = 2
-"In the object store: the one that decodes, for replacements and checkpoints, and the next on its way."
-
 _MASTER_BYTES = DTYPE_BYTES["float32"]
 "The optimizer steps float32 weights, whatever they are published in."
 _ADAM_COPIES = 3
@@ -202,14 +199,16 @@ class MemoryNeeds:
         return other
 
     def object_store(self) -> int:
-        """Of the object store: two versions of every published model, and an iteration's rollouts."""
+        """Of the object store: versions of what is published, and an iteration's rollouts."""
         config, draft = self._config, self._draft
         # every instance's own head, on its way into their mean
         trained = draft.num_params if draft and config.trains_head else 0
         heads = config.cluster.generation.most * trained * _MASTER_BYTES
         longest = config.data.max_prompt_tokens + config.max_response_tokens
         rollouts = self._num_samples * longest * _ROLLOUT_BYTES_PER_TOKEN
-        versions = _PUBLISHED_VERSIONS * (self._target_bytes + self._draft_bytes)
+        # what decodes while trainers learn is at hand for replacements, and the next comes beside it
+        targets = 1 + bool(config.rollout.max_staleness)
+        versions = targets * self._target_bytes + 2 * self._draft_bytes
         return versions + heads + rollouts + _STORE_SLACK_BYTES
 
     def plan(self, *, object_store_bytes: int) -> MemoryPlan:

@@ -53,7 +53,7 @@ _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # on a busy machine importing takes Serve's proxy longer than its five seconds: it would be killed, again and again
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    # its store is made for two versions of the weights: from four fifths on it would write them to the disk
+    # its store is made for what a run publishes: from four fifths on it would write them to the disk
     "RAY_object_spilling_threshold": "1.0",
     **PATIENCE,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -11,6 +12,7 @@ import ray
 from ...actors.remote.watch import LOOK_S
 from ...core.errors import NumericsError
 from ...core.records import Rollout, UpdateReport
+from ...core.weight_records import kind_of
 from ...policies.staleness.rollout_schedule import Schedule, in_order
 from ..system.system import System
 from .run_log import RunLog
@@ -98,6 +100,10 @@ class Update:
         self.sampled = in_order([*self.learned, *self._schedule.left_out])
         self.batch = ray.put(self.learned)
         self._log.rollouts(self._iteration, self.sampled)
+        if not self._schedule.max_staleness:
+            # nothing decodes meanwhile: who joins gets the next version, and the object store holds one at a time
+            target = self._system.target
+            target.leave_to(partial(trainers.begin_take, checksums=kind_of(target.manifest.checksum)))
         self._system.is_learning, self.began_s = True, time.perf_counter()
         self._order = trainers.begin_update(self.batch, recompute_old=self._system.recomputes_old)
         self._alive, self._looked_s = trainers.heartbeat("update"), time.monotonic()

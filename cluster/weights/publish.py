@@ -33,10 +33,14 @@ class PublishedWeights:
     manifest: WeightManifest
     chunk_refs: tuple[Any, ...]
     fetch: Callable[[], Fetching] | None = None
-    "for a version that was broadcast: orders its chunks into the object store, when they are first asked for"
+    "of chunks that are not in the object store: orders them there, when they are first asked for"
     part_seconds: dict[str, float] = field(default_factory=dict)
     "what its publication took: pack, send, load, confirm; they add up"
     _coming: Fetching | None = None
+
+    def leave_to(self, fetch: Callable[[], Fetching]) -> None:
+        """Give the chunks' memory back: whoever has these weights brings them again where they are asked for."""
+        self.chunk_refs, self.fetch = (), fetch
 
     def refs(self) -> tuple[Any, ...]:
         """The chunks, from whoever has them. Raises WeightsError when that one has another version by now."""
