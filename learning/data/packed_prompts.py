@@ -1,27 +1,17 @@
-"""Prompts in Arrow batches: a million take some hundred bytes each, and become `Prompt`s when they are asked for."""
+"""Prompts as bytes: a million take some hundred bytes each, and become `Prompt`s when they are asked for."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import marshal
 from collections.abc import Iterable, Sequence
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
-import pyarrow as pa
 
 from ...core.records import Prompt
 
-_BATCH = 1024
-_SCHEMA = pa.schema(
-    [
-        ("prompt_id", pa.int64()),
-        ("token_ids", pa.large_list(pa.int32())),
-        ("text", pa.large_string()),
-        ("reference", pa.large_string()),
-        ("more", pa.large_string()),
-    ]
-)
 _MORE = ("messages", "turns", "tools", "fields", "rendered", "prefill", "teacher_ids")
 "What most prompts have none of, as JSON."
 
@@ -30,9 +20,7 @@ class PackedPrompts(Sequence[Prompt]):
     """A sequence of prompts; their fingerprint is computed as they are taken."""
 
     def __init__(self, prompts: Iterable[Prompt] = ()) -> None:
-        self._batches: list[pa.RecordBatch] = []
-        self._rows: list[dict[str, Any]] = []
-        "the last ones, fewer than a batch"
+        self._rows: list[bytes] = []
         self._hash = hashlib.blake2b(digest_size=16)
         self.max_tokens = 0
         "of the longest prompt; 0 of none"
@@ -52,20 +40,19 @@ class PackedPrompts(Sequence[Prompt]):
         self._hash.update(ids.tobytes() + json.dumps(said, sort_keys=True).encode())
         more = {name: value for name in _MORE if (value := getattr(prompt, name))}
         self._rows.append(
-            {
-                "prompt_id": prompt.prompt_id,
-                "token_ids": ids,
-                "text": prompt.text,
-                "reference": prompt.reference,
-                "more": json.dumps(more) if more else None,
-            }
+            marshal.dumps(
+                (
+                    prompt.prompt_id,
+                    ids.tobytes(),
+                    prompt.text,
+                    prompt.reference,
+                    json.dumps(more) if more else None,
+                )
+            )
         )
         self.max_tokens = max(self.max_tokens, len(ids))
         self.max_teacher_tokens = max(self.max_teacher_tokens, len(prompt.teacher_ids or ids))
         self.has_conversations |= bool(prompt.messages)
-        if len(self._rows) == _BATCH:
-            self._batches.append(pa.RecordBatch.from_pylist(self._rows, schema=_SCHEMA))
-            self._rows = []
 
     def __reduce__(self) -> tuple[type[PackedPrompts], tuple[list[Prompt]]]:
         """By its prompts: a hash that goes on cannot be pickled."""
@@ -77,7 +64,7 @@ class PackedPrompts(Sequence[Prompt]):
         return self._hash.hexdigest()
 
     def __len__(self) -> int:
-        return _BATCH * len(self._batches) + len(self._rows)
+        return len(self._rows)
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -86,15 +73,13 @@ class PackedPrompts(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
         if isinstance(index, slice):
             return tuple(self[number] for number in range(*index.indices(len(self))))
-        batch, place = divmod(range(len(self))[index], _BATCH)
-        in_last = batch == len(self._batches)
-        row = self._rows[place] if in_last else self._batches[batch].slice(place, 1).to_pylist()[0]
-        more = json.loads(row["more"] or "{}")
+        prompt_id, ids, text, reference, kept = marshal.loads(self._rows[index])
+        more = json.loads(kept or "{}")
         return Prompt(
-            prompt_id=row["prompt_id"],
-            token_ids=np.asarray(row["token_ids"], dtype=np.int64),
-            text=row["text"],
-            reference=row["reference"],
+            prompt_id=prompt_id,
+            token_ids=np.frombuffer(ids, dtype=np.int32).astype(np.int64),
+            text=text,
+            reference=reference,
             messages=tuple((role, content) for role, content in more.pop("messages", ())),
             turns=tuple(more.pop("turns", ())),
             tools=tuple(more.pop("tools", ())),
