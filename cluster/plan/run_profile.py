@@ -7,6 +7,7 @@ GPUs always do: the starting process may have no GPU, and if it has one, memory 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ AUTO = "auto"
 AUTO_BUDGET_S = 40.0
 MAX_PROMPTS = 64
 BUSY = 0.25
-"Relative error of a profile's seconds beyond which a machine was not idle."
+"Relative error of the first sweep's fit to the second's verifications beyond which a machine was not idle."
 
 
 class RunProfile:
@@ -78,32 +79,29 @@ class RunProfile:
         return profile
 
     def resolve(self, report: Reporter) -> Profile | None:
-        """Return the profile that `known` reads, else that in the cache, else one measured now.
-
-        None when the policy needs none. Raises as `known`.
-        """
-        known = self.known()
-        if known is not None or not self._speculation.needs_profile:
-            return known
+        """Return what `known` reads, the cache has, or is measured now; None: none is needed. Raises as `known`."""
+        profile = self.known()
+        if profile is not None or not self._speculation.needs_profile:
+            return profile
         described = self.described()
         folder = self._folder / described.key
-        try:
-            return load_profile(folder)
-        except ProfileError:
-            pass
-        require_writable(folder, "run.cache_dir")
-        made = self.measure(described, report, budget_s=AUTO_BUDGET_S)
-        save_profile(made.profile, folder, made.costs, made.drafts)
-        # of the engine that was measured; this process lasts as long as the run
-        give_back_free_memory()
-        report.note(f"profile {folder} (used again while pair, machine and sampling stay)")
-        apart = made.profile.quality["verify_cost_median_rel_error"]
-        if apart > BUSY:
+        with suppress(ProfileError):
+            profile = load_profile(folder)
+        if profile is None:
+            require_writable(folder, "run.cache_dir")
+            made = self.measure(described, report, budget_s=AUTO_BUDGET_S)
+            profile = made.profile
+            save_profile(profile, folder, made.costs, made.drafts)
+            # of the engine that was measured; this process lasts as long as the run
+            give_back_free_memory()
+            report.note(f"profile {folder} (used again while pair, machine and sampling stay)")
+        missed = profile.quality.get("verify_cost_median_rel_error", 0.0)
+        if missed > BUSY:
             report.note(
-                f"the profile's seconds of verifying, measured twice, differ by {apart:.0%} in the median, expected at "
-                f"most {BUSY:.0%}: drafting may be chosen where it loses; remove {folder} while the machine is idle"
+                f"the profile's second sweep is {missed:.0%} off the fit to its first in the median, expected at most "
+                f"{BUSY:.0%}: drafting may be chosen where it loses; remove {folder} and start again on an idle machine"
             )
-        return made.profile
+        return profile
 
     def described(self) -> Provenance:
         """Read what is to be profiled and describe it. Raises ProfileError when nothing drafts."""

@@ -2,10 +2,10 @@
 
     acceptance   rejections over those that the scores expect (`recalibration`)
     costs        seconds of drafting and verification over those predicted (`recalibration`)
-    record       tokens of a whole shape over those expected of it (`recalibration`)
+    record       tokens and seconds of a whole shape over those expected of it (`recalibration`)
     collapse     a sequential test for a drafter that has stopped being accepted (`collapse`)
 
-New weights and another batch make the past count less (`follow`).
+New weights and another batch make the past of acceptance count less (`follow`): no seconds depend on weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Estimators:
         self._weight_version = self._drafter_version = 0
 
     def follow(self, state: DecodeState) -> bool:
-        """Let the past count less where weights or samples are others; True where they are."""
+        """Let what was accepted count less where weights or samples are others; True where they are."""
         is_new = False
         if state.weight_version != self._weight_version or state.drafter_version != self._drafter_version:
             if state.drafter_version != self._drafter_version:
@@ -82,8 +82,8 @@ class Estimators:
         self.record.observe(
             kind,
             chosen.num_samples,
-            delivered=record.num_emitted_tokens / step,
-            expected=chosen.models_say * record.step_s / step,
+            tokens=record.num_emitted_tokens / step,
+            seconds=chosen.models_say * record.step_s / step,
             num_steps=num_steps,
         )
 

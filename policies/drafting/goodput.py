@@ -116,9 +116,8 @@ class GoodputPolicy:
             self.probes.decoded_plainly(record)
         else:
             estimators.observe_draft(record, with_acceptance=with_acceptance)
-            self.probes.drafted()
-            if len(record.draft.num_nodes) < record.num_samples:
-                # of the other samples it is not known what the shape yields, and they were verified too
+            if self.probes.drafted() or len(record.draft.num_nodes) < record.num_samples:
+                # the next draft need not fill its cache; or samples without a draft were verified too
                 return
         if record.draft is None or not self.is_probing:
             estimators.observe_choice(record, self.chosen, num_steps=num_steps)

@@ -6,17 +6,18 @@ of every path score s its power s ** hazard_ratio (proportional hazards, Cox 197
 first where all are worse than thought: one factor on all of them would take too much from the first and too little
 from the last. A new weight version makes the past count less. Costs: multiplicative factors, changed slowly.
 
-Track record: what shapes of drafts deliver over what was expected of them settles what the models get wrong about a
-whole shape: a tree's hidden costs, a chain's early stops. Most of what they get wrong at a batch size they get wrong
-for every shape, so that one not tried there is believed to share three quarters of it: else whatever has not been
-tried looked best wherever drafts deliver less than expected. Plain decoding stands for itself, and has the benefit of
-the doubt where little is known of it: a model that is wrong by a few percent must not keep it from being tried.
+Track record: the tokens and seconds of whole shapes over those expected settle what the models get wrong about a shape:
+a tree's hidden costs, a chain's early stops, what one node for every sample takes here. Most of what they get wrong at
+a batch size they get wrong for every shape, so that one not tried there is believed to share three quarters of it: else
+whatever has not been tried looked best wherever drafts deliver less than expected. Plain decoding stands for itself,
+and has the benefit of the doubt where little is known of it: a model that is wrong by a few percent must not keep it
+from being tried. Seconds depend on no weights: new versions leave the record as it is.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -177,76 +178,73 @@ def _nudged(factor: float, measured_s: float, predicted_s: float) -> float:
 
 
 RANGE = (0.85, 1.15)
-"Acceptance and costs have corrections of their own: this one is for the rest."
+"Of tokens: acceptance has a correction of its own, and what it takes off must not be taken off again."
+SLOWEST = 2.5
+"A decode step's seconds over those expected count for no more, and for no less than its inverse."
 PRIOR_STEPS = 10.0
 "Decode steps that what is believed of an untried shape counts for."
 USED_DECAY = 0.99
-UNUSED_DECAY = 0.995
-"Of the record of a shape, while another is used on batches of this size."
+UNUSED_DECAY = 0.998
+"Of the record of a shape, while another is used on batches of this size: other processes may have slowed it."
 COMMON = 0.75
-"Of the logarithm of what drafts deliver over what was expected."
+"Of the logarithm of a ratio over drafts that have been tried."
 DOUBT = 0.1
 "What plain decoding is overrated by where it has not been tried."
 
 
-@dataclass(slots=True)
-class _Steps:
-    """Sums over decode steps, in steps as they were expected to be."""
+_UNTRIED = (0.0, 0.0, 0.0)
+"Sums over the decode steps of a shape: 1 for each, its tokens and its seconds over those expected."
 
-    delivered: float = 0.0
-    expected: float = 0.0
 
-    def fade(self, share: float) -> None:
-        self.delivered *= share
-        self.expected *= share
-
-    def ratio(self, untried: float) -> float:
-        return (self.delivered + PRIOR_STEPS * untried) / (self.expected + PRIOR_STEPS)
+def _ratios(sums: Sequence[float], untried: Sequence[float] = (1.0, 1.0)) -> list[float]:
+    known = sums[0] + PRIOR_STEPS
+    return [(seen + PRIOR_STEPS * guess) / known for seen, guess in zip(sums[1:], untried, strict=True)]
 
 
 class TrackRecord:
-    """Tokens over those expected, by batch size (in powers of two) and branching; decayed sums."""
+    """Tokens and seconds over those expected, by batch size (in powers of two) and branching; decayed sums."""
 
     def __init__(self, *, doubt: float = DOUBT) -> None:
         """Begin with nothing known; `doubt` is what plain decoding is overrated by then."""
         self._doubt = doubt
-        self._steps: dict[int, dict[int, _Steps]] = {}
+        self._sums: dict[int, dict[int, list[float]]] = {}
 
     def factor(self, branching: int, num_samples: int) -> float:
-        """Multiply a shape's goodput by this: its ratio, within RANGE. Plain decoding is branching 0."""
-        factor = min(max(self.ratio(branching, num_samples), RANGE[0]), RANGE[1])
+        """Multiply a shape's goodput by this: tokens, within RANGE, over seconds. Plain decoding is branching 0."""
+        tokens, seconds = self.ratios(branching, num_samples)
+        factor = min(max(tokens, RANGE[0]), RANGE[1]) / seconds
         if branching:
             return factor
-        known = self._of(num_samples).get(0, _Steps()).expected
+        known = self._of(num_samples).get(0, _UNTRIED)[0]
         return factor * (1.0 + self._doubt * PRIOR_STEPS / (PRIOR_STEPS + known))
 
-    def ratio(self, branching: int, num_samples: int) -> float:
-        """Delivered over expected, believed the more the longer it is known."""
-        of, untried = self._of(num_samples), 1.0
+    def ratios(self, branching: int, num_samples: int) -> list[float]:
+        """Tokens and seconds over those expected, believed the more the longer they are known."""
+        of, untried = self._of(num_samples), [1.0, 1.0]
         if branching:
-            drafts = [steps for other, steps in of.items() if other]
-            together = _Steps(sum(s.delivered for s in drafts), sum(s.expected for s in drafts))
-            untried = together.ratio(1.0) ** COMMON
-        return of.get(branching, _Steps()).ratio(untried)
+            drafts = [sums for other, sums in of.items() if other]
+            together = [sum(seen) for seen in zip(_UNTRIED, *drafts, strict=True)]
+            untried = [ratio**COMMON for ratio in _ratios(together)]
+        return _ratios(of.get(branching, _UNTRIED), untried)
 
     def observe(
-        self, branching: int, num_samples: int, *, delivered: float, expected: float, num_steps: int = 1
+        self, branching: int, num_samples: int, *, tokens: float, seconds: float, num_steps: int = 1
     ) -> None:
         """Add a decode step; the record of shapes not in use fades, else they were never tried again.
 
         Args:
             branching: of the shape.
             num_samples: of the batch.
-            delivered: tokens, in those that one step of the shape yields by the models.
-            expected: by the models in the seconds that this step took, likewise.
+            tokens: of the step, in those that one step of the shape yields by the models.
+            seconds: likewise.
             num_steps: that it stands for.
         """
-        of = self._steps.setdefault(num_samples.bit_length(), {})
-        mine = of.setdefault(branching, _Steps())
-        for steps in of.values():
-            steps.fade((USED_DECAY if steps is mine else UNUSED_DECAY) ** num_steps)
-        mine.delivered += num_steps * delivered
-        mine.expected += num_steps * expected
+        of = self._sums.setdefault(num_samples.bit_length(), {})
+        for other, sums in of.items():
+            fade = (USED_DECAY if other == branching else UNUSED_DECAY) ** num_steps
+            of[other] = [fade * seen for seen in sums]
+        step, sums = (1.0, tokens, min(max(seconds, 1.0 / SLOWEST), SLOWEST)), of.get(branching, _UNTRIED)
+        of[branching] = [seen + num_steps * one for seen, one in zip(sums, step, strict=True)]
 
-    def _of(self, num_samples: int) -> dict[int, _Steps]:
-        return self._steps.get(num_samples.bit_length(), {})
+    def _of(self, num_samples: int) -> dict[int, list[float]]:
+        return self._sums.get(num_samples.bit_length(), {})

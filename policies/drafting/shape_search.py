@@ -117,7 +117,7 @@ class Chosen:
     num_samples: int
     "of the batch that it was made for"
     view: CostView
-    "costs of the choice"
+    "costs of the choice, by its track record too: seconds and what one is worth are of one scale"
     chain_view: CostView
     onward: np.ndarray
     "acceptance of a level given the one before, [levels]"
@@ -163,18 +163,19 @@ class ShapeSearch:
             record: of what shapes delivered.
             widths: 1 must be among them.
         """
-        views = {
-            width: self._costs_of(num_samples, width).at(
-                context_tokens, draft=costs.draft, verify=costs.verify
-            )
-            for width in widths
-        }
+
+        def view(width: int, slower: float = 1.0) -> CostView:
+            of = self._costs_of(num_samples, width)
+            return of.at(context_tokens, draft=costs.draft * slower, verify=costs.verify * slower)
+
+        views = {width: view(width) for width in widths}
         onward = acceptance.conditional
         choice = self._shapes.best(views, np.cumprod(onward), record)
+        slower = record.ratios(choice.kind, num_samples)[1]
         return Chosen(
             choice=choice,
             num_samples=num_samples,
-            view=views[choice.width],
+            view=view(choice.width, slower),
             chain_view=views[1],
             onward=onward,
             models_say=choice.goodput / record.factor(choice.kind, num_samples),

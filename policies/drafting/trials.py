@@ -34,9 +34,11 @@ class Probes:
         self._plain_s = 0.0
         self._missing_tokens = 0.0
 
-    def drafted(self) -> None:
-        """The drafter has been tried: begin again."""
+    def drafted(self) -> bool:
+        """The drafter has been tried: begin again; True where its cache had lacked tokens."""
+        catches_up = self._missing_tokens > 0.0
         self._plain_s = self._missing_tokens = 0.0
+        return catches_up
 
     def decoded_plainly(self, record: StepRecord) -> None:
         """Put a plain step's time aside."""

@@ -1,12 +1,14 @@
 """What a run teaches its estimators, and when the past counts less: other weights, another batch, a drafter revived."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
-from hand_profile import decode_state, draft_log, hand_cost, hand_profile
+from hand_profile import decode_state, draft_log, first_nodes, hand_cost, hand_profile
 
 from rlhfspec.core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
 from rlhfspec.policies.drafting.estimators import OTHER_BATCH, Estimators
-from rlhfspec.policies.drafting.shape_search import ShapeSearch
+from rlhfspec.policies.drafting.shape_search import Chosen, ShapeSearch
 
 COST = hand_cost(forward_ms=10.0, token_ms=0.1, level_ms=0.5)
 CHAIN = Budget(num_nodes=4, depth=4, branching=1, width=1, reason="by hand", refined=True)
@@ -62,6 +64,47 @@ def test_new_weights_make_the_past_count_less_once(which: str) -> None:
     assert estimators.acceptance.hazard_ratio == after
 
 
+def one_node_each(step: int, batch: int) -> StepRecord:
+    """Scored 0.75; every second one is accepted. Half as slow again as expected."""
+    draft = first_nodes(np.arange(batch) % 2 == 0, 0.75)
+    return record_of(decode_state(step, batch), draft, slower=1.5)
+
+
+def test_new_weights_leave_what_is_known_of_costs_and_how_surely() -> None:
+    estimators = make_estimators()
+    search = ShapeSearch(hand_profile(0.8, COST), max_nodes=1, max_depth=1)
+
+    def choose() -> Chosen:
+        known = {name: getattr(estimators, name) for name in ("acceptance", "costs", "record")}
+        return search.choose(16, 1600, **known, widths=[1])
+
+    def observe(step: int) -> None:
+        record = one_node_each(step, 16)
+        estimators.observe_draft(record)
+        estimators.observe_choice(record, choose())
+        estimators.observe_costs(record)
+
+    def costs() -> list[float]:
+        return [estimators.record.ratios(1, 16)[1], estimators.costs.draft, estimators.costs.verify]
+
+    for step in range(40):
+        observe(step)
+    known, certain, hazard = costs(), deepcopy(estimators), estimators.acceptance.hazard_ratio
+    assert known[0] > 1.1 and hazard > 1.3
+    assert estimators.follow(decode_state(40, 16, weight_version=1))
+    assert costs() == known and 1.0 < estimators.acceptance.hazard_ratio < hazard
+    assert estimators.record.ratios(1, 16) == certain.record.ratios(1, 16)
+    # the same step then: acceptance goes further, costs as far
+    moved = []
+    for each in (estimators, certain):
+        before = each.acceptance.hazard_ratio
+        each.observe_draft(record_of(decode_state(41, 4), first_nodes(np.ones(4, dtype=bool), 0.75)))
+        each.record.observe(1, 16, tokens=1.0, seconds=1.0)
+        moved.append(before / each.acceptance.hazard_ratio)
+    assert moved[0] - 1.0 > 2.0 * (moved[1] - 1.0) > 0.0
+    assert estimators.record.ratios(1, 16) == certain.record.ratios(1, 16)
+
+
 def test_a_batch_twice_as_large_counts_the_past_by_its_share() -> None:
     larger, much_larger, same = taught(), taught(), taught()
     known = same.acceptance.hazard_ratio
@@ -109,9 +152,10 @@ def test_only_steps_of_the_chosen_shape_enter_its_record() -> None:
     estimators.observe_choice(record_of(decode_state(0, 4), None), chosen)
     # the last tokens of a response fall short
     estimators.observe_choice(record_of(decode_state(0, 4, remaining=rest), few), chosen)
-    assert estimators.record.ratio(1, 4) == estimators.record.ratio(0, 4) == 1.0
+    ratios = estimators.record.ratios
+    assert ratios(1, 4) == ratios(0, 4) == [1.0, 1.0]
     estimators.observe_choice(record_of(decode_state(0, 4, remaining=rest + 1), few), chosen)
-    assert estimators.record.ratio(1, 4) < 1.0 and estimators.record.ratio(0, 4) == 1.0
+    assert ratios(1, 4)[0] < 1.0 and ratios(0, 4) == [1.0, 1.0]
 
 
 def test_slower_steps_than_predicted_raise_the_costs() -> None:
