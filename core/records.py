@@ -10,8 +10,8 @@ over the running batch; `n` counts draft nodes, the root (last committed token) 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -75,6 +75,12 @@ def next_round(epoch: int) -> int:
 
 
 _SAMPLING = SamplingConfig()
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
+    **dict.fromkeys(("top_k", "max_new_tokens"), int),
+    "stop_token_ids": lambda tokens: tuple(map(int, tokens)),
+    "stop": tuple,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,29 +100,15 @@ class SamplingParams:
     "texts; what decodes must have been told of the tokenizer (`Engine.stop_strings`)"
 
     def __post_init__(self) -> None:
-        stops = self.stop_token_ids
-        stops = tuple(stops) if isinstance(stops, Iterable) else stops
-        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
-        require_sampling_ranges(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            max_new_tokens=self.max_new_tokens,
-            stop_token_ids=stops,
-            stop=texts,
-        )
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        if isinstance(self.stop_token_ids, Iterable):
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        require_sampling_ranges(**given)
         # numbers of numpy's narrow types would wrap where they are added up
-        for name, value in (
-            ("temperature", float(self.temperature)),
-            ("top_k", int(self.top_k)),
-            ("top_p", float(self.top_p)),
-            ("min_p", float(self.min_p)),
-            ("max_new_tokens", int(self.max_new_tokens)),
-            ("stop_token_ids", tuple(int(token) for token in stops)),
-            ("stop", tuple(texts)),
-        ):
-            object.__setattr__(self, name, value)
+        for name, kind in _KINDS.items():
+            object.__setattr__(self, name, kind(given[name]))
 
     @property
     def filters(self) -> bool:

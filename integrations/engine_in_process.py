@@ -15,7 +15,6 @@ from ..cluster.plan.drafts import what_drafts
 from ..cluster.serving.api_error import ApiError
 from ..cluster.serving.engine_requests import RequestReader, usual_sampling
 from ..cluster.serving.request_bodies import ChatBody, CompletionBody, read_body
-from ..core.config_io import apply_overrides
 from ..core.errors import ConfigError
 from ..core.surfaces.surface import note_once
 from ..engine.build import build_engine
@@ -60,16 +59,15 @@ class Engine:
     ) -> None:
         """`max_total_tokens`: of prompt and response together; None: 2048, or the model's context where it is less."""
         with reporter() as report:
-            tree = apply_overrides({}, as_set(args or {}))
             plan = plan_server(
-                tree, report, model=name_of_model(model, "model"), context_tokens=max_total_tokens
+                {},
+                report,
+                model=name_of_model(model, "model"),
+                context_tokens=max_total_tokens,
+                overrides=as_set(args or {}),
+                by="rlhfspec.Engine",
             )
-        config, models, tokenizer, drafts = (
-            plan.config,
-            plan.config.models,
-            plan.inputs.tokenizer,
-            what_drafts(plan.config),
-        )
+        config, tokenizer, drafts = plan.config, plan.inputs.tokenizer, what_drafts(plan.config)
         models = config.models
         self._tokenizer, self._num_threads = tokenizer, config.engine.num_threads
         self._reader = RequestReader(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.config_io import config_from_dict, section_keys
+from ...core.config_io import section_keys
 from ...core.errors import ConfigError
 from ...engine.admission import MB
 from ...learning.data.prompts import PromptDataset
@@ -21,7 +21,7 @@ from ..plan.run_plan import RunPlan
 from ..plan.topology import plan_topology
 from ..ray_start.forked_workers import is_local
 from ..ray_start.ray_session import object_store_bytes
-from .evaluate_models import with_drafter
+from .evaluate_models import untrained_config
 from .ray_serve import ServerAddress, serve_application
 
 USUAL_CONTEXT_TOKENS = 2048
@@ -31,7 +31,13 @@ USUAL_CACHE_MB, LEAST_FULL_LENGTH = 640.0, 4
 
 
 def plan_server(
-    tree: dict[str, Any], report: Reporter, *, model: str, context_tokens: int | None = None
+    tree: dict[str, Any],
+    report: Reporter,
+    *,
+    model: str,
+    context_tokens: int | None = None,
+    overrides: Sequence[str] = (),
+    by: str = "the server",
 ) -> RunPlan:
     """The plan of a pool that takes any prompt.
 
@@ -40,14 +46,17 @@ def plan_server(
         report: is told of models that are fetched.
         model: to be served, in the place of the run's target.
         context_tokens: of prompt and response together.
+        overrides: `section.key=value`, which go before all else.
+        by: who asks, of `core.idle.READ`.
 
-    Raises InputError for a model that cannot be served, ConfigError for more context than it has.
+    Raises InputError for a model that cannot be served, ConfigError for more context than it has, an idle override.
     """
     made = {name: section_keys("the server", name, section) for name, section in tree.items()}
     # no prompts, no rewards: requests bring the one, nobody asks for the other
-    made |= with_drafter(made, model) | {"data": {"task": "chain"}, "reward": {}, "environment": {}}
-    made |= {"evaluation": {}, "cluster": {"dashboard": False} | made.get("cluster", {})}
-    config = resolve_models(config_from_dict(made, origin="the server"), report)
+    made |= {"data": {"task": "chain"}, "reward": {}, "environment": {}, "evaluation": {}}
+    made["cluster"] = {"dashboard": False} | made.get("cluster", {})
+    config = untrained_config(made, model=model, overrides=overrides, by=by)
+    config = resolve_models(config, report)
     require_cores(config.cluster, engine=config.engine.num_threads)
     frozen = config.trainer.model_copy(update={"lora": None})
     models = check_models(config.model_copy(update={"trainer": frozen}))

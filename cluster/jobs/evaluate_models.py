@@ -11,9 +11,10 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...core.config import Config
-from ...core.config_io import apply_overrides, config_from_dict
+from ...core.config_io import apply_overrides, config_from_dict, section_keys
 from ...core.errors import ConfigError
 from ...core.files import storage_errors, write_whole
+from ...core.idle import require_effect, require_read
 from ...core.records import Rollout
 from ...learning.data.prompts import PromptDataset, load_prompts
 from ...learning.environments.tools import require_tools, tool_schemas
@@ -61,8 +62,7 @@ def evaluation_config(
         overrides: `section.key=value`, which go before all else.
         sampling: keys of the section `evaluation`.
 
-    Raises:
-        ConfigError: nothing names prompts, or what the config's classes refuse.
+    Raises ConfigError: nothing names prompts, or as `untrained_config`.
     """
     made = {name: dict(section or {}) for name, section in tree.items()}
     evaluation = {**made.get("evaluation", {}), **sampling, "every": 0}
@@ -77,21 +77,35 @@ def evaluation_config(
         raise ConfigError("nothing says which prompts to evaluate: expected --data FILE, or data in --config")
     # a holdout is of a run that evaluates; any count above 0 says so here
     evaluation["every"] = 1 if holds_out else 0
-    made |= with_drafter(made, model) | {"data": prompts, "evaluation": evaluation}
-    return config_from_dict(apply_overrides(made, overrides), origin="the evaluation")
+    sections = {"data": prompts, "evaluation": evaluation}
+    return untrained_config(made | sections, model=model, overrides=overrides, by="the evaluation")
 
 
-def with_drafter(tree: dict[str, Any], model: str) -> dict[str, Any]:
-    """The sections `models` and `speculation` with this target, and what drafts for it without a profile."""
-    models = {**tree.get("models", {}), "target": model}
-    speculation = tree.get("speculation", {})
-    if not models.get("draft") and speculation.get("drafter", "model") in ("model", "head", "mtp"):
-        models["draft"] = None
-        speculation = {"drafter": "none", "policy": "off"}
-    elif speculation.get("policy", "goodput") == "goodput":
-        # a profile is of one target, and drafting changes no token
-        speculation = {**speculation, "policy": "fixed"}
-    return {"models": models, "speculation": speculation}
+def untrained_config(tree: dict[str, Any], *, model: str, overrides: Sequence[str], by: str) -> Config:
+    """The config of what trains nothing, one of `core.idle.READ`, with what drafts for `model` without a profile.
+
+    Raises ConfigError: an override has no effect, and what the config's classes refuse.
+    """
+    said = apply_overrides({}, overrides)
+    require_read(said, by)
+    held = apply_overrides(dict(tree), overrides)
+    models, drafting = (section_keys(by, name, held.get(name)) for name in ("models", "speculation"))
+    wished = said.get("speculation") or {}
+    # checkpoints of a run do not hold the layer that it drafted by
+    has_lost_mtp = drafting.get("drafter") == "mtp" and not wished
+    if not models.get("draft") and (not drafting or has_lost_mtp):
+        drafting = {"drafter": "none", "policy": "off"}
+    elif drafting.get("policy", "goodput") == "goodput":
+        if "policy" in wished:
+            raise ConfigError(
+                f"speculation.policy goodput goes by a profile of one target, and {by} has none; set it to fixed, "
+                "bandit or off"
+            )
+        drafting = {**drafting, "policy": "fixed"}
+    made = tree | {"models": {**models, "target": model}, "speculation": drafting}
+    config = config_from_dict(apply_overrides(made, overrides), origin=by)
+    require_effect(config, said)
+    return config
 
 
 def evaluate_model(plan: RunPlan, report: Reporter, first: ModelResult | None = None) -> ModelResult:

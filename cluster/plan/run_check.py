@@ -164,7 +164,7 @@ def _check_engine(engine: EngineConfig, num_gpus: float) -> str:
     """Require that what computes goes together; a line that says what is promised of the tokens."""
     if num_gpus > 0:
         return "said by the GPU nodes when they start"  # what they can do is known there only
-    device = resolve_device(engine)
+    device = resolve_device(engine.device)
     attention_for(engine, resolve_numerics(engine, device), ComputeBackend(device))
     return describe_numerics(engine, device)
 

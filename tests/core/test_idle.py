@@ -9,6 +9,10 @@ from rlhfspec.core.settings.supervised import SftConfig
 ONE_STEP = {"rollout": {"prompts_per_iteration": 4, "samples_per_prompt": 8}, "run": {"iterations": 1}}
 
 
+def drafting(**keys):
+    return {"rollout": {"samples_per_prompt": 8}, "speculation": keys}
+
+
 def idle(tree, kind="grpo"):
     algorithm = {"algorithm": {"kind": kind, **tree.pop("algorithm", {})}}
     config = config_from_dict({"data": {"task": "chain"}, "models": {"draft": "demo"}, **algorithm, **tree})
@@ -43,6 +47,16 @@ def idle(tree, kind="grpo"):
             [],
         ),
         ({"rollout": {"samples_per_prompt": 8}, "environment": {"max_turns": 3}}, ["environment.max_turns"]),
+        (drafting(drafter="none", policy="bandit"), ["models.draft", "speculation.policy"]),
+        (drafting(drafter="none", policy="off"), ["models.draft"]),
+        (drafting(drafter="head", policy="off"), ["models.draft", "speculation.drafter"]),
+        (drafting(drafter="mtp", policy="fixed"), []),
+        (drafting(num_nodes=4), ["speculation.num_nodes"]),
+        (drafting(policy="fixed", num_nodes=4, max_nodes=4), ["speculation.max_nodes"]),
+        # they bound drafts of the last evaluation, too
+        ({**drafting(policy="fixed", max_nodes=4), "evaluation": {"every": 2}}, []),
+        # nobody said so: it is the default on GPUs
+        ({**drafting(drafter="none"), "cluster": {"generation": {"num_gpus": 1}}}, ["models.draft"]),
     ],
 )
 def test_keys_without_effect_are_told(tree, keys):
