@@ -42,7 +42,8 @@ _RUN: tuple[_Row, ...] = (
     ("environment.* kind", lambda c, s: s.kind is None, "environment.kind is null"),
     ("reward.kind", lambda c, s: c.algorithm.advantage == "none" and s.kind != "none",
      "algorithm.advantage is none: rewards are reported, and not learned from"),
-    ("models.draft", lambda c, s: not c.speculation.has_draft, "what speculation says takes none"),
+    ("models.draft", lambda c, s: not c.speculation.has_draft,
+     "speculation takes none: it does with drafter model, head or mtp, and a policy that is not off"),
     ("speculation.policy", lambda c, s: s.drafter == "none" and s.policy != "off", "drafter is none"),
     ("speculation.drafter look_up", lambda c, s: s.drafter != "none" and s.policy == "off", "policy is off"),
     ("speculation.num_nodes depth branching", lambda c, s: not (s.drafts and s.policy == "fixed"),
@@ -85,9 +86,9 @@ def require_read(said: dict[str, Any], by: str) -> None:
             raise ConfigError(f"{key} has no effect on {by}, which reads {', '.join(reads)}; take it out")
 
 
-def require_effect(config: Config, said: dict[str, Any]) -> None:
-    """Raise ConfigError for the first key of nested mappings that changes nothing of what drafts."""
-    for key, why in idle_keys(config):
+def require_effect(idle: list[tuple[str, str]], said: dict[str, Any]) -> None:
+    """Raise ConfigError for the first key of nested mappings that, of `idle_keys`, is one of what drafts."""
+    for key, why in idle:
         if key.startswith(("models.", "speculation.")) and key in _leaves(said):
             raise ConfigError(f"{key} has no effect: {why}; take it out")
 

@@ -75,10 +75,12 @@ def evaluate(
             for name in model
         ]
         configs = [with_time(resolve_models(one, report), now) for one in configs]
+        # all, before the first is loaded
+        plans = [plan_evaluation(one) for one in configs]
         results: list[ModelResult] = []
-        for name, one in zip(model, configs, strict=True):
+        for name, plan in zip(model, plans, strict=True):
             report.stage(f"evaluating {name}")
-            results.append(evaluate_model(plan_evaluation(one), report, next(iter(results), None)))
+            results.append(evaluate_model(plan, report, next(iter(results), None)))
         report.stop()
         _print(model, results, report)
         if out is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...core.config_io import section_keys
@@ -13,14 +12,13 @@ from ...engine.admission import MB
 from ...learning.data.prompts import PromptDataset
 from ..observe.console import Reporter
 from ..plan.inputs import Inputs, require_cores
-from ..plan.memory_plan import TORCH_PROCESS_BYTES, MemoryNeeds, MemoryPlan
+from ..plan.memory_plan import TORCH_PROCESS_BYTES, MemoryNeeds
 from ..plan.model_check import check_models
 from ..plan.names import resolve_models
-from ..plan.run_check import require_room_to_serve
+from ..plan.run_check import plan_untrained, require_room_for
 from ..plan.run_plan import RunPlan
 from ..plan.topology import plan_topology
 from ..ray_start.forked_workers import is_local
-from ..ray_start.ray_session import object_store_bytes
 from .evaluate_models import untrained_config
 from .ray_serve import ServerAddress, serve_application
 
@@ -80,16 +78,10 @@ def plan_server(
         topology=plan_topology(config),
         models=models,
         inputs=Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(), max_total_tokens=most),
-        memory=_memory(needs, config.cluster.object_store_bytes),
+        # the replica too
+        memory=plan_untrained(needs, config.cluster, beside=TORCH_PROCESS_BYTES),
         takes_any_stop=True,
     )
-
-
-def _memory(needs: MemoryNeeds, store_bytes: int | None) -> MemoryPlan:
-    """What instances, Ray, this process and the replica take: nobody learns, nothing is kept on a disk."""
-    whole = needs.plan(object_store_bytes=store_bytes or object_store_bytes(needs.object_store()))
-    ray_bytes = whole.ray_bytes + TORCH_PROCESS_BYTES
-    return replace(whole, num_trainer=0, trainer_gpu_bytes=0, disk_bytes=0, ray_bytes=ray_bytes)
 
 
 def serve_engine(
@@ -111,8 +103,7 @@ def serve_engine(
     from ..serving.engine_deployment import build
 
     cluster = plan.config.cluster.model_copy(update={"address": place.address or plan.config.cluster.address})
-    assert plan.memory is not None, "of `plan_server`"
-    require_room_to_serve(plan.memory, cluster)
+    require_room_for("the server", plan.memory, cluster, advice="engine.kv_cache_mb, --context")
     if is_local(cluster.address):
         place.require_free()
 

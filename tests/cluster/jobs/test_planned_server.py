@@ -29,7 +29,7 @@ def plan(tiny_pair: TinyPair) -> RunPlan:
 
 def test_a_server_s_plan_holds_instances_ray_and_the_replica_and_no_trainer(plan: RunPlan) -> None:
     memory = plan.memory
-    assert memory is not None and plan.config.engine.kv_cache_mb == 640
+    assert plan.config.engine.kv_cache_mb == 640
     beside = RAY_PROCESSES_BYTES + 2 * TORCH_PROCESS_BYTES
     assert memory.total_bytes == 3 * memory.generation_bytes + (1 << 27) + beside
     assert [label for label, _ in memory.rows()] == ["generation", "object store", "ray and driver", "total"]
@@ -42,7 +42,6 @@ def test_a_model_without_room_is_refused_before_ray_starts(
     served = []
     monkeypatch.setattr(engine_server, "serve_application", lambda *_, **options: served.append(options))
     said = {"served_name": "tiny", "drain_s": 1.0, "note": print}
-    assert plan.memory is not None
     monkeypatch.setattr(machine, "memory_bytes", lambda: plan.memory.total_bytes - 1)
     refused = r"^the server needs .* \(generation 3 x .*\); lower engine.max_running_samples, engine.kv_cache_mb, --c"
     with pytest.raises(PlacementError, match=refused):
