@@ -1,7 +1,4 @@
-"""Keys that somebody set and that change nothing beside the others: told by `check` and when a run begins.
-
-What nothing is trained by (a server, an evaluation) refuses such a key, and one that it does not read.
-"""
+"""Keys that were set and change nothing: told by `check` and when a run begins, refused where nothing is trained."""
 
 from __future__ import annotations
 
