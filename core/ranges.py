@@ -16,24 +16,14 @@ LARGEST_TEMPERATURE = 1e30
 
 
 def require_sampling_ranges(
-    *,
-    temperature: object,
-    top_k: Any,
-    top_p: object,
-    min_p: object,
-    max_new_tokens: object,
-    stop_token_ids: object,
-    stop: object,
+    temperature: Any, top_k: Any, top_p: Any, min_p: Any, max_new_tokens: Any, stop_token_ids: Any, stop: Any
 ) -> None:
     """Raise ConfigError for the first that is not a number of its kind within its range."""
     number = (int, float, np.integer, np.floating)
-    _require(
-        "temperature",
-        temperature,
-        f"0 (greedy) or a number from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE}",
-        isinstance(temperature, number)
-        and (temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE),
-    )
+    warm = f"a number from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE}"
+    is_greedy = isinstance(temperature, number) and temperature == 0
+    is_warm = isinstance(temperature, number) and LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE
+    _require("temperature", temperature, f"0 (greedy) or {warm}", is_greedy or is_warm)
     _require("top_k", top_k, "an integer of at least 0, of 63 bits", _is_whole(top_k, 0) and top_k < 2**63)
     _require("top_p", top_p, "a number above 0 and at most 1", isinstance(top_p, number) and 0 < top_p <= 1)
     _require("min_p", min_p, "a number from 0 to 1", isinstance(min_p, number) and 0 <= min_p <= 1)
