@@ -77,6 +77,9 @@ def idle(tree, kind="grpo"):
             of(cluster={"environment": {"num_actors": 4}, "dashboard": False, "dashboard_port": 9999}),
             ["cluster.dashboard_port", "cluster.environment"],
         ),
+        (of(data={"task": "chain", "weight_of": "source"}), ["data.weight_of"]),
+        (of(drafter_training={"buffer_mb": 9.0}), ["drafter_training.buffer_mb"]),
+        (of(drafter_training={"mode": "cotrain", "max_passes": 2}), ["drafter_training.max_passes"]),
         # they bound drafts of the last evaluation, too
         ({**drafting(policy="fixed", max_nodes=4), "evaluation": {"every": 2}}, []),
         # nobody said so: it is the default on GPUs
