@@ -75,15 +75,15 @@ _SUPERVISED: tuple[_Row, ...] = (
     ("data.weight_of stopping", lambda c, s: not getattr(s, "sources", ()), "there is one source"),
     ("data.eval_share", lambda c, s: s.eval_path is not None, "data.eval_path names the held-out rows"),
 )
-
-
 _DECODES = """speculation engine run.cache_dir run.template_time models.draft models.tokenizer models.dtype
 models.trust_remote_code"""
 READ = {
     "rlhfspec.Engine": f"{_DECODES} cluster.generation.num_gpus",
     "the server": f"{_DECODES} cluster reallocation",
-    "the evaluation": f"{_DECODES} cluster reallocation data reward environment evaluation run.seed "
-    "sampling.max_new_tokens sampling.stop sampling.stop_token_ids sampling.end_token_ids",
+    "the evaluation": f"{_DECODES} cluster reallocation data reward environment run.seed evaluation.data "
+    "evaluation.every evaluation.holdout evaluation.limit evaluation.max_new_tokens evaluation.samples_per_prompt "
+    "evaluation.temperature evaluation.top_p sampling.max_new_tokens sampling.stop sampling.end_token_ids "
+    "sampling.stop_token_ids",
 }
 "Sections and keys that are read where nothing is trained."
 

@@ -179,12 +179,11 @@ class History:
     "as of a completion"
 
 
-_LOGPROBS = np.zeros(0, dtype=np.float32)
 NOTHING = History(
     token_ids=np.zeros(0, dtype=np.int64),
     sampled=np.zeros(0, dtype=bool),
-    policy_logprobs=_LOGPROBS,
-    sampling_logprobs=_LOGPROBS,
+    policy_logprobs=np.zeros(0, dtype=np.float32),
+    sampling_logprobs=np.zeros(0, dtype=np.float32),
 )
 "Before a first turn."
 _SO_FAR = """token_ids policy_logprobs sampling_logprobs num_decode_steps num_accepted_tokens weight_spans

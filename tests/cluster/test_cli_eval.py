@@ -136,6 +136,27 @@ def test_a_setting_goes_before_all_else():
 
 
 @pytest.mark.parametrize(
+    "key",
+    ["sampling.temperature=0.7", "evaluation.metric=eval/accuracy", "models.target=x", "trainer.epochs=2"],
+)
+def test_a_key_that_an_evaluation_does_not_read_is_refused(key):
+    name = key.partition("=")[0]
+    with pytest.raises(
+        ConfigError, match=f"{name} has no effect on the evaluation, which reads speculation, "
+    ):
+        made({}, data="a.jsonl", overrides=[key])
+
+
+def test_what_drafts_may_be_set_without_a_config():
+    config = made({}, data="a.jsonl", overrides=["models.draft=d"])
+    assert (config.models.draft, config.speculation.drafter, config.speculation.policy) == (
+        "d",
+        "model",
+        "fixed",
+    )
+
+
+@pytest.mark.parametrize(
     ("given", "what"),
     [
         ({}, "nothing says which prompts"),
