@@ -27,7 +27,7 @@ Messages have one order: what failed, what was expected, what was got, what to d
 """
 
 import re
-from copyreg import __newobj__
+from copyreg import __newobj__  # type: ignore[attr-defined]
 
 MAX_MESSAGE_CHARS = 2000
 _LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{100})")

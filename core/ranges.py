@@ -35,7 +35,7 @@ def require_sampling_ranges(
 
 
 def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= least
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 
 def _require(name: str, value: object, expected: str, holds: object) -> None:

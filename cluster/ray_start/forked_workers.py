@@ -146,7 +146,7 @@ def forking(note: Callable[[str], None]) -> Iterator[None]:
 def _note_end(process: "Popen[bytes]", note: Callable[[str], None]) -> None:
     states = os.WSTOPPED | os.WEXITED | os.WNOWAIT
     with suppress(ChildProcessError):
-        while os.waitid(os.P_PID, process.pid, states).si_code == os.CLD_STOPPED:
+        while (seen := os.waitid(os.P_PID, process.pid, states)) and seen.si_code == os.CLD_STOPPED:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
             note(
                 f"the process that actors are forks of (pid {process.pid}) was stopped: each actor that starts waits "
