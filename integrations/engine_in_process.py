@@ -99,8 +99,8 @@ class Engine:
     ) -> list[list[Response]]:
         """`n` responses to each prompt, by [prompt][number]; the same seed gives the same tokens, alone or in company.
 
-        `prompts` may be one. `sampling`: temperature, top_p, top_k, min_p, stop, stop_token_ids, ignore_eos as in
-        request bodies, by default as the model's generation_config.json says.
+        `prompts` may be one; seed -1 is drawn, and told nowhere. `sampling`: temperature, top_p, top_k, min_p, stop,
+        stop_token_ids, ignore_eos as in request bodies, by default as the model's generation_config.json says.
 
         Raises ConfigError: a key or value that is refused, a prompt too long.
         """
