@@ -29,6 +29,7 @@ from ..cluster.ray_start.ray_session import ray_session
 from ..cluster.system.trainer_pool import TrainerPool
 from ..cluster.system.weight_broadcast import Broadcast
 from ..cluster.weights.publish import Fetching, PublishedWeights, publish
+from ..core.awake import looking
 from ..core.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -42,7 +43,7 @@ from ..engine.weights.chunks import pack_weights
 from ..engine.weights.loading import load_causal_lm
 from .support.actor_pool import ask
 from .support.harness import Bench
-from .support.processes import descendants, looking
+from .support.processes import descendants
 from .support.starting import seconds
 from .support.timing import Figures
 from .support.workload import real_model

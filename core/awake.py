@@ -6,6 +6,28 @@ be over, and whoever has answered meanwhile has not been heard yet.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def looking(look: Callable[[], None], every_s: float, *, name: str = "looking") -> Iterator[None]:
+    """Call `look` every so many seconds, in a thread of this name, as long as the block runs."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(every_s):
+            look()
+
+    thread = threading.Thread(target=watch, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
 
 class AwakeClock:
     """Turns readings of a monotonic clock that is looked at often into time awake."""

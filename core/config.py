@@ -169,20 +169,19 @@ class Config(Section):
     @model_validator(mode="after")
     def _agree(self) -> Config:
         """What sections ask of one another; the checks stand beside the section that they speak of."""
-        rollout, reward, environment = self.rollout, self.reward, self.environment.kind
+        rollout, reward, algorithm = self.rollout, self.reward, self.algorithm
+        environment = self.environment.kind
         require_training_temperature(self.sampling.temperature)
-        require_known_batches(
-            rollout, environment=environment, dynamic_sampling=self.algorithm.dynamic_sampling
-        )
+        require_known_batches(rollout, environment=environment, dynamic_sampling=algorithm.dynamic_sampling)
         require_draft(self.speculation, self.models.draft)
-        require_teacher(self.models, self.algorithm, self.data, environment=environment)
-        require_echo(self.algorithm, environment=environment, max_turns=self.environment.max_turns)
+        require_teacher(self.models, algorithm, self.data, environment=environment)
+        require_echo(algorithm, environment=environment, max_turns=self.environment.max_turns)
         require_spot(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
         require_cotrain(self.drafter_training, self.speculation)
-        require_groups(self.algorithm, rollout)
-        if self.algorithm.advantage != "none":  # a teacher's divergence needs no weight
-            require_correction(self.algorithm.correction, rollout.max_staleness)
-        pool, moves = self.cluster.trainer, self.algorithm.sync_ref_model
+        require_groups(algorithm, rollout)
+        if algorithm.advantage != "none":  # a teacher's divergence needs no weight
+            require_correction(algorithm.correction, rollout.max_staleness)
+        pool, moves = self.cluster.trainer, algorithm.sync_ref_model
         require_optim(self.trainer, pool.num_actors)
         require_trainer(self.trainer, num_gpus=pool.num_gpus, moves_reference=moves)
         require_schedule(rollout, environment=environment)
@@ -198,9 +197,9 @@ class Config(Section):
             reward,
             environment=environment,
             max_new_tokens=self.sampling.max_new_tokens,
-            learns_from_it=self.algorithm.advantage != "none",
-            samples_per_prompt=self.rollout.samples_per_prompt,
-            combine=self.algorithm.combine,
+            learns_from_it=algorithm.advantage != "none",
+            samples_per_prompt=rollout.samples_per_prompt,
+            combine=algorithm.combine,
         )
         return self
 

@@ -27,7 +27,7 @@ Messages have one order: what failed, what was expected, what was got, what to d
 """
 
 import re
-from functools import partial
+from copyreg import __newobj__  # type: ignore[attr-defined]
 
 MAX_MESSAGE_CHARS = 2000
 _LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{100})")
@@ -48,6 +48,10 @@ class RlhfSpecError(Exception):
     """Base of every error this project raises on purpose."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple:
+        """Pickle message and attributes: the default would call constructors with the message alone."""
+        return __newobj__, (type(self), *self.args), self.__dict__
 
 
 class InputError(RlhfSpecError):
@@ -126,17 +130,6 @@ class WaitTimeout(RlhfSpecError):
             f"{waiter} waited {waited_s:.0f} s for {waited_for} to answer '{order}' and gave up; {advice}"
         )
         self.waited_for = waited_for
-        self._arguments = {
-            "waiter": waiter,
-            "waited_for": waited_for,
-            "order": order,
-            "waited_s": waited_s,
-            "advice": advice,
-        }
-
-    def __reduce__(self) -> tuple:
-        """Pickle by keyword: the default would call the constructor with the message alone."""
-        return partial(WaitTimeout, **self._arguments), ()
 
 
 class TransferError(RlhfSpecError):
@@ -150,20 +143,7 @@ class TransferError(RlhfSpecError):
             f"channel {channel} with {peer} failed: awaited {awaited}{waited}, got {got}; "
             f"{advice or 'open a new channel'}"
         )
-        self.peer = peer
-        self.channel = channel
-        self._arguments = {
-            "peer": peer,
-            "channel": channel,
-            "awaited": awaited,
-            "got": got,
-            "waited_s": waited_s,
-            "advice": advice,
-        }
-
-    def __reduce__(self) -> tuple:
-        """Pickle by keyword: the default would call the constructor with the message alone."""
-        return partial(TransferError, **self._arguments), ()
+        self.peer, self.channel = peer, channel
 
 
 class NodeDied(RlhfSpecError):

@@ -47,13 +47,10 @@ def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
     partial = partial_of(path)
     try:
         with storage_errors(path):
-            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                _write_all(file, _bytes(data))
+            with partial.open("wb", buffering=0) as file:
+                _write_all(file.fileno(), _bytes(data))
                 if durable:
-                    os.fsync(file)
-            finally:
-                os.close(file)
+                    os.fsync(file.fileno())
             os.replace(partial, path)
             if durable:
                 _sync_folder(path.parent)
@@ -65,19 +62,15 @@ def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
 
 def append_whole(path: Path, data: bytes | str) -> None:
     """Append all of `data` or nothing. Raises StorageError."""
-    with storage_errors(path):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    with storage_errors(path), path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
         try:
-            size = os.fstat(file).st_size
-            try:
-                _write_all(file, _bytes(data))
-            except BaseException:
-                os.ftruncate(file, size)
-                if not size:
-                    path.unlink(missing_ok=True)
-                raise
-        finally:
-            os.close(file)
+            _write_all(file.fileno(), _bytes(data))
+        except BaseException:
+            file.truncate(size)
+            if not size:
+                path.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

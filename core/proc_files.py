@@ -1,11 +1,15 @@
-"""What Linux tells of processes in /proc; nothing where a process is not there, or the system has no such files."""
+"""What Linux tells of processes in /proc, nothing where there is none; what it sends one when its parent ends."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
+_LIBC, _SET_DEATH_SIGNAL = ctypes.CDLL(None), 1
 STATE, PARENT, USER_TICKS, SYSTEM_TICKS, STARTED = 0, 1, 11, 12, 19
 "Places in what `stat_fields` returns; ticks are of the clock, `STARTED` after the machine's start."
 
@@ -28,3 +32,11 @@ def sizes(path: Path) -> dict[str, int]:
                 with suppress(ValueError):
                     found[name] = int(rest.split()[0]) << 10
     return found
+
+
+def end_with(parent: int, number: int) -> None:
+    """Have the signal sent to this process when its parent ends, even inside a call that never returns (Linux)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_SET_DEATH_SIGNAL, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)

@@ -11,7 +11,7 @@ over the running batch; `n` counts draft nodes, the root (last committed token) 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -94,29 +94,16 @@ class SamplingParams:
     "texts; what decodes must have been told of the tokenizer (`Engine.stop_strings`)"
 
     def __post_init__(self) -> None:
-        stops = self.stop_token_ids
-        stops = tuple(stops) if isinstance(stops, Iterable) else stops
-        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
-        require_sampling_ranges(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            max_new_tokens=self.max_new_tokens,
-            stop_token_ids=stops,
-            stop=texts,
-        )
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        if isinstance(self.stop_token_ids, Iterable):
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        require_sampling_ranges(**given)
         # numbers of numpy's narrow types would wrap where they are added up
-        for name, value in (
-            ("temperature", float(self.temperature)),
-            ("top_k", int(self.top_k)),
-            ("top_p", float(self.top_p)),
-            ("min_p", float(self.min_p)),
-            ("max_new_tokens", int(self.max_new_tokens)),
-            ("stop_token_ids", tuple(int(token) for token in stops)),
-            ("stop", tuple(texts)),
-        ):
-            object.__setattr__(self, name, value)
+        given["stop_token_ids"] = map(int, given["stop_token_ids"])
+        for name, value in given.items():
+            object.__setattr__(self, name, type(getattr(_SAMPLING, name))(value))
 
     @property
     def filters(self) -> bool:
@@ -190,6 +177,22 @@ class History:
     "what its tokens come of, where that may not be the version that goes on"
     draft_depths: np.ndarray | None = None
     "as of a completion"
+
+
+NOTHING = History(
+    token_ids=np.zeros(0, dtype=np.int64),
+    sampled=np.zeros(0, dtype=bool),
+    policy_logprobs=np.zeros(0, dtype=np.float32),
+    sampling_logprobs=np.zeros(0, dtype=np.float32),
+)
+"Before a first turn."
+_SO_FAR = """token_ids policy_logprobs sampling_logprobs num_decode_steps num_accepted_tokens weight_spans
+draft_depths"""
+
+
+def so_far(record: History | Completion) -> dict[str, Any]:
+    """What all records of a response in the making say of it, by name."""
+    return {name: getattr(record, name) for name in _SO_FAR.split()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,37 +280,21 @@ class Completion:
 
     def as_history(self) -> History:
         """Return what a further turn, or the rest of a response that was cut, begins with."""
-        return History(
-            token_ids=self.token_ids,
-            sampled=self.is_sampled,
-            policy_logprobs=self.policy_logprobs,
-            sampling_logprobs=self.sampling_logprobs,
-            num_decode_steps=self.num_decode_steps,
-            num_accepted_tokens=self.num_accepted_tokens,
-            instance=self.instance,
-            weight_spans=self.weight_spans,
-            draft_depths=self.draft_depths,
-        )
+        return History(sampled=self.is_sampled, instance=self.instance, **so_far(self))
 
 
 def as_asked(request: SampleRequest) -> Completion:
     """Return what there is of a response of which nothing was sampled since it was asked for."""
-    before, none = request.history, np.zeros(0, dtype=np.float32)
+    before = request.history or NOTHING
     return Completion(
         key=request.key,
         prompt_id=request.prompt.prompt_id,
         group_id=request.group_id,
         epoch=request.epoch,
-        token_ids=before.token_ids if before else np.zeros(0, dtype=np.int64),
-        policy_logprobs=before.policy_logprobs if before else none,
-        sampling_logprobs=before.sampling_logprobs if before else none,
         finish_reason=FinishReason.CUT,
-        weight_spans=before.weight_spans if before else (),
-        instance=before.instance if before else "",
-        num_decode_steps=before.num_decode_steps if before else 0,
-        num_accepted_tokens=before.num_accepted_tokens if before else 0,
-        sampled=before.sampled if before else None,
-        draft_depths=before.draft_depths if before else None,
+        instance=before.instance,
+        sampled=before.sampled if request.history else None,
+        **so_far(before),
     )
 
 

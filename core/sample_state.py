@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .records import SampleRequest, WeightSpan
+from .records import NOTHING, SampleRequest, WeightSpan, so_far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +32,8 @@ class SampleState:
     @staticmethod
     def fresh(request: SampleRequest, *, weight_version: int = 0) -> SampleState:
         """A sample, or a turn of an episode, of which nothing has been generated yet."""
-        before = request.history
-        if before is not None:
-            return SampleState(
-                request=request,
-                weight_version=weight_version,
-                token_ids=before.token_ids,
-                policy_logprobs=before.policy_logprobs,
-                sampling_logprobs=before.sampling_logprobs,
-                num_decode_steps=before.num_decode_steps,
-                num_accepted_tokens=before.num_accepted_tokens,
-                weight_spans=before.weight_spans,
-                draft_depths=before.draft_depths,
-            )
-        return SampleState(
-            request=request,
-            weight_version=weight_version,
-            token_ids=np.zeros(0, dtype=np.int64),
-            policy_logprobs=np.zeros(0, dtype=np.float32),
-            sampling_logprobs=np.zeros(0, dtype=np.float32),
-        )
+        before = so_far(request.history or NOTHING)
+        return SampleState(request=request, weight_version=weight_version, **before)
 
     @staticmethod
     def taken_up(spans: tuple[WeightSpan, ...], position: int, weight_version: int) -> tuple[WeightSpan, ...]:

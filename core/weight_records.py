@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
+from operator import attrgetter
 from typing import Literal
 
 DEVICE_BUCKET_BYTES = 256 << 20
@@ -85,9 +86,5 @@ class WeightManifest:
 
     def describes_what(self, other: WeightManifest) -> bool:
         """Whether it has the weights of another manifest, in whatever chunks."""
-        return (self.model, self.weight_version, self.checksum, self.tensors) == (
-            other.model,
-            other.weight_version,
-            other.checksum,
-            other.tensors,
-        )
+        what = attrgetter("model", "weight_version", "checksum", "tensors")
+        return what(self) == what(other)

@@ -120,7 +120,7 @@ def published_model(
 
 def backend_for(engine: EngineConfig) -> ComputeBackend:
     """Return what computes, and set torch's number of threads on a CPU. Raises ConfigError."""
-    device = resolve_device(engine)
+    device = resolve_device(engine.device)
     if device.type == "cpu":
         use_threads(engine.num_threads)
     return choose_backend(device, kernels=kernels_for(engine, resolve_numerics(engine, device)))

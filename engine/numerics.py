@@ -25,11 +25,11 @@ Numerics = Literal["invariant", "fast"]
 logger = logging.getLogger(__name__)
 
 
-def resolve_device(engine: EngineConfig) -> torch.device:
-    """Return the device to decode on, a GPU with its number. Raises ConfigError when CUDA is asked for and absent."""
-    on_gpu = engine.device != "cpu" and torch.cuda.is_available()
-    if engine.device == "cuda" and not on_gpu:
-        raise ConfigError("engine.device is cuda but torch sees no CUDA device; use cpu or auto")
+def resolve_device(wish: str, key: str = "engine.device") -> torch.device:
+    """The device that `key` wishes for, a GPU with its number. Raises ConfigError when CUDA is asked for and absent."""
+    on_gpu = wish != "cpu" and torch.cuda.is_available()
+    if wish == "cuda" and not on_gpu:
+        raise ConfigError(f"{key} is cuda but torch sees no CUDA device; use cpu or auto")
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

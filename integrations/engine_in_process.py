@@ -15,7 +15,6 @@ from ..cluster.plan.drafts import what_drafts
 from ..cluster.serving.api_error import ApiError
 from ..cluster.serving.engine_requests import RequestReader, usual_sampling
 from ..cluster.serving.request_bodies import ChatBody, CompletionBody, read_body
-from ..core.config_io import apply_overrides
 from ..core.errors import ConfigError
 from ..core.surfaces.surface import note_once
 from ..engine.build import build_engine
@@ -60,16 +59,15 @@ class Engine:
     ) -> None:
         """`max_total_tokens`: of prompt and response together; None: 2048, or the model's context where it is less."""
         with reporter() as report:
-            tree = apply_overrides({}, as_set(args or {}))
             plan = plan_server(
-                tree, report, model=name_of_model(model, "model"), context_tokens=max_total_tokens
+                {},
+                report,
+                model=name_of_model(model, "model"),
+                context_tokens=max_total_tokens,
+                overrides=as_set(args or {}),
+                by="rlhfspec.Engine",
             )
-        config, models, tokenizer, drafts = (
-            plan.config,
-            plan.config.models,
-            plan.inputs.tokenizer,
-            what_drafts(plan.config),
-        )
+        config, tokenizer, drafts = plan.config, plan.inputs.tokenizer, what_drafts(plan.config)
         models = config.models
         self._tokenizer, self._num_threads = tokenizer, config.engine.num_threads
         self._reader = RequestReader(
@@ -101,8 +99,8 @@ class Engine:
     ) -> list[list[Response]]:
         """`n` responses to each prompt, by [prompt][number]; the same seed gives the same tokens, alone or in company.
 
-        `prompts` may be one. `sampling`: temperature, top_p, top_k, min_p, stop, stop_token_ids, ignore_eos as in
-        request bodies, by default as the model's generation_config.json says.
+        `prompts` may be one; seed -1 is drawn, and told nowhere. `sampling`: temperature, top_p, top_k, min_p, stop,
+        stop_token_ids, ignore_eos as in request bodies, by default as the model's generation_config.json says.
 
         Raises ConfigError: a key or value that is refused, a prompt too long.
         """

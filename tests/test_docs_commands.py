@@ -57,7 +57,7 @@ LESS = {
     "simulate": ["--samples=64", "--max-new-tokens=256"],
     "simulate cluster": ["--set=lengths.samples=32", "--set=lengths.max_new_tokens=256"],
     "train": ["--set=run.iterations=2", "--set=run.state_every=1"],
-    "eval": ["--limit=2", "--max-new-tokens=8", "--set=speculation.policy=bandit", ONE_INSTANCE],
+    "eval": ["--limit=2", "--max-new-tokens=8", "--set=speculation.policy=off", ONE_INSTANCE],
 }
 TRAINED = [
     ONE_INSTANCE,

@@ -7,7 +7,6 @@ here decides anything. Limits of time leave out what this process itself slept t
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 from weakref import WeakSet
 
-from ...core.awake import AwakeClock
+from ...core.awake import AwakeClock, looking
 from . import run_metrics
 
 LOOK_S = 1.0
@@ -92,25 +91,19 @@ class SeenWait(NamedTuple):
 @contextmanager
 def waits_noted(what: Callable[[], str]) -> Iterator[None]:
     """Tell the watch of the surrounding block what is waited for, every `LOOK_S` seconds until this one ends."""
-    ended, began_s, watch = threading.Event(), time.monotonic(), _current.get(None) or Watch()
+    began_s, watch, last = time.monotonic(), _current.get(None) or Watch(), ""
 
     def say() -> None:
-        last = ""
-        while not ended.wait(LOOK_S):
-            awaited = f"waiting for {what()}"
-            if watch.awaits is not None:
-                watch.awaits(f"{awaited}; {time.monotonic() - began_s:.0f} s so far")
-            elif awaited != last:
-                watch.note(awaited)
-            last = awaited
+        nonlocal last
+        awaited = f"waiting for {what()}"
+        if watch.awaits is not None:
+            watch.awaits(f"{awaited}; {time.monotonic() - began_s:.0f} s so far")
+        elif awaited != last:
+            watch.note(awaited)
+        last = awaited
 
-    thread = threading.Thread(target=say, name="waits", daemon=True)
-    thread.start()
-    try:
+    with looking(say, LOOK_S, name="waits"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 _open_waits: WeakSet[OpenWait] = WeakSet()

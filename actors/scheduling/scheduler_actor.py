@@ -95,15 +95,13 @@ class SchedulerActor:
         set_heap_aside()
 
     def _machine_arguments(self) -> dict[str, Any]:
-        settings = self._settings
+        # arrays that came through the object store are read-only, and policies learn
+        settings, policies = self._settings, ("reallocation", "scaling", "look_ahead")
         return {
             "heartbeat_timeout_s": settings.heartbeat_timeout_s,
             "binding": settings.binding,
-            # arrays that came through the object store are read-only, and the policy learns
-            "reallocation": copy.deepcopy(settings.reallocation),
-            "scaling": copy.deepcopy(settings.scaling),
-            "look_ahead": copy.deepcopy(settings.look_ahead),
             "term": settings.term,
+            **{name: copy.deepcopy(getattr(settings, name)) for name in policies},
         }
 
     def __repr__(self) -> str:
@@ -132,9 +130,11 @@ class SchedulerActor:
             self._progress_at_s = self._machine.awake_s
 
     @ray.method(concurrency_group="control")
-    def lose(self, instance: str, reason: str) -> None:
-        """Give an instance up; the loop calls it when a weight load failed there."""
-        self._handle(InstanceGone(instance=instance, reason=reason))
+    def lose(self, instance: str, reason: str) -> str:
+        """Give an instance up, where a weight load failed, say; why it is lost, which may have been seen here first."""
+        with self._changed:
+            self._handle(InstanceGone(instance=instance, reason=reason))
+            return {lost.instance: lost.reason for lost in self._updates.lost}.get(instance, reason)
 
     @ray.method(concurrency_group="control")
     def leave(self, instance: str, reason: str) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ...core.awake import looking
 from ...core.proc_files import PROC, sizes
-from ..support.processes import command_line, descendants, looking
+from ..support.processes import command_line, descendants
 
 PARTS = {"own": "Pss_Anon", "files": "Pss_File", "shared": "Pss_Shmem"}
 """Of a process, by the field of `smaps_rollup`: what it has allocated (of what forks still share its share), libraries

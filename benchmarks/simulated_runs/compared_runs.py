@@ -19,6 +19,7 @@ from rich.table import Table
 
 from ...actors.generation.decode_loop import GATHER_S
 from ...cluster.folder.rollouts import rollout_files
+from ...core.awake import looking
 from ...core.config import Config
 from ...core.config_io import load_config
 from ...core.metrics import read_metrics
@@ -29,7 +30,6 @@ from ...policies.simulate.simulated_instance import SharedMachine
 from ...policies.simulate.simulation_records import Samples
 from ..moving.downtime import wide_pair
 from ..pipeline import CORRECTED, ONE_CORE_EACH
-from ..support.processes import looking
 from ..support.runs import GRPO, PPO, SMOLLM2, train
 from ..support.workload import REAL_MODEL, default_cache_dir, demo_workload
 from .machine import INTERVAL_S, Background, CoreWatch, MachineProfile, measure_machine

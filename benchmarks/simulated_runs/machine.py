@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...core.awake import looking
 from ...core.errors import RlhfSpecError
 from ...core.proc_files import PROC, SYSTEM_TICKS, USER_TICKS, stat_fields
 from ...policies.reallocation.rate_curve import rate_curve_from_profile
@@ -22,7 +23,6 @@ from ..support.processes import (
     TIMEOUT_S,
     command_line,
     descendants,
-    looking,
     run_command,
     setting_words,
     start_command,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ...core.errors import RlhfSpecError, WaitTimeout
-from ...core.proc_files import PARENT, PROC, sizes, stat_fields
+from ...core.proc_files import PARENT, PROC, end_with, sizes, stat_fields
 from .result import ROOT
 
 
@@ -38,24 +39,6 @@ def command_line(pid: int) -> str:
     with suppress(OSError):
         return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
-
-
-@contextmanager
-def looking(look: Callable[[], None], every_s: float) -> Iterator[None]:
-    """Call `look` every so many seconds, in a thread, as long as the block runs."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(every_s):
-            look()
-
-    watcher = threading.Thread(target=watch, name="looking", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
 
 
 def private_mib(pid: int) -> float:
@@ -97,7 +80,10 @@ def run_command(arguments: Sequence[str], *, folder: Path, log: Path) -> float:
 
 
 def start_command(arguments: Sequence[str], *, folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start `rlhfspec ARGUMENTS` in a folder, its output in `log`; the caller waits for it."""
+    """Start `rlhfspec ARGUMENTS` in a folder, its output in `log`; the caller waits for it.
+
+    When this process ends however, it gets SIGTERM, after which it ends what it has started.
+    """
     with log.open("wb") as said:
         return subprocess.Popen(
             [sys.executable, "-m", "rlhfspec.cluster.cli", *arguments],
@@ -105,7 +91,13 @@ def start_command(arguments: Sequence[str], *, folder: Path, log: Path) -> subpr
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=said,
             stderr=subprocess.STDOUT,
+            preexec_fn=ending_with_this(),
         )
+
+
+def ending_with_this() -> Callable[[], None]:
+    """What a child of this process does first, to get SIGTERM when this one ends."""
+    return partial(end_with, os.getpid(), signal.SIGTERM)
 
 
 def setting_words(settings: Iterable[str]) -> list[str]:
@@ -125,7 +117,13 @@ def measured_in_a_process(bench: str, module: str, arguments: Sequence[str]) -> 
     command = [sys.executable, "-m", module, *arguments]
     try:
         done = subprocess.run(
-            command, cwd=_ROOT, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
+            command,
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_TIMEOUT_S,
+            preexec_fn=ending_with_this(),
         )
     except subprocess.TimeoutExpired as error:
         raise WaitTimeout(

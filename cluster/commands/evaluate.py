@@ -29,7 +29,8 @@ def evaluate(
     | None = None,
     config: Annotated[Path, Arg("FILE", "a run's config: its data, reward, cluster")] | None = None,
     overrides: Annotated[list[str], set_flag("override one key")],
-    reward: Annotated[str, Arg("KIND", "reward.kind, such as gsm8k or file.py:function")] | None = None,
+    reward: Annotated[str, Arg("KIND", "gsm8k, file.py:function or another, in place of the config's reward")]
+    | None = None,
     samples_per_prompt: Annotated[int, Arg("K", "k of mean@k and pass@k; 1 by default")] | None = None,
     temperature: Annotated[float, Arg("T", "0, the default, is greedy")] | None = None,
     max_new_tokens: Annotated[int, Arg("N", "longest response")] | None = None,
@@ -50,7 +51,7 @@ def evaluate(
 
     tree = read_sections(config)
     if reward is not None:
-        tree["reward"] = {**tree.get("reward", {}), "kind": reward}
+        tree["reward"] = {"kind": reward}
     wishes = {
         "samples_per_prompt": samples_per_prompt,
         "temperature": temperature,
@@ -75,10 +76,12 @@ def evaluate(
             for name in model
         ]
         configs = [with_time(resolve_models(one, report), now) for one in configs]
+        # all, before the first is loaded
+        plans = [plan_evaluation(one) for one in configs]
         results: list[ModelResult] = []
-        for name, one in zip(model, configs, strict=True):
+        for name, plan in zip(model, plans, strict=True):
             report.stage(f"evaluating {name}")
-            results.append(evaluate_model(plan_evaluation(one), report, next(iter(results), None)))
+            results.append(evaluate_model(plan, report, next(iter(results), None)))
         report.stop()
         _print(model, results, report)
         if out is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,9 +17,6 @@ Serve what several runs or programs share.
   rlhfspec serve reward --model DIR
   rlhfspec serve engine --model DIR
 """
-
-_NOT_SERVED = ("data.", "reward.", "environment.", "evaluation.", "models.target=")
-"Keys begin so: requests bring their prompts, and nobody asks for rewards."
 
 
 def serve(
@@ -50,7 +48,7 @@ def serve(
     reward.app=NAME instead of an address.
     """
     from ..jobs.ray_serve import ServerAddress
-    from ..jobs.reward_server import caller_dir, serve_reward
+    from ..jobs.reward_server import serve_reward
     from ..observe.console import Reporter
 
     low, high = _replicas(replicas)
@@ -60,7 +58,7 @@ def serve(
         "max_replicas": high,
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
-        "import_dir": caller_dir(),
+        "import_dir": os.getcwd(),
     }
     if model is not None:
         arguments["model"] = model
@@ -119,17 +117,15 @@ def serve_engine(
 
     with Reporter() as report:
         report.stage(START_UP_STAGES["imports"])
-        if unread := [one for one in overrides if one.startswith(_NOT_SERVED)]:
-            raise ConfigError(f"--set {unread[0]} has no effect on a server of --model {model}; take it out")
-        tree = apply_overrides(read_sections(config), overrides)
-        said = tree.get("cluster")
+        tree = read_sections(config)
+        said = apply_overrides(dict(tree), overrides).get("cluster")
         begin_workers(address or (said.get("address") if isinstance(said, dict) else None))
         from ..jobs.engine_server import plan_server, serve_engine
         from ..jobs.ray_serve import ServerAddress
         from ..serving.engine_deployment import ServerLimits
         from ..serving.engine_requests import usual_sampling
 
-        plan = plan_server(tree, report, model=model, context_tokens=context)
+        plan = plan_server(tree, report, model=model, context_tokens=context, overrides=overrides)
         limits = ServerLimits(
             max_open=max_open,
             max_body_bytes=max_body_mb << 20,

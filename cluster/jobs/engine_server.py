@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.config_io import config_from_dict, section_keys
+from ...core.config_io import section_keys
 from ...core.errors import ConfigError
 from ...engine.admission import MB
 from ...learning.data.prompts import PromptDataset
 from ..observe.console import Reporter
 from ..plan.inputs import Inputs, require_cores
-from ..plan.memory_plan import TORCH_PROCESS_BYTES, MemoryNeeds, MemoryPlan
+from ..plan.memory_plan import TORCH_PROCESS_BYTES, MemoryNeeds
 from ..plan.model_check import check_models
 from ..plan.names import resolve_models
-from ..plan.run_check import require_room_to_serve
+from ..plan.run_check import plan_untrained, require_room_for
 from ..plan.run_plan import RunPlan
 from ..plan.topology import plan_topology
 from ..ray_start.forked_workers import is_local
-from ..ray_start.ray_session import object_store_bytes
-from .evaluate_models import with_drafter
+from .evaluate_models import untrained_config
 from .ray_serve import ServerAddress, serve_application
 
 USUAL_CONTEXT_TOKENS = 2048
@@ -31,7 +29,13 @@ USUAL_CACHE_MB, LEAST_FULL_LENGTH = 640.0, 4
 
 
 def plan_server(
-    tree: dict[str, Any], report: Reporter, *, model: str, context_tokens: int | None = None
+    tree: dict[str, Any],
+    report: Reporter,
+    *,
+    model: str,
+    context_tokens: int | None = None,
+    overrides: Sequence[str] = (),
+    by: str = "the server",
 ) -> RunPlan:
     """The plan of a pool that takes any prompt.
 
@@ -40,14 +44,17 @@ def plan_server(
         report: is told of models that are fetched.
         model: to be served, in the place of the run's target.
         context_tokens: of prompt and response together.
+        overrides: `section.key=value`, which go before all else.
+        by: who asks, of `core.idle.READ`.
 
-    Raises InputError for a model that cannot be served, ConfigError for more context than it has.
+    Raises InputError for a model that cannot be served, ConfigError for more context than it has, an idle override.
     """
     made = {name: section_keys("the server", name, section) for name, section in tree.items()}
     # no prompts, no rewards: requests bring the one, nobody asks for the other
-    made |= with_drafter(made, model) | {"data": {"task": "chain"}, "reward": {}, "environment": {}}
-    made |= {"evaluation": {}, "cluster": {"dashboard": False} | made.get("cluster", {})}
-    config = resolve_models(config_from_dict(made, origin="the server"), report)
+    made |= {"data": {"task": "chain"}, "reward": {}, "environment": {}, "evaluation": {}}
+    made["cluster"] = {"dashboard": False} | made.get("cluster", {})
+    config = untrained_config(made, model=model, overrides=overrides, by=by)
+    config = resolve_models(config, report)
     require_cores(config.cluster, engine=config.engine.num_threads)
     frozen = config.trainer.model_copy(update={"lora": None})
     models = check_models(config.model_copy(update={"trainer": frozen}))
@@ -71,16 +78,10 @@ def plan_server(
         topology=plan_topology(config),
         models=models,
         inputs=Inputs(tokenizer=models.tokenizer, dataset=PromptDataset(), max_total_tokens=most),
-        memory=_memory(needs, config.cluster.object_store_bytes),
+        # the replica too
+        memory=plan_untrained(needs, config.cluster, beside=TORCH_PROCESS_BYTES),
         takes_any_stop=True,
     )
-
-
-def _memory(needs: MemoryNeeds, store_bytes: int | None) -> MemoryPlan:
-    """What instances, Ray, this process and the replica take: nobody learns, nothing is kept on a disk."""
-    whole = needs.plan(object_store_bytes=store_bytes or object_store_bytes(needs.object_store()))
-    ray_bytes = whole.ray_bytes + TORCH_PROCESS_BYTES
-    return replace(whole, num_trainer=0, trainer_gpu_bytes=0, disk_bytes=0, ray_bytes=ray_bytes)
 
 
 def serve_engine(
@@ -102,8 +103,7 @@ def serve_engine(
     from ..serving.engine_deployment import build
 
     cluster = plan.config.cluster.model_copy(update={"address": place.address or plan.config.cluster.address})
-    assert plan.memory is not None, "of `plan_server`"
-    require_room_to_serve(plan.memory, cluster)
+    require_room_for("the server", plan.memory, cluster, advice="engine.kv_cache_mb, --context")
     if is_local(cluster.address):
         place.require_free()
 

@@ -11,9 +11,10 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...core.config import Config
-from ...core.config_io import apply_overrides, config_from_dict
+from ...core.config_io import apply_overrides, config_from_dict, section_keys
 from ...core.errors import ConfigError
 from ...core.files import storage_errors, write_whole
+from ...core.idle import idle_keys, require_effect, require_read
 from ...core.records import Rollout
 from ...learning.data.prompts import PromptDataset, load_prompts
 from ...learning.environments.tools import require_tools, tool_schemas
@@ -22,8 +23,10 @@ from ..folder.sample_table import SampleRow, as_markdown, choose_samples
 from ..observe.console import Reporter
 from ..plan.evaluation_prompts import EvaluationPrompts, evaluation_of, notes_of, split_evaluation
 from ..plan.inputs import Inputs, longest_sample, require_cores
+from ..plan.memory_plan import MemoryNeeds
 from ..plan.model_check import check_models
 from ..plan.reward_plan import check_reward, reward_columns
+from ..plan.run_check import plan_untrained, require_room_for
 from ..plan.run_plan import RunPlan
 from ..plan.topology import plan_topology
 from ..ray_start.ray_session import ray_session
@@ -61,8 +64,7 @@ def evaluation_config(
         overrides: `section.key=value`, which go before all else.
         sampling: keys of the section `evaluation`.
 
-    Raises:
-        ConfigError: nothing names prompts, or what the config's classes refuse.
+    Raises ConfigError: nothing names prompts, or as `untrained_config`.
     """
     made = {name: dict(section or {}) for name, section in tree.items()}
     evaluation = {**made.get("evaluation", {}), **sampling, "every": 0}
@@ -77,21 +79,35 @@ def evaluation_config(
         raise ConfigError("nothing says which prompts to evaluate: expected --data FILE, or data in --config")
     # a holdout is of a run that evaluates; any count above 0 says so here
     evaluation["every"] = 1 if holds_out else 0
-    made |= with_drafter(made, model) | {"data": prompts, "evaluation": evaluation}
-    return config_from_dict(apply_overrides(made, overrides), origin="the evaluation")
+    sections = {"data": prompts, "evaluation": evaluation}
+    return untrained_config(made | sections, model=model, overrides=overrides, by="the evaluation")
 
 
-def with_drafter(tree: dict[str, Any], model: str) -> dict[str, Any]:
-    """The sections `models` and `speculation` with this target, and what drafts for it without a profile."""
-    models = {**tree.get("models", {}), "target": model}
-    speculation = tree.get("speculation", {})
-    if not models.get("draft") and speculation.get("drafter", "model") in ("model", "head", "mtp"):
-        models["draft"] = None
-        speculation = {"drafter": "none", "policy": "off"}
-    elif speculation.get("policy", "goodput") == "goodput":
-        # a profile is of one target, and drafting changes no token
-        speculation = {**speculation, "policy": "fixed"}
-    return {"models": models, "speculation": speculation}
+def untrained_config(tree: dict[str, Any], *, model: str, overrides: Sequence[str], by: str) -> Config:
+    """The config of what trains nothing, one of `core.idle.READ`, with what drafts for `model` without a profile.
+
+    Raises ConfigError: an override has no effect, and what the config's classes refuse.
+    """
+    said = apply_overrides({}, overrides)
+    require_read(said, by)
+    held = apply_overrides(dict(tree), overrides)
+    models, drafting = (section_keys(by, name, held.get(name)) for name in ("models", "speculation"))
+    wished = said.get("speculation") or {}
+    # checkpoints of a run do not hold the layer that it drafted by
+    has_lost_mtp = drafting.get("drafter") == "mtp" and not wished
+    if not models.get("draft") and (not drafting or has_lost_mtp):
+        drafting = {"drafter": "none", "policy": "off"}
+    elif drafting.get("policy", "goodput") == "goodput":
+        if "policy" in wished:
+            raise ConfigError(
+                f"speculation.policy goodput goes by a profile of one target, and {by} has none; set it to fixed, "
+                "bandit or off"
+            )
+        drafting = {**drafting, "policy": "fixed"}
+    made = tree | {"models": {**models, "target": model}, "speculation": drafting}
+    config = config_from_dict(apply_overrides(made, overrides), origin=by)
+    require_effect(idle_keys(config), said)
+    return config
 
 
 def evaluate_model(plan: RunPlan, report: Reporter, first: ModelResult | None = None) -> ModelResult:
@@ -101,6 +117,7 @@ def evaluate_model(plan: RunPlan, report: Reporter, first: ModelResult | None = 
     """
     evaluation, plan = plan.inputs.evaluation, replace(plan, brings_drafts=first is not None)
     assert evaluation is not None
+    store = plan.memory.object_store_bytes
     for line in evaluation.lines:
         report.note(line)
     if plan.config.reward.kind == "none" and not plan.config.reward.parts:
@@ -108,7 +125,7 @@ def evaluate_model(plan: RunPlan, report: Reporter, first: ModelResult | None = 
             "  reward.kind is none: every reward is 0; --reward gsm8k, or another, scores the samples"
         )
     with (
-        ray_session(plan.config.cluster, "evaluation", note=report.note) as session,
+        ray_session(plan.config.cluster, "evaluation", store_bytes=store, note=report.note) as session,
         running_generation(plan, session, note=report.note) as system,
     ):
         report.start(1)
@@ -147,7 +164,7 @@ def plan_evaluation(config: Config, *, held_out: bool = True) -> RunPlan:
 
     On what the run held out of `data`, where it evaluates, else on all of it; of these at most `evaluation.limit`.
     Without `held_out` on the rest, which the run learns from.
-    Raises InputError for model, data or reward that cannot be used.
+    Raises InputError for model, data or reward that cannot be used, PlacementError where there is no room for them.
     """
     require_cores(config.cluster, engine=config.engine.num_threads, trainer=config.trainer.num_threads)
     # nothing learns
@@ -171,17 +188,17 @@ def plan_evaluation(config: Config, *, held_out: bool = True) -> RunPlan:
         ranks=config.cluster.generation.tensor_parallel,
     )
     reward = check_reward(config.reward, reward_columns(config.data, config.evaluation))
-    inputs = Inputs(
-        tokenizer=tokenizer,
-        dataset=dataset,
-        evaluation=evaluation,
-        max_total_tokens=longest + config.max_first_words_tokens,
-    )
+    total = longest + config.max_first_words_tokens
+    inputs = Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation, max_total_tokens=total)
+    needs = MemoryNeeds(config, models.shapes(reward.num_params), max_total_tokens=total)
+    memory = plan_untrained(needs, config.cluster)
+    require_room_for("the evaluation", memory, config.cluster, advice="engine.kv_cache_mb, --max-new-tokens")
     return RunPlan(
         config=config,
         topology=plan_topology(config),
         models=models,
         inputs=inputs,
+        memory=memory,
         scores_groups=reward.in_groups,
     )
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from ...core.errors import ConfigError, WaitTimeout
+from ...core.errors import RlhfSpecError, WaitTimeout
 from ...core.settings.cluster import ClusterConfig
 from ...core.settings.supervised import SupervisedConfig
+from ...engine.numerics import resolve_device
 from ...learning.training.supervised_job import StepReport, SupervisedJob, run_job
 
 _GRACE_S = 30.0
@@ -23,24 +22,13 @@ def run(config: SupervisedConfig, job: SupervisedJob, *, run_id: str) -> Iterato
     Raises PlacementError, InstanceLost, WaitTimeout, and what `run_job` raises.
     """
     if config.cluster.trainer.num_actors == 1:
-        yield from run_job(job, device=_own_device(config))
+        yield from run_job(job, device=resolve_device(config.trainer.device, "trainer.device"))
         return
     # seconds to import, and needed here only
     from ..ray_start.ray_session import ray_session
 
     with ray_session(config.cluster.model_copy(update={"dashboard": False}), run_id) as session:
         yield from _on_ray(config, job, session.namespace, is_local=session.is_local)
-
-
-def _own_device(config: SupervisedConfig) -> torch.device:
-    wish = config.trainer.device
-    if wish == "cpu" or not torch.cuda.is_available():
-        if wish == "cuda":
-            raise ConfigError(
-                f"trainer.device is cuda, but torch {torch.__version__} sees no CUDA device here; set it to auto"
-            )
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _on_ray(
@@ -88,7 +76,6 @@ def _reports(
     from ray.exceptions import RayError
 
     from ...actors.remote.waiting import get_all
-    from ...core.errors import RlhfSpecError
 
     # the first report comes after the model is loaded
     limit_s = cluster.start_timeout_s + cluster.order_timeout_s + _GRACE_S

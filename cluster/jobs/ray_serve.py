@@ -37,9 +37,8 @@ class ServerAddress:
     def require_free(self) -> None:
         """Raise PlacementError where the port is taken."""
         with socket.socket() as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # a port that was just given up is free
+            # a port that was just given up is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((self.host, self.port))
             except (OSError, OverflowError) as error:

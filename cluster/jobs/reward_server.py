@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -48,11 +47,6 @@ def serve_reward(
         note=note,
         is_over=is_over,
     )
-
-
-def caller_dir() -> str:
-    """The folder that reward functions of the caller's are imported from."""
-    return os.getcwd()
 
 
 def _require_room(arguments: Any) -> None:

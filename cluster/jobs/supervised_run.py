@@ -104,7 +104,8 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
                 num_steps = step.step
                 metrics.write(step.step, step.metrics)
                 run_dir.progress(step.step, "train")
-                evaluation = _evaluation(step.metrics) or evaluation
+                own = {name: value for name, value in step.metrics.items() if name.startswith("eval/")}
+                evaluation = {name.removeprefix("eval/"): value for name, value in own.items()} or evaluation
                 first_loss = evaluation.get("loss") if first_loss is None else first_loss
                 ticker.show(step.step, step.metrics)
                 losses |= {loss for name, loss in step.metrics.items() if name == "train/loss"}
@@ -175,10 +176,6 @@ def _forget_later(run_dir: RunDir, step: int, note: Callable[[str], None]) -> No
     note_gaps(file, "iteration", step + 1, lines, note, first=1)
     if lines:
         write_whole(file, "".join(f"{line}\n" for line in lines))
-
-
-def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
 
 
 class _Ticker:

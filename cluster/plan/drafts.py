@@ -166,7 +166,8 @@ class DraftHead:
         return rounded(self._load(place or self.place, target), DTYPES[dtype])
 
     def _load(self, place: str, target: PretrainedConfig) -> HeadWeights:
-        return load_head(Path(place).expanduser(), num_target_layers=_num_layers(target))
+        num_layers = target.get_text_config().num_hidden_layers
+        return load_head(Path(place).expanduser(), num_target_layers=num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,25 +230,16 @@ def what_drafts(config: Config) -> Drafts | None:
 
 
 def draft_doubts(models: ModelsConfig, drafter: str) -> tuple[str, ...]:
-    """A line on a `models.draft` that is not used, or that gains nothing; its files have been looked at."""
+    """A line on a draft model that gains nothing; its files have been looked at."""
     draft, target = models.draft, models.target
-    if draft is None or drafter in ("head", "mtp"):
+    if draft is None or drafter != "model":
         return ()
-    if drafter != "model":
-        return (
-            f"models.draft {draft} is not used: speculation.drafter is {drafter}; set that to model, for a draft head "
-            "to head, or take models.draft out",
-        )
     if (weights_digest(draft) or draft) != (weights_digest(target) or target):
         return ()
     return (
         "models.draft is the target itself, so that a draft token costs as much as one without drafts; name a smaller "
         "model, or set speculation.drafter to suffix",
     )
-
-
-def _num_layers(target: PretrainedConfig) -> int:
-    return int(target.get_text_config().num_hidden_layers)
 
 
 def _head_shape(head: HeadConfig) -> ModelShape:

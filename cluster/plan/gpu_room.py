@@ -42,10 +42,8 @@ def _would_do(plan: MemoryPlan, pool: str, needed: int, share: int, device_bytes
     found = [f"cluster.{pool}.num_gpus {least:g}"] if least <= 1.0 else []
     if pool == "generation":
         # where no share would do, a whole GPU with less
-        for gpus, size in (
-            ("", share),
-            ("cluster.generation.num_gpus 1 with ", 0 if found else device_bytes),
-        ):
+        whole = ("cluster.generation.num_gpus 1 with ", 0 if found else device_bytes)
+        for gpus, size in (("", share), whole):
             caches = size - needed + plan.kv_pool_bytes
             if caches - MB > plan.least_cache_bytes:
                 found.append(f"{gpus}engine.kv_cache_mb {int(caches / MB)}")

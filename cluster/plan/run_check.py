@@ -9,7 +9,7 @@ at iteration 300.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -58,6 +58,8 @@ _UNPLANNED = (
     "for it in the shares cluster.*.num_gpus"
 )
 
+_OF_A_RUN = "sampling.max_new_tokens, trainer.max_tokens_per_forward"
+
 
 def check_run(
     config: Config, *, output_dir: Path, keeps_ends: bool = False, elsewhere: machine.Gpus | None = None
@@ -97,7 +99,7 @@ def check_run(
     require_references(config.reward, config.environment, environment, prompts)
     needs = MemoryNeeds(config, models.shapes(reward.num_params), max_total_tokens=inputs.max_total_tokens)
     room = _Room.of(output_dir, config.cluster, elsewhere)
-    memory = _plan_memory(needs, config.cluster, room, output_dir)
+    memory = _plan_memory(needs, config.cluster, room)
     if memory.checkpoints:
         trainer = config.trainer.model_copy(update={"gradient_checkpointing": True})
         config = config.model_copy(update={"trainer": trainer})
@@ -164,7 +166,7 @@ def _check_engine(engine: EngineConfig, num_gpus: float) -> str:
     """Require that what computes goes together; a line that says what is promised of the tokens."""
     if num_gpus > 0:
         return "said by the GPU nodes when they start"  # what they can do is known there only
-    device = resolve_device(engine)
+    device = resolve_device(engine.device)
     attention_for(engine, resolve_numerics(engine, device), ComputeBackend(device))
     return describe_numerics(engine, device)
 
@@ -275,18 +277,20 @@ class _Room:
     memory_bytes: int | None
     disk_bytes: int | None
     gpus: machine.Gpus | None
+    output_dir: Path
     where: str
 
     @classmethod
     def of(cls, output_dir: Path, cluster: ClusterConfig, elsewhere: machine.Gpus | None) -> _Room:
         """Here, or on a machine of which only the GPUs are known; those of other nodes are not asked from here."""
         if elsewhere is not None:
-            return cls(None, None, elsewhere, "there")
+            return cls(None, None, elsewhere, output_dir, "there")
         gpus = machine.gpus() if is_local(cluster.address) else None
-        return cls(machine.memory_bytes(), machine.free_disk_bytes(output_dir), gpus, "here")
+        free = machine.free_disk_bytes(output_dir)
+        return cls(machine.memory_bytes(), free, gpus, output_dir, "here")
 
 
-def _plan_memory(needs: MemoryNeeds, cluster: ClusterConfig, room: _Room, output_dir: Path) -> MemoryPlan:
+def _plan_memory(needs: MemoryNeeds, cluster: ClusterConfig, room: _Room) -> MemoryPlan:
     """The plan that there is room for: with activations computed anew where that is left open and must be."""
     wanted = needs.object_store()
     # elsewhere nothing is known of what bounds it
@@ -294,12 +298,12 @@ def _plan_memory(needs: MemoryNeeds, cluster: ClusterConfig, room: _Room, output
     store = cluster.object_store_bytes or bounded
     memory = needs.plan(object_store_bytes=store)
     try:
-        _require_room(cluster, memory, room, output_dir)
+        _require_room(cluster, memory, room)
     except PlacementError:
         if not needs.may_checkpoint:
             raise
         memory = needs.checkpointed().plan(object_store_bytes=store)
-        _require_room(cluster, memory, room, output_dir)
+        _require_room(cluster, memory, room)
     return memory
 
 
@@ -313,12 +317,22 @@ def spill_notes(store_bytes: int, wanted_bytes: int) -> list[str]:
     ]
 
 
-def require_room_to_serve(memory: MemoryPlan, cluster: ClusterConfig) -> None:
-    """Raise PlacementError where the instances of a server have no room on this machine, or on its GPUs."""
-    _require_room(cluster, memory, _Room.of(Path.cwd(), cluster, None), Path.cwd())
+def plan_untrained(needs: MemoryNeeds, cluster: ClusterConfig, *, beside: int = 0) -> MemoryPlan:
+    """What a server or an evaluation takes, and so many bytes `beside` it: nobody learns, no disk keeps anything."""
+    store = cluster.object_store_bytes or object_store_bytes(needs.object_store())
+    whole = needs.plan(object_store_bytes=store)
+    whole = replace(whole, ray_bytes=whole.ray_bytes + beside)
+    return replace(whole, num_trainer=0, trainer_gpu_bytes=0, disk_bytes=0)
 
 
-def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, output_dir: Path) -> None:
+def require_room_for(who: str, memory: MemoryPlan, cluster: ClusterConfig, *, advice: str) -> None:
+    """Raise PlacementError where the instances of a server or an evaluation have no room here, or on the GPUs."""
+    _require_room(cluster, memory, _Room.of(Path.cwd(), cluster, None), who, advice)
+
+
+def _require_room(
+    cluster: ClusterConfig, memory: MemoryPlan, room: _Room, who: str = "the run", advice: str = _OF_A_RUN
+) -> None:
     if room.gpus is not None and room.gpus.number:
         decoding, learning = cluster.generation.num_gpus, cluster.trainer.num_gpus
         each = room.gpus.each_bytes
@@ -327,15 +341,12 @@ def _require_room(cluster: ClusterConfig, memory: MemoryPlan, room: _Room, outpu
     here = joined_address(cluster.address) is None  # a Ray that this process has started runs here too
     if here and room.memory_bytes is not None and needed > room.memory_bytes:
         parts = ", ".join(f"{label} {amount}" for label, amount in memory.rows()[:-1])
-        who, of_it = "the run", "sampling.max_new_tokens, trainer.max_tokens_per_forward"
-        if not memory.num_trainer:
-            who, of_it = "the server", "engine.kv_cache_mb, --context"
         raise PlacementError(
             f"{who} needs {gib(needed)} of memory but {gib(room.memory_bytes)} are available here ({parts}); lower "
-            f"engine.max_running_samples, {of_it} or the number of actors"
+            f"engine.max_running_samples, {advice} or the number of actors"
         )
     if room.disk_bytes is not None and memory.disk_bytes > room.disk_bytes:
         raise PlacementError(
-            f"checkpoints and rollouts need {gib(memory.disk_bytes)} but {output_dir} has "
+            f"checkpoints and rollouts need {gib(memory.disk_bytes)} but {room.output_dir} has "
             f"{gib(room.disk_bytes)} free; set run.output_dir to a larger disk"
         )

@@ -43,8 +43,7 @@ class RunPlan:
     topology: Topology
     models: CheckedModels
     inputs: Inputs
-    memory: MemoryPlan | None = None
-    "None: nobody has asked whether it fits"
+    memory: MemoryPlan
     profile: Profile | None = None
     "what the policy `goodput` goes by"
     report: tuple[str, ...] = ()
@@ -116,10 +115,8 @@ class RunPlan:
             profile=self.profile,
             step_log=config.run.step_log,
             cache_dir=config.run.cache_dir,
-            gpu_bytes=0 if self.memory is None else self.memory.gpu_bytes,
-            gpu_mapped_bytes=self.memory.kv_pool_bytes
-            if self.memory is not None and config.engine.kv_cache_mb is not None
-            else 0,
+            gpu_bytes=self.memory.gpu_bytes,
+            gpu_mapped_bytes=0 if config.engine.kv_cache_mb is None else self.memory.kv_pool_bytes,
             gpu_share=pool.num_gpus,
             num_ranks=pool.tensor_parallel,
             rank_cpus=pool.num_cpus,
@@ -146,7 +143,7 @@ class RunPlan:
             base_model=config.models.target,
             engine=config.engine if config.trainer.scoring == "engine" else None,
             max_total_tokens=self.inputs.dataset.max_prompt_tokens + config.max_response_tokens,
-            gpu_bytes=0 if self.memory is None else self.memory.trainer_gpu_bytes,
+            gpu_bytes=self.memory.trainer_gpu_bytes,
             gpu_share=config.cluster.trainer.num_gpus,
             num_optimizer_steps=self._num_optimizer_steps(),
             max_new_tokens=config.sampling.max_new_tokens,

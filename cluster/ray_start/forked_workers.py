@@ -49,6 +49,8 @@ _IMPORTED_WITH_RAY = (
 "No class of an actor: Ray draws a name for it, and forks would draw the same ones from then on."
 KNOWN_RAY = "2.60."
 "Versions begin so whose private functions are known: another starts itself and its workers as it would."
+FORK_S = 120.0
+"What a worker waits for its fork, less than Ray waits for the worker; then it starts by itself."
 _NAME = "RLHFSPEC_WORKERS"
 "Of the variable with the name of a socket without a file: nothing is left of it."
 _FORKABLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -142,6 +144,14 @@ def forking(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _note_end(process: "Popen[bytes]", note: Callable[[str], None]) -> None:
+    states = os.WSTOPPED | os.WEXITED | os.WNOWAIT
+    with suppress(ChildProcessError):
+        while (seen := os.waitid(os.P_PID, process.pid, states)) and seen.si_code == os.CLD_STOPPED:
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            note(
+                f"the process that actors are forks of (pid {process.pid}) was stopped: each actor that starts waits "
+                f"{FORK_S:.0f} s for it, then imports torch and transformers by itself; let it go on: kill -CONT"
+            )
     code = process.wait()
     if _Forking.process is process:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -177,7 +187,9 @@ def _hand_over(words: list[str]) -> None:
                 limits = resource.getrlimit(resource.RLIMIT_NOFILE), score.read()
             message = json.dumps([command, dict(os.environ), variables, os.getcwd(), *limits])
             socket.send_fds(worker, [message.encode()], [0, 1, 2])
+            worker.settimeout(FORK_S)
             if worker.recv(1):
+                worker.settimeout(None)
                 worker.recv(1)
                 return
     usual = os.path.join(os.path.dirname(words[0]), "setup_worker.py")

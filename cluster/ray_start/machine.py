@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core.proc_files import PROC, sizes
+
 _CGROUP_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -31,8 +33,7 @@ def gpus() -> Gpus:
 
 def memory_bytes() -> int | None:
     """Memory this process may count on: what is available now, at most the container's limit."""
-    meminfo = Path("/proc/meminfo")
-    available = _available_bytes(meminfo.read_text()) if meminfo.is_file() else None
+    available = sizes(PROC / "meminfo").get("MemAvailable")
     limits = [limit for path in _CGROUP_LIMITS if (limit := _read_limit(path)) is not None]
     return min([available, *limits]) if available is not None else None
 
@@ -52,11 +53,6 @@ def shared_memory_bytes() -> int | None:
 def num_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _available_bytes(meminfo: str) -> int | None:
-    lines = (line.split() for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    return next((int(kib) * 1024 for _, kib, _ in lines), None)
 
 
 def _read_limit(path: Path) -> int | None:

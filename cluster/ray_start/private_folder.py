@@ -93,9 +93,8 @@ def _size(folder: Path) -> int:
 def make_token(folder: Path) -> Path:
     """Make a token in the temporary folder of a cluster to come; its file. Raises OSError."""
     path = folder / TOKEN_FILE
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(file, "w") as out:
-        out.write(secrets.token_hex(32))
+    path.touch(0o600, exist_ok=False)
+    path.write_text(secrets.token_hex(32))
     return path
 
 

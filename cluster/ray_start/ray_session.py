@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
 from ray._private import ray_constants, worker
@@ -118,15 +119,13 @@ def _check_port(port: int) -> None:
         raise PlacementError(
             f"cluster.dashboard_port must be 1 to 65535, got {port}; leave it out to take a free one"
         )
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just given up is free
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise PlacementError(
-                f"cluster.dashboard_port {port} cannot be taken on {LOOPBACK}: {error.strerror}; name another, or "
-                "leave it out to take a free one"
-            ) from error
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError as error:
+        raise PlacementError(
+            f"cluster.dashboard_port {port} cannot be taken on {LOOPBACK}: {error.strerror}; name another, or "
+            "leave it out to take a free one"
+        ) from error
 
 
 @contextmanager
@@ -317,15 +316,9 @@ def note_dashboard(note: Say) -> None:
             note(f"Ray's dashboard ended with exit code {code}, and the run goes on without it: see {logs}")
 
 
-@contextmanager
-def _on_loopback() -> Iterator[None]:
+def _on_loopback() -> AbstractContextManager[object]:
     """Let Ray, imported already, take the loopback address for its node's; its processes are told by environment."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+    return patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
 @contextmanager

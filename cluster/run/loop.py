@@ -70,7 +70,7 @@ def run_training(
                 plan.config.cluster,
                 run_dir.path.name,
                 on_sigterm=stopping,
-                store_bytes=None if plan.memory is None else plan.memory.object_store_bytes,
+                store_bytes=plan.memory.object_store_bytes,
                 logs=run_dir.logs_folder,
                 note=report.note,
             ) as session,

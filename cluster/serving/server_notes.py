@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ray.experimental import internal_kv
+
+from ...core.awake import looking
 
 logger = logging.getLogger(__name__)
 _STORE = b"rlhfspec-server-notes"
@@ -31,7 +32,7 @@ class ServerNotes:
     @contextmanager
     def shown(self, note: Callable[[str], None]) -> Iterator[None]:
         """Give `note` what is said until the block ends, soon after it is said."""
-        ended, num_shown = threading.Event(), 0
+        num_shown = 0
 
         def show() -> None:
             nonlocal num_shown
@@ -42,14 +43,5 @@ class ServerNotes:
                 note(line)
             num_shown = len(lines)
 
-        def watch() -> None:
-            while not ended.wait(_LOOK_S):
-                show()
-
-        thread = threading.Thread(target=watch, name="server-notes", daemon=True)
-        thread.start()
-        try:
+        with looking(show, _LOOK_S, name="server-notes"):
             yield
-        finally:
-            ended.set()
-            thread.join()

@@ -149,8 +149,8 @@ class GenerationPool:
         self._weights[weights.manifest.model] = weights
         lost = publish(weights, self.instances, timeout_s=self._cluster.order_timeout_s)
         for name, error in lost.items():
-            self._scheduler.lose(name, str(error))
-            self.replace(LostInstance(instance=name, reason=str(error), num_requeued=0))
+            reason = self._scheduler.lose(name, str(error))
+            self.replace(LostInstance(instance=name, reason=reason, num_requeued=0))
 
     def replace(self, lost: LostInstance) -> str | None:
         """Start a replacement beside the run; its name, or None where none takes the place at once.

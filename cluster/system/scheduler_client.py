@@ -94,10 +94,10 @@ class SchedulerClient:
         row.state = InstanceState.SERVING
         self._send("join", instance, row.handle, row.num_slots)
 
-    def lose(self, instance: str, reason: str) -> None:
-        """Give an instance up whose weight load failed. Raises SchedulerLost."""
+    def lose(self, instance: str, reason: str) -> str:
+        """Give an instance up whose load failed; why it is lost, as who saw it first says. Raises SchedulerLost."""
         self._instances[instance].state = InstanceState.GONE
-        self._send("lose", instance, reason)
+        return self._send("lose", instance, reason) or reason
 
     def leave(self, instance: str, reason: str) -> None:
         """Have an instance emptied; `take` tells when it may be ended. Raises SchedulerLost."""

@@ -137,7 +137,7 @@ def require_training_temperature(temperature: float) -> None:
 
 def require_draft(speculation: SpeculationConfig, draft: str | None) -> None:
     """Raise ValueError where `models.draft` must name what drafts and does not."""
-    if speculation.names_draft and draft is None:
+    if speculation.names_draft and draft is None and speculation.policy != "off":
         what = {"model": "a draft model", "head": "the folder of a draft head"}[speculation.drafter]
         raise ValueError(
             f"speculation.drafter is '{speculation.drafter}' but models.draft is null; "

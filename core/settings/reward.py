@@ -12,20 +12,20 @@ from .section import TEMPLATE_NAME, Name, Seconds, Section
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=60)]
 
 RESERVED_NAMES = (
-    "mean",
-    "std",
-    "accuracy",
-    "num_skipped",
-    "unshaped",
-    "overlong",
-    "length",
-    "missing_eos",
-    "turns",
-)
+    "mean", "std", "accuracy", "num_skipped", "unshaped", "overlong", "length", "missing_eos", "turns"
+)  # fmt: skip
 "names under `reward/` in metrics.jsonl that no part of a mixture may take"
 
 
-_OF_A_JUDGE = ("template", "rubric", "choice", "default", "answer_tokens", "key_env")
+_KINDS_OF: dict[str, tuple[str, ...]] = {
+    "model": ("model", "judge"),
+    "url": ("serve", "judge", "code"),
+    "app": ("serve",),
+    "pattern": ("format", "judge"),
+    "code": ("code",),
+    **dict.fromkeys(("template", "rubric", "choice", "default", "answer_tokens", "key_env"), ("judge",)),
+}
+"Which kinds read a key; others have no use for it."
 
 
 class CodeConfig(Section):
@@ -108,9 +108,13 @@ class Scorer(Section):
                 f"reward.scope {self.scope} is of Python functions and judges, and with kind {self.kind} it would have "
                 "no effect; take it out"
             )
-        self._require_judge()
-        if self.kind != "code" and self.code != CodeConfig():
-            raise ValueError(f"reward.code is of kind code, this is {self.kind}; take it out")
+        for name, kinds in _KINDS_OF.items():
+            if self.kind not in kinds and getattr(self, name) != Scorer.model_fields[name].default:
+                raise ValueError(
+                    f"reward.{name} is of kind {' or '.join(kinds)}, this is {self.kind}; take it out"
+                )
+        if self.kind == "judge":
+            self._require_judge()
         if self.kind == "environment" and (self.mean, self.std, self.clip) != (0.0, 1.0, None):
             raise ValueError(
                 "reward.kind environment takes what the environment gives; reward.mean, std and clip would have no "
@@ -121,12 +125,7 @@ class Scorer(Section):
         return self
 
     def _require_judge(self) -> None:
-        """Raise ValueError for a judge that lacks something, or for what another kind does not read."""
-        if self.kind != "judge":
-            for name in _OF_A_JUDGE:
-                if getattr(self, name) != Scorer.model_fields[name].default:
-                    raise ValueError(f"reward.{name} is of kind judge, this is {self.kind}; take it out")
-            return
+        """Raise ValueError for a judge that lacks something."""
         if self.template is not None and self.rubric is not None:
             raise ValueError("a judge takes reward.template or reward.rubric, not both; take one out")
         if self.url is None or self.model is None or not (self.template or self.rubric):

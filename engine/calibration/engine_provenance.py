@@ -70,7 +70,7 @@ def here(
 
 def _instance_facts(target: CausalLM, draft: Drafts, engine: EngineConfig, dtype: str) -> dict[str, Any]:
     """What an instance knows by itself: hardware, numerics, architectures, slots."""
-    device = resolve_device(engine)
+    device = resolve_device(engine.device)
     numerics = resolve_numerics(engine, device)
     ranks = target.ranks if isinstance(target, LlamaModel) else None
     backend = choose_backend(device, num_threads=engine.num_threads, kernels=kernels_for(engine, numerics))

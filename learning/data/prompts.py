@@ -63,10 +63,8 @@ class PromptDataset:
         """The same without some prompts: those at `places`, ascending, of which each keeps its source's weight."""
         ends = np.cumsum([source.num_prompts for source in self.sources])
         counts = np.diff(np.searchsorted(places, ends), prepend=0)
-        sources = tuple(
-            replace(source, num_prompts=int(count))
-            for source, count in zip(self.sources, counts, strict=True)
-        )
+        rows = zip(self.sources, counts, strict=True)
+        sources = tuple(replace(source, num_prompts=int(count)) for source, count in rows)
         return replace(self, prompts=PackedPrompts(self.prompts[place] for place in places), sources=sources)
 
     @property
@@ -154,12 +152,13 @@ def load_prompts(
             f"{left_out.describe() or 'none'} (data.max_prompt_tokens {data.max_prompt_tokens}, min_prompt_tokens "
             f"{data.min_prompt_tokens}); expected at least one; check data.path and data.limit"
         )
+    idle = [key for key in ("chat_template", "chat_template_kwargs") if getattr(data, key)]
+    if idle and not prompts.has_conversations:
+        raise DataError(f"data.{idle[0]} is of conversations: no prompt is one; set data.chat or take it out")
     weights = [source.weight for source in data.sources] or [1.0]
     repeats = repeats_of(counts, weights, weight_of=data.weight_of, stopping=data.stopping)
-    sources = tuple(
-        Source(name=source.name, num_prompts=count, repeats=times)
-        for source, count, times in zip(data.each_source(), counts, repeats, strict=True)
-    )
+    rows = zip(data.each_source(), counts, repeats, strict=True)
+    sources = tuple(Source(name=one.name, num_prompts=count, repeats=times) for one, count, times in rows)
     return PromptDataset(prompts=prompts, sources=sources, left_out=left_out, remarks=reader.remarks())
 
 

@@ -6,7 +6,6 @@ Imports the standard library only, besides what the user's module does: it start
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import inspect
 import os
@@ -19,16 +18,16 @@ from typing import Any
 
 from ...core.errors import ConfigError
 from ...core.named_code import describe, file_of, give_way, named_code, place_of
+from ...core.proc_files import end_with
 from .call_forms import BAD, PLACES, Answer, Call, CannotBeCalled, call_of
 
 READY, CANNOT_IMPORT = "ready", "cannot import"
 
-_SET_DEATH_SIGNAL = 1
-
 
 def main(descriptor: int, parent: int) -> None:
     """Import the function that the parent names, then answer calls until it hangs up."""
-    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's, which ends this process
+    end_with(parent, signal.SIGKILL)
     parent_end = Connection(descriptor)
     kind, argument, fields, scope, folders = parent_end.recv()
     give_way(folders)
@@ -180,12 +179,3 @@ def _file(function: Callable[..., Any]) -> str:
     place = function if hasattr(function, "__module__") else type(function)
     module = sys.modules.get(getattr(place, "__module__", None) or "")
     return file_of(module) if module is not None else "no file known"
-
-
-def _die_with(parent: int) -> None:
-    """End when the parent does, even inside a call that never returns (Linux)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's, which ends this process
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -44,7 +44,7 @@ def require_engine_scoring(engine: EngineConfig, trainer_device: torch.device) -
             f"trainer.scoring engine scores with the engine's invariant forward, which is the CPU's; the trainer is "
             f"on {trainer_device.type}; {what_to_do}, or trainer.device: cpu"
         )
-    device = resolve_device(engine)
+    device = resolve_device(engine.device)
     if device.type != "cpu" or resolve_numerics(engine, device) != "invariant":
         raise ConfigError(
             "trainer.scoring engine needs instances with invariant numerics on the CPU; here they are "

@@ -39,8 +39,8 @@ from rlhfspec.benchmarks.simulated_runs.machine import (
     seconds_ratio,
     slowdown,
 )
-from rlhfspec.benchmarks.support.processes import looking
 from rlhfspec.benchmarks.support.result import ROOT
+from rlhfspec.core.awake import looking
 from rlhfspec.core.config_io import dump_config, load_config
 from rlhfspec.policies.simulate.simulation_records import Samples
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import rlhfspec.cluster.jobs.evaluate_models
 from rlhfspec.cluster.cli import main
 from rlhfspec.cluster.jobs.evaluate_models import evaluation_config, prompts_of
+from rlhfspec.cluster.ray_start import machine
 from rlhfspec.core.errors import ConfigError, InputError
 from rlhfspec.learning.data.prompts import load_prompts
 from rlhfspec.learning.models.tokenization import character_tokenizer
@@ -134,6 +136,27 @@ def test_a_setting_goes_before_all_else():
 
 
 @pytest.mark.parametrize(
+    "key",
+    ["sampling.temperature=0.7", "evaluation.metric=eval/accuracy", "models.target=x", "trainer.epochs=2"],
+)
+def test_a_key_that_an_evaluation_does_not_read_is_refused(key):
+    name = key.partition("=")[0]
+    with pytest.raises(
+        ConfigError, match=f"{name} has no effect on the evaluation, which reads speculation, "
+    ):
+        made({}, data="a.jsonl", overrides=[key])
+
+
+def test_what_drafts_may_be_set_without_a_config():
+    config = made({}, data="a.jsonl", overrides=["models.draft=d"])
+    assert (config.models.draft, config.speculation.drafter, config.speculation.policy) == (
+        "d",
+        "model",
+        "fixed",
+    )
+
+
+@pytest.mark.parametrize(
     ("given", "what"),
     [
         ({}, "nothing says which prompts"),
@@ -177,3 +200,16 @@ def test_a_model_that_a_run_would_refuse_is_refused_before_ray_starts(
     assert main(["eval", *given]) == 2
     assert said in capsys.readouterr().err
     assert not started
+
+
+def test_models_without_room_are_refused_before_the_first_is_loaded(tiny_pair, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 1 << 30)
+    data = write(tmp_path / "test.jsonl", ["03:c+5="])
+    models = ["--model", str(tiny_pair.target), str(tiny_pair.target)]
+    assert main(["eval", *models, "--data", data, "--max-new-tokens", "12"]) == 2
+    said = capsys.readouterr()
+    assert re.search(
+        r"the evaluation needs .* of memory but 1\.00 GiB are available here \(generation 2 x .*, ray and driver",
+        said.err,
+    )
+    assert "engine.kv_cache_mb, --max-new-tokens" in said.err and "starting Ray" not in said.out

@@ -9,6 +9,14 @@ from rlhfspec.core.settings.supervised import SftConfig
 ONE_STEP = {"rollout": {"prompts_per_iteration": 4, "samples_per_prompt": 8}, "run": {"iterations": 1}}
 
 
+def of(**sections):
+    return {"rollout": {"samples_per_prompt": 8}, **sections}
+
+
+def drafting(**keys):
+    return of(speculation=keys)
+
+
 def idle(tree, kind="grpo"):
     algorithm = {"algorithm": {"kind": kind, **tree.pop("algorithm", {})}}
     config = config_from_dict({"data": {"task": "chain"}, "models": {"draft": "demo"}, **algorithm, **tree})
@@ -43,6 +51,39 @@ def idle(tree, kind="grpo"):
             [],
         ),
         ({"rollout": {"samples_per_prompt": 8}, "environment": {"max_turns": 3}}, ["environment.max_turns"]),
+        (drafting(drafter="none", policy="bandit"), ["models.draft", "speculation.policy"]),
+        (drafting(drafter="none", policy="off"), ["models.draft"]),
+        (drafting(drafter="head", policy="off"), ["models.draft", "speculation.drafter"]),
+        (drafting(drafter="mtp", policy="fixed"), []),
+        (drafting(num_nodes=4), ["speculation.num_nodes"]),
+        (drafting(policy="fixed", num_nodes=4, max_nodes=4), ["speculation.max_nodes"]),
+        (
+            of(engine={"turn_cache_mb": 9.0, "graph_memory_mb": 5}),
+            ["engine.graph_memory_mb", "engine.turn_cache_mb"],
+        ),
+        (of(reallocation={"policy": "pull", "mode": "always_migrate"}), ["reallocation.mode"]),
+        (
+            of(reallocation={"interval_s": 0.5}, cluster={"generation": {"num_actors": 1}}),
+            ["reallocation.interval_s"],
+        ),
+        (of(reallocation={"interval_s": 0.5}), []),
+        (of(reward={"kind": "gsm8k", "timeout_s": 3.0, "cache": "x"}), ["reward.cache", "reward.timeout_s"]),
+        (
+            of(reward={"kind": "gsm8k", "dtype": "float32", "server": {"retries": 1}}),
+            ["reward.dtype", "reward.server"],
+        ),
+        (of(reward={"kind": "m:f", "timeout_s": 3.0}), []),
+        (
+            of(cluster={"environment": {"num_actors": 4}, "dashboard": False, "dashboard_port": 9999}),
+            ["cluster.dashboard_port", "cluster.environment"],
+        ),
+        (of(data={"task": "chain", "weight_of": "source"}), ["data.weight_of"]),
+        (of(drafter_training={"buffer_mb": 9.0}), ["drafter_training.buffer_mb"]),
+        (of(drafter_training={"mode": "cotrain", "max_passes": 2}), ["drafter_training.max_passes"]),
+        # they bound drafts of the last evaluation, too
+        ({**drafting(policy="fixed", max_nodes=4), "evaluation": {"every": 2}}, []),
+        # nobody said so: it is the default on GPUs
+        ({**drafting(drafter="none"), "cluster": {"generation": {"num_gpus": 1}}}, ["models.draft"]),
     ],
 )
 def test_keys_without_effect_are_told(tree, keys):

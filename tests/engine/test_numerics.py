@@ -4,16 +4,15 @@ import sys
 
 import torch
 
-from rlhfspec.core.config import EngineConfig
 from rlhfspec.engine.numerics import has_llvm, resolve_device
 
 
 def test_a_gpu_has_its_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert resolve_device(EngineConfig(device="auto")) == torch.device("cuda", 3)
-    assert resolve_device(EngineConfig(device="cuda")) == torch.device("cuda", 3)
-    assert resolve_device(EngineConfig(device="cpu")) == torch.device("cpu")
+    assert resolve_device("auto") == torch.device("cuda", 3)
+    assert resolve_device("cuda") == torch.device("cuda", 3)
+    assert resolve_device("cpu") == torch.device("cpu")
 
 
 def test_folders_that_an_uninstall_left_are_no_llvmlite(tmp_path, monkeypatch):

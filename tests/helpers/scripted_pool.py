@@ -103,14 +103,17 @@ class PlayedScheduler:
         self.table = table
         self.joined: list[str] = []
         self.lost: list[str] = []
+        self.seen: dict[str, str] = {}
+        "why it has given up one itself"
 
     def join(self, name: str) -> None:
         self.table[name].state = InstanceState.SERVING
         self.joined.append(name)
 
-    def lose(self, name: str, reason: str) -> None:
+    def lose(self, name: str, reason: str) -> str:
         self.table[name].state = InstanceState.GONE
         self.lost.append(name)
+        return self.seen.get(name, reason)
 
     def leave(self, name: str, reason: str) -> None:
         row = self.table[name]

@@ -78,6 +78,20 @@ def test_completions_are_gathered_until_none_is_awaited_or_an_instance_is_lost(m
         assert len(taken.completions) == 1 and [lost.instance for lost in taken.lost] == ["gen-0"]
 
 
+def test_who_gives_up_a_lost_instance_hears_why_it_was_lost_first(monkeypatch):
+    played = Played(monkeypatch)
+    monkeypatch.setattr("ray.kill", lambda handle: None)
+    for name in ("gen-0", "gen-1"):
+        played.actor.join(name, Silent(), 4)
+    played.actor._handle(InstanceGone(instance="gen-0", reason="died: its process vanished without a word"))
+    # a call that comes after the scheduler has ended what was left of it
+    assert (
+        played.actor.lose("gen-0", "it was ended by ray.kill") == "died: its process vanished without a word"
+    )
+    assert played.actor.lose("gen-1", "its load failed") == "its load failed"
+    assert [lost.instance for lost in played.actor.take(0.0).lost] == ["gen-0", "gen-1"]
+
+
 class Polled(Silent):
     """One that keeps for how long its polls may wait."""
 

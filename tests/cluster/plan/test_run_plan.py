@@ -21,7 +21,7 @@ def shared(cores: float | dict[int, tuple[str, float]], **sections) -> str:
     topology = plan_topology(config)
     where = cores if isinstance(cores, dict) else {place.bundle: ("", cores) for place in topology.places}
     nothing: Any = None
-    plan = RunPlan(config=config, topology=topology, models=nothing, inputs=nothing)
+    plan = RunPlan(config=config, topology=topology, models=nothing, inputs=nothing, memory=nothing)
     return plan.shared_by_updates(where)
 
 

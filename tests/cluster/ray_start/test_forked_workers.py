@@ -196,7 +196,26 @@ def test_what_forks_ends_with_its_ray_though_it_is_stopped(no_ray: None) -> None
     with forking(noted.put):
         process = begin_forking()
         process.send_signal(signal.SIGSTOP)
+        said = f"are forks of (pid {process.pid}) was stopped: each actor that starts waits 120 s for it"
+        assert said in noted.get(timeout=300.0)
     assert process.returncode == -signal.SIGKILL and noted.empty()
+
+
+def test_a_worker_that_nobody_forks_in_time_starts_by_itself(worker: Path, tmp_path: Path) -> None:
+    text = Path(forked_workers.__file__).read_text()
+    assert "\nFORK_S = 120.0\n" in text
+    (hasty := tmp_path / "hasty.py").write_text(text.replace("\nFORK_S = 120.0\n", "\nFORK_S = 0.5\n"))
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stopped,
+        (tmp_path / "said").open("w") as said,
+    ):
+        # as of a process that is stopped: it is sent words and files, keeps them, and says nothing
+        stopped.bind(f"\0{tmp_path}")
+        stopped.listen(1)
+        words = [sys.executable, str(hasty), str(worker), "--node=1", PLAIN]
+        environment = {forked_workers._NAME: str(tmp_path)}
+        subprocess.run(words, input="here", stdout=said, text=True, timeout=300, env=environment, check=True)
+    assert (tmp_path / "said").read_text().splitlines() == [str([str(worker), "--node=1", PLAIN]), "here"]
 
 
 def test_the_end_of_what_forks_is_told_at_once_and_workers_start_by_themselves(

@@ -45,6 +45,13 @@ def test_an_instance_that_died_between_rollouts_is_found_at_the_publication_and_
     assert world.counted == {("lost_actors", "generation"): 1, ("replaced_actors", "generation"): 1}
 
 
+def test_a_publication_tells_the_cause_that_the_scheduler_saw(world):
+    world.dead, world.slow = {"gen-0"}, {"gen-0-r1"}
+    world.scheduler.seen = {"gen-0": "died: its process vanished"}
+    world.pool.publish(weights(1))
+    assert world.notes == ["instance gen-0 was lost (died: its process vanished); gen-0-r1 takes its place"]
+
+
 def test_numerics_that_promise_less_than_bits_are_reported_once(world):
     assert world.pool.is_invariant
     world.numerics = replace(world.numerics, promise="fast: the distribution (engine.num_threads is 2)")

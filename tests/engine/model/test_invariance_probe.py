@@ -166,7 +166,7 @@ def test_numerics_by_config_and_device() -> None:
     assert resolve_numerics(EngineConfig(num_threads=2), cpu) == "fast"
     with pytest.raises(ConfigError, match=r"needs engine\.num_threads 1, got 2"):
         resolve_numerics(EngineConfig(numerics="invariant", num_threads=2), cpu)
-    assert resolve_device(EngineConfig(device="cpu")) == cpu
+    assert resolve_device("cpu") == cpu
 
 
 def test_a_fall_to_fast_numerics_says_why() -> None:

@@ -47,6 +47,12 @@ def test_the_character_tokenizer_round_trips_through_a_folder(tokenizer, tmp_pat
     assert loaded.get_vocab() == tokenizer.get_vocab()
 
 
+@mark.parametrize("key", [{"chat_template": "{{ messages }}"}, {"chat_template_kwargs": {"think": True}}])
+def test_what_is_of_conversations_is_refused_where_no_prompt_is_one(tokenizer, jsonl, key):
+    with raises(DataError, match=rf"data\.{next(iter(key))} is of conversations: no prompt is one"):
+        load_prompts(DataConfig(path=str(jsonl), **key), tokenizer, seed=0)
+
+
 def test_bpe_round_trips_any_text():
     bpe = train_bpe(["Tom has 12 apples.\n#### 12"] * 3, vocab_size=300)
     text = "Ana has 12 pears, ÿ\n#### 1234"

@@ -260,7 +260,7 @@ def test_a_batch_may_take_as_long_as_its_questions() -> None:
         ),
         ({"template": None, "rubric": "{other}"}, "reward.rubric names {other}"),
         ({"template": PAIR, "scope": "group", "default": -1.0}, "are from 0 to 1"),
-        ({"kind": "gsm8k"}, "reward.template is of kind judge, this is gsm8k"),
+        ({"kind": "gsm8k"}, "reward.model is of kind model or judge, this is gsm8k"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
