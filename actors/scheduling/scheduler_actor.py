@@ -105,7 +105,8 @@ class SchedulerActor:
         }
 
     def __repr__(self) -> str:
-        return f"SchedulerActor({self._name})"
+        # asked, too, where what it was to be made with cannot be read: that is said then
+        return f"SchedulerActor({vars(self).get('_name', 'not made')})"
 
     def run(self) -> None:
         """Poll until told to stop; the caller keeps the reference as a death sentinel."""

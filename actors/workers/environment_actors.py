@@ -67,7 +67,7 @@ class EnvironmentActor:
         self._running: dict[SampleKey, _Running] = {}
 
     def __repr__(self) -> str:
-        return f"EnvironmentActor({self._name})"
+        return f"EnvironmentActor({vars(self).get('_name', 'not made')})"
 
     @ray.method(concurrency_group="control")
     def alive(self) -> None:

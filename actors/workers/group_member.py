@@ -24,7 +24,7 @@ class GroupMember:
         self._meeting: TrainerMeeting | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name})"
+        return f"{type(self).__name__}({vars(self).get('_name', 'not made')})"
 
     def open_group(self, timeout_s: float) -> TrainerMeeting:
         """Make a place where the trainers meet, at this node's address; for the first of them."""

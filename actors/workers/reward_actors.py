@@ -47,7 +47,7 @@ class RewardActor:
         self._reward: RewardStage | None = None
 
     def __repr__(self) -> str:
-        return f"RewardActor({self._name})"
+        return f"RewardActor({vars(self).get('_name', 'not made')})"
 
     @ray.method(concurrency_group="control")
     def alive(self) -> None:

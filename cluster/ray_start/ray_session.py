@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import ray
 from ray._private import ray_constants, worker
@@ -316,9 +315,14 @@ def note_dashboard(note: Say) -> None:
             note(f"Ray's dashboard ended with exit code {code}, and the run goes on without it: see {logs}")
 
 
-def _on_loopback() -> AbstractContextManager[object]:
+@contextmanager
+def _on_loopback() -> Iterator[None]:
     """Let Ray, imported already, take the loopback address for its node's; its processes are told by environment."""
-    return patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def pool(local_ray) -> Iterator[Pool]:
         return made[-1]
 
     settings = SchedulerSettings(
-        poll_interval_s=0.05, heartbeat_timeout_s=10.0, order_timeout_s=60.0, reallocation_interval_s=0.1
+        poll_interval_s=0.05, heartbeat_timeout_s=30.0, order_timeout_s=60.0, reallocation_interval_s=0.1
     )
     table = InstanceTable()
     pool = Pool(
