@@ -20,7 +20,10 @@ os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
 
 import pytest
 
-from tests.helpers import seconds_of_tests
+from tests.helpers import seconds_of_tests, shape_checks
+
+# before a conftest.py below imports what is checked
+shape_checks.take_short_ways()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
