@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# as cluster.ray_start.quiet has it: a thread that waits for its team leaves the core to another test
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -18,7 +20,10 @@ os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
 
 import pytest
 
-from tests.helpers import seconds_of_tests
+from tests.helpers import seconds_of_tests, shape_checks
+
+# before a conftest.py below imports what is checked
+shape_checks.take_short_ways()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -102,12 +102,18 @@ def test_a_wheel_puts_one_name_into_site_packages_and_runs(tmp_path: Path) -> No
     modules = {name for name in names if name.endswith(".py")}
     assert modules == {"rlhfspec/__init__.py", *(f"rlhfspec/{each}" for each in files)}
     assert run(["-c", WHERE], cwd=elsewhere, path=str(site)).split() == where(site / "rlhfspec")
-    named = (
-        "import rlhfspec; print(*(getattr(rlhfspec, name).__module__ for name in ('GRPO', 'Engine', 'Run')))"
+    assert "rlhfspec" in run(["-m", "rlhfspec.cluster.cli", "--version"], cwd=elsewhere, path=str(site))
+    # the classes and a command in one process, which imports torch once
+    started = (
+        "import sys, rlhfspec; from rlhfspec.cluster.cli import main; "
+        "print(*(getattr(rlhfspec, name).__module__ for name in ('GRPO', 'Engine', 'Run'))); "
+        "sys.exit(main(sys.argv[1:]))"
     )
-    assert set(run(["-c", named], cwd=elsewhere, path=str(site)).split()) == {
+    config = str(site / "rlhfspec" / "configs" / "demo.yaml")
+    named, *checked = run(
+        ["-c", started, "check", "--config", config], cwd=elsewhere, path=str(site)
+    ).splitlines()
+    assert set(named.split()) == {
         f"rlhfspec.integrations.{name}" for name in ("trainer_classes", "engine_in_process", "finished_run")
     }
-    assert "rlhfspec" in run(["-m", "rlhfspec.cluster.cli", "--version"], cwd=elsewhere, path=str(site))
-    config = str(site / "rlhfspec" / "configs" / "demo.yaml")
-    assert run(["-m", "rlhfspec.cluster.cli", "check", "--config", config], cwd=elsewhere, path=str(site))
+    assert checked

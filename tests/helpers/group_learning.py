@@ -99,17 +99,22 @@ def resume(learner, folder: Path):
     return learner
 
 
-def learn_in_group(rank, rollouts, folder: Path, resumed_from: Path | None):
-    """Every run from the start, saved on the way; and gone on from what one trainer saved."""
-    found = {}
-    for strategy, case in RUNS:
-        learner = new_learner(case, trainers_of(strategy))
-        found[strategy, case] = learn(learner, rollouts, folder / f"{strategy}-{case}")
-        if resumed_from is None:
-            continue
-        resumed = resume(new_learner(case, trainers_of(strategy)), resumed_from / case)
-        found["resumed", strategy, case] = learn(resumed, rollouts)
-    return found
+def learn_in_group(rank, rollouts, folder: Path):
+    """Every run from the start, saved on the way."""
+    return {
+        (strategy, case): learn(
+            new_learner(case, trainers_of(strategy)), rollouts, folder / f"{strategy}-{case}"
+        )
+        for strategy, case in RUNS
+    }
+
+
+def go_on_in_group(rank, rollouts, folder: Path):
+    """Every run, gone on with from what one trainer saved in `folder`."""
+    return {
+        (strategy, case): learn(resume(new_learner(case, trainers_of(strategy)), folder / case), rollouts)
+        for strategy, case in RUNS
+    }
 
 
 def learn_over_bfloat16(rank, rollouts):
