@@ -48,6 +48,8 @@ class StartingInstance:
     began_s: float
     placed_s: float | None = None
     "since when its place is reserved; None: it is not"
+    sent_s: float | None = None
+    "since when all that it is to load has been sent; None: something is with trainers that learn"
     looked_s: float | None = None
     "when its place was looked at last"
     loads: dict[str, tuple[PublishedWeights, Any]] = field(default_factory=dict)
@@ -120,12 +122,10 @@ class StartingInstances:
 
     def cancel(self, count: int) -> list[str]:
         """Give up so many, the youngest first, and only those that wait for a bundle of their own."""
-        without = [one for one in reversed(self._coming) if one.placed_s is None and one.group is not None][
-            :count
-        ]
-        for one in without:
+        without = [one for one in reversed(self._coming) if one.placed_s is None and one.group is not None]
+        for one in without[:count]:
             self.drop(one)
-        return [one.name for one in without]
+        return [one.name for one in without[:count]]
 
     def cancel_all(self) -> None:
         """Give up whatever is on its way."""
@@ -227,10 +227,10 @@ class StartingInstances:
         for model, refs in chunks.items():
             sent = one.handle.load_weights.remote(self._start_timeout_s, weights[model].manifest, *refs)
             one.loads[model] = (weights[model], sent)
-        if len(one.loads) < len(one.spec.model_names) or _num_ready(one.answers) < len(one.answers):
-            self._require_on_its_way(
-                one, time.monotonic() - one.placed_s if one.placed_s is not None else 0.0
-            )
+        now_s, has_all = time.monotonic(), len(one.loads) == len(one.spec.model_names)
+        one.sent_s = one.sent_s or (now_s if has_all else None)
+        if not has_all or _num_ready(one.answers) < len(one.answers):
+            self._require_on_its_way(one, now_s - max(one.placed_s or now_s, one.sent_s or now_s))
             return None
         for model, (sent, ref) in one.loads.items():
             loaded: LoadedWeights = self._answer(

@@ -9,6 +9,7 @@ import ray
 from scripted_pool import ScriptedPool, weights
 
 import rlhfspec.cluster.weights.publish as publishing
+from rlhfspec.actors.actor_messages import Taken
 from rlhfspec.cluster.weights.publish import Fetching, PublishedWeights
 from rlhfspec.core.errors import InstanceLost, WaitTimeout, WeightsError
 
@@ -96,6 +97,21 @@ def test_an_instance_that_joins_after_a_broadcast_gets_its_weights_without_a_pau
     coming.is_there = True
     world.look()
     assert world.serving == ["gen-0-r1", "gen-1-r2"] and world.actors["gen-1-r2"].loaded == [1]
+
+
+def test_who_joins_while_trainers_learn_waits_for_the_next_version_however_long_that_takes(monkeypatch):
+    world = ScriptedPool(monkeypatch)
+    (found := chunked(1)).leave_to(lambda: pytest.fail("the trainer is busy"))
+    world.pool.keep(found)
+    for name in ("gen-0", "gen-1"):
+        world.lose(name)
+    for _ in range(100):
+        world.now_s += 20.0
+        world.pool.look(Taken(), may_fetch=False)
+    assert not world.said("could not start") and not world.actors["gen-0-r1"].loaded
+    world.pool.keep(weights(2))
+    world.look()
+    assert world.serving == ["gen-0-r1", "gen-1-r2"] and world.actors["gen-1-r2"].loaded == [2]
 
 
 def test_a_trainer_that_dies_while_it_is_asked_is_no_fault_of_who_joins(monkeypatch):
