@@ -167,7 +167,7 @@ class Adapter:
 
 def _add_in_place(model: nn.Module) -> None:
     """Let layers add an adapter's product into what they gave: peft's makes two matrices more, and the holes that they
-    leave in a CPU's heap are a third of it.
+    leave in a CPU's heap are 15 to 26% of it.
     """
     for module in model.modules():
         if type(module) is importlib.import_module("peft.tuners.lora.layer").Linear:
@@ -175,10 +175,10 @@ def _add_in_place(model: nn.Module) -> None:
 
 
 def _added_in_place(layer: Any, x: Tensor) -> Tensor:
-    """What peft's layer gives, rounded once less; of a quantised layer, or one of another type, its own."""
-    low, up = layer.lora_A[_NAME], layer.lora_B[_NAME]
-    base = layer.base_layer
-    if layer.disable_adapters or type(base) not in _LINEARS or base.weight.dtype != low.weight.dtype:
+    """What peft's layer gives, rounded once less; of other types than float linears, or of more axes, its own."""
+    low, up, base = layer.lora_A[_NAME], layer.lora_B[_NAME], layer.base_layer
+    is_plain = type(base) in _LINEARS and base.weight.dtype == low.weight.dtype and x.ndim in (2, 3)
+    if layer.disable_adapters or not is_plain:
         return type(layer).forward(layer, x)
     out, thin = base(x), low(x)
     matrix, scale = up.weight.t().to(thin.dtype), layer.scaling[_NAME]

@@ -8,7 +8,14 @@ from typing import Literal
 import pytest
 import torch
 from supervised_items import items_of, new_learner, tiny
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    YoutuConfig,
+    YoutuForCausalLM,
+)
 
 from rlhfspec.core.config import AlgorithmConfig, TrainerConfig
 from rlhfspec.core.errors import ConfigError
@@ -39,6 +46,17 @@ def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=19, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     return GPT2LMHeadModel(config).eval()
+
+
+def latent() -> YoutuForCausalLM:
+    """Keys and values of all heads come out of a linear that takes [B, 1, tokens, latent]."""
+    torch.manual_seed(0)
+    sizes = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = YoutuConfig(
+        vocab_size=19, hidden_size=32, intermediate_size=64, **heads, **dict.fromkeys(sizes, 4)
+    )
+    return YoutuForCausalLM(config).eval()
 
 
 def copied(weights):
@@ -77,7 +95,7 @@ def test_adapters_start_as_the_model_itself(make_model, make_rollouts):
     assert learner.update(rollouts).metrics["ratio_at_first_minibatch"] == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("family", [partial(tiny, "llama"), gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("family", [partial(tiny, "llama"), gpt2, latent], ids=["llama", "gpt2", "latent"])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_an_adapter_adds_what_peft_adds_with_its_gradients(family, compute):
     def adapted() -> torch.nn.Module:
