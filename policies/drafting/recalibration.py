@@ -11,7 +11,7 @@ a tree's hidden costs, a chain's early stops, what one node for every sample tak
 a batch size they get wrong for every shape, so that one not tried there is believed to share three quarters of it: else
 whatever has not been tried looked best wherever drafts deliver less than expected. Plain decoding stands for itself,
 and has the benefit of the doubt where little is known of it: a model that is wrong by a few percent must not keep it
-from being tried. Seconds depend on no weights: new versions leave the record as it is.
+from being tried. New versions leave the record as it is: seconds depend on no weights, tokens are bounded.
 """
 
 from __future__ import annotations
