@@ -141,7 +141,7 @@ def ending_well(run: Run) -> Iterator[None]:
         lost = as_trainer_lost(run.system, error)
         if lost is not None:
             raise lost from error
-        # weights are here, whoever died
+        # weights are here, or with trainers that were learning: those of a state then
         _keep_what_was_learned(run, error)
         raise
     except BaseException as error:

@@ -103,7 +103,7 @@ class Update:
         if not self._schedule.max_staleness:
             # nothing decodes meanwhile: who joins gets the next version, and the object store holds one at a time
             target = self._system.target
-            target.leave_to(partial(trainers.begin_take, checksums=kind_of(target.manifest.checksum)))
+            target.drop_chunks(partial(trainers.begin_take, checksums=kind_of(target.manifest.checksum)))
         self._system.is_learning, self.began_s = True, time.perf_counter()
         self._order = trainers.begin_update(self.batch, recompute_old=self._system.recomputes_old)
         self._alive, self._looked_s = trainers.heartbeat("update"), time.monotonic()

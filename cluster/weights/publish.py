@@ -38,8 +38,8 @@ class PublishedWeights:
     "what its publication took: pack, send, load, confirm; they add up"
     _coming: Fetching | None = None
 
-    def leave_to(self, fetch: Callable[[], Fetching]) -> None:
-        """Give the chunks' memory back: whoever has these weights brings them again where they are asked for."""
+    def drop_chunks(self, fetch: Callable[[], Fetching]) -> None:
+        """Give the chunks' memory back: `fetch` brings them again where they are asked for."""
         self.chunk_refs, self.fetch = (), fetch
 
     def refs(self) -> tuple[Any, ...]:

@@ -42,10 +42,10 @@ class PackedPrompts(Sequence[Prompt]):
         self._rows.append(
             marshal.dumps(
                 (
-                    prompt.prompt_id,
+                    int(prompt.prompt_id),
                     ids.tobytes(),
-                    prompt.text,
-                    prompt.reference,
+                    str(prompt.text),
+                    str(prompt.reference),
                     json.dumps(more) if more else None,
                 )
             )

@@ -178,7 +178,7 @@ def _added_in_place(layer: Any, x: Tensor) -> Tensor:
     """What peft's layer gives, rounded once less; of other types than float linears, or of more axes, its own."""
     low, up, base = layer.lora_A[_NAME], layer.lora_B[_NAME], layer.base_layer
     is_plain = type(base) in _LINEARS and base.weight.dtype == low.weight.dtype and x.ndim in (2, 3)
-    if layer.disable_adapters or not is_plain:
+    if layer.disable_adapters or layer.merged or not is_plain:
         return type(layer).forward(layer, x)
     out, thin = base(x), low(x)
     matrix, scale = up.weight.t().to(thin.dtype), layer.scaling[_NAME]

@@ -101,7 +101,7 @@ def test_an_instance_that_joins_after_a_broadcast_gets_its_weights_without_a_pau
 
 def test_who_joins_while_trainers_learn_waits_for_the_next_version_however_long_that_takes(monkeypatch):
     world = ScriptedPool(monkeypatch)
-    (found := chunked(1)).leave_to(lambda: pytest.fail("the trainer is busy"))
+    (found := chunked(1)).drop_chunks(lambda: pytest.fail("the trainer is busy"))
     world.pool.keep(found)
     for name in ("gen-0", "gen-1"):
         world.lose(name)
