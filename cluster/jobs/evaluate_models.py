@@ -166,7 +166,7 @@ def plan_evaluation(config: Config, *, held_out: bool = True) -> RunPlan:
     Without `held_out` on the rest, which the run learns from.
     Raises InputError for model, data or reward that cannot be used, PlacementError where there is no room for them.
     """
-    require_cores(config.cluster, engine=config.engine.num_threads, trainer=config.trainer.num_threads)
+    require_cores(config.cluster, engine=config.engine.num_threads)
     # nothing learns
     frozen = config.trainer.model_copy(update={"lora": None})
     models = check_models(config.model_copy(update={"trainer": frozen}))

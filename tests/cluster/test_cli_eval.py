@@ -205,7 +205,9 @@ def test_a_model_that_a_run_would_refuse_is_refused_before_ray_starts(
 def test_models_without_room_are_refused_before_the_first_is_loaded(tiny_pair, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "memory_bytes", lambda: 1 << 30)
     data = write(tmp_path / "test.jsonl", ["03:c+5="])
-    models = ["--model", str(tiny_pair.target), str(tiny_pair.target)]
+    # of a run on a larger machine, whose trainers have more threads than this one has cores
+    (tmp_path / "run.yaml").write_text("trainer: {num_threads: 256}\n")
+    models = ["--model", str(tiny_pair.target), str(tiny_pair.target), "--config", str(tmp_path / "run.yaml")]
     assert main(["eval", *models, "--data", data, "--max-new-tokens", "12"]) == 2
     said = capsys.readouterr()
     assert re.search(
