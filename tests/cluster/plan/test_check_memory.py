@@ -273,6 +273,19 @@ def test_the_host_holds_of_a_gpus_trainer_what_passes_through_it() -> None:
     assert host(10, strategy="ddp") == through | {"model on its way": 4000}, "the teacher is larger"
 
 
+@pytest.mark.parametrize(
+    ("staleness", "teacher", "beside"), [(0, 0, 0), (1, 0, 4000), (0, 700, 2800), (1, 700, 4000)]
+)
+def test_the_store_holds_the_next_version_or_a_teacher_beside_the_target(staleness, teacher, beside) -> None:
+    def store(shapes: ModelShapes, **rollout: int) -> int:
+        settings = config(rollout=rollout, algorithm={"correction": {"kind": "decoupled"}})
+        return MemoryNeeds(settings, shapes, max_total_tokens=50).object_store()
+
+    shapes = ModelShapes(target=TARGET, teacher=replace(TARGET, num_params=teacher) if teacher else None)
+    alone = store(ModelShapes(target=TARGET))
+    assert store(shapes, max_staleness=staleness) - alone == beside
+
+
 @pytest.mark.parametrize("num_gpus", [0, 1])
 def test_ranks_hold_processes_and_what_they_receive_where_they_compute(num_gpus: int) -> None:
     def made(ranks: int, policy: str = "pull") -> MemoryPlan:
