@@ -79,13 +79,13 @@ _DECODES = """speculation engine run.cache_dir run.template_time models.draft mo
 models.trust_remote_code"""
 READ = {
     "rlhfspec.Engine": f"{_DECODES} cluster.generation.num_gpus",
-    "the server": f"{_DECODES} cluster reallocation",
-    "the evaluation": f"{_DECODES} cluster reallocation data reward environment run.seed evaluation.data "
-    "evaluation.every evaluation.holdout evaluation.limit evaluation.max_new_tokens evaluation.samples_per_prompt "
-    "evaluation.temperature evaluation.top_p sampling.max_new_tokens sampling.stop sampling.end_token_ids "
-    "sampling.stop_token_ids",
+    "the server": f"{_DECODES} cluster reallocation drafter_training.mode",
+    "the evaluation": f"{_DECODES} cluster reallocation drafter_training.mode data reward environment run.seed "
+    "algorithm.combine algorithm.kind rollout.samples_per_prompt evaluation.data evaluation.every evaluation.holdout "
+    "evaluation.limit evaluation.max_new_tokens evaluation.samples_per_prompt evaluation.temperature evaluation.top_p "
+    "sampling.max_new_tokens sampling.stop sampling.end_token_ids sampling.stop_token_ids",
 }
-"Sections and keys that are read where nothing is trained."
+"Sections and keys that are read where nothing is trained, some by checks of what goes together."
 
 
 def require_read(said: dict[str, Any], by: str) -> None:
@@ -99,7 +99,8 @@ def require_read(said: dict[str, Any], by: str) -> None:
 def require_effect(idle: list[tuple[str, str]], said: dict[str, Any]) -> None:
     """Raise ConfigError for the first key of nested mappings that, of `idle_keys`, is one of what drafts."""
     for key, why in idle:
-        if key.startswith(("models.", "speculation.")) and key in _leaves(said):
+        # `max_`: of drafts that another model's responses bring, too
+        if key.startswith(("models.", "speculation.")) and "max_" not in key and key in _leaves(said):
             raise ConfigError(f"{key} has no effect: {why}; take it out")
 
 

@@ -206,9 +206,10 @@ class MemoryNeeds:
         heads = config.cluster.generation.most * trained * _MASTER_BYTES
         longest = config.data.max_prompt_tokens + config.max_response_tokens
         rollouts = self._num_samples * longest * _ROLLOUT_BYTES_PER_TOKEN
-        # what decodes while trainers learn is at hand for replacements, and the next comes beside it; first the teacher
+        # the version before is at hand for replacements while trainers learn, or where no states are; first the teacher
         teacher = self._teacher.weight_bytes(self._dtype) if self._teacher else 0
-        beside = max(self._target_bytes if config.rollout.max_staleness else 0, teacher)
+        has_two = config.rollout.max_staleness or not config.run.state_every
+        beside = max(self._target_bytes if has_two else 0, teacher)
         return self._target_bytes + beside + 2 * self._draft_bytes + heads + rollouts + _STORE_SLACK_BYTES
 
     def plan(self, *, object_store_bytes: int) -> MemoryPlan:

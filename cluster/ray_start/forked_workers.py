@@ -147,7 +147,7 @@ def _note_end(process: "Popen[bytes]", note: Callable[[str], None]) -> None:
     states = os.WSTOPPED | os.WEXITED | os.WNOWAIT
     with suppress(ChildProcessError):
         while (seen := os.waitid(os.P_PID, process.pid, states)) and seen.si_code == os.CLD_STOPPED:
-            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG)
             note(
                 f"the process that actors are forks of (pid {process.pid}) was stopped: each actor that starts waits "
                 f"{FORK_S:.0f} s for it, then imports torch and transformers by itself; let it go on: kill -CONT"

@@ -90,7 +90,7 @@ class ClusterConfig(Section):
     dashboard_port: int | None = None
     "null: a free one"
     object_store_bytes: int | None = None
-    "null: what the run needs, with two versions of its weights where it samples while it learns (local cluster only)"
+    "null: what the run needs, two versions of its weights where it learns and samples at once (local cluster only)"
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     pin_pools: bool = False
     "only on nodes whose Ray label `rlhfspec-pool` names the pool, as in `deploy/kubernetes`"

@@ -274,16 +274,20 @@ def test_the_host_holds_of_a_gpus_trainer_what_passes_through_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "teacher", "beside"), [(0, 0, 0), (1, 0, 4000), (0, 700, 2800), (1, 700, 4000)]
+    ("staleness", "states", "teacher", "beside"),
+    [(0, 10, 0, 0), (1, 10, 0, 4000), (0, 0, 0, 4000), (0, 10, 700, 2800), (1, 10, 700, 4000)],
 )
-def test_the_store_holds_the_next_version_or_a_teacher_beside_the_target(staleness, teacher, beside) -> None:
-    def store(shapes: ModelShapes, **rollout: int) -> int:
-        settings = config(rollout=rollout, algorithm={"correction": {"kind": "decoupled"}})
+def test_the_store_holds_the_next_version_or_a_teacher_beside_the_target(
+    staleness, states, teacher, beside
+) -> None:
+    def store(shapes: ModelShapes, states: int = 10, **rollout: int) -> int:
+        run, algorithm = {"state_every": states}, {"correction": {"kind": "decoupled"}}
+        settings = config(rollout=rollout, run=run, algorithm=algorithm)
         return MemoryNeeds(settings, shapes, max_total_tokens=50).object_store()
 
     shapes = ModelShapes(target=TARGET, teacher=replace(TARGET, num_params=teacher) if teacher else None)
     alone = store(ModelShapes(target=TARGET))
-    assert store(shapes, max_staleness=staleness) - alone == beside
+    assert store(shapes, states, max_staleness=staleness) - alone == beside
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1])
