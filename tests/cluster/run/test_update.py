@@ -5,6 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from scripted_pool import weights
+
 from rlhfspec.cluster.run.update import Update
 
 
@@ -30,3 +33,29 @@ def test_ahead_the_shorter_of_both_waits() -> None:
 
 def test_what_the_update_cuts_is_paused_from_there() -> None:
     assert waits(began_s=0.25, ended_s=3.0, generated_s=3.25, loaded_s=4.0, is_cut=True) == (0.25, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(("states", "staleness", "stay"), [(10, 0, False), (0, 0, True), (10, 1, True)])
+def test_weights_leave_the_store_before_trainers_learn_where_nothing_else_is_lost_by_it(
+    monkeypatch, states: int, staleness: int, stay: bool
+) -> None:
+    monkeypatch.setattr("rlhfspec.cluster.run.update.ray.put", lambda batch: batch)
+    target, seen = weights(3), []
+    target.chunk_refs = ("a chunk",)
+    trainers = SimpleNamespace(
+        begin_take=lambda **how: ("order", how),
+        begin_update=lambda batch, recompute_old: seen.append(target.chunk_refs) or {},
+        heartbeat=lambda order: None,
+    )
+    run, rollout = SimpleNamespace(state_every=states), SimpleNamespace(max_staleness=staleness)
+    system: Any = SimpleNamespace(
+        target=target,
+        trainers=trainers,
+        config=SimpleNamespace(run=run, rollout=rollout),
+        recomputes_old=False,
+    )
+    schedule: Any = SimpleNamespace(has=lambda iteration: True, take=lambda iteration: [], left_out=[])
+    log: Any = SimpleNamespace(rollouts=lambda *what: None)
+    Update(system, schedule, 3, log).look()
+    assert system.is_learning and seen == [("a chunk",) if stay else ()]
+    assert stay or target.fetch() == ("order", {"checksums": "xxh3"})
