@@ -116,7 +116,12 @@ class Config(Section):
     def refits_draft(self) -> bool:
         """True when a draft model drafts and is to follow the target."""
         speculation = self.speculation
-        return self.drafter_training.refit and speculation.drafter == "model" and speculation.policy != "off"
+        return self.drafter_training.refit and speculation.has_draft and speculation.drafter == "model"
+
+    @property
+    def keeps_published(self) -> bool:
+        """True when the object store keeps what decodes beside an update: for replacements, or where no states are."""
+        return self.rollout.max_staleness > 0 or not self.run.state_every
 
     @property
     def takes_drafts(self) -> bool:
@@ -132,13 +137,11 @@ class Config(Section):
     @property
     def device_defaults(self) -> dict[str, object]:
         """By `section.key`: what stands there as the default of who has GPUs; empty on CPUs."""
-        kept = {
-            name: (key, value)
+        return {
+            f"{name}.{key}": value
             for name, (key, value, _) in _GPU_DEFAULTS.items()
             if (self.learns_on_gpu if name == "trainer" else self.decodes_on_gpu)
-        }
-        return {
-            f"{s}.{key}": value for s, (key, value) in kept.items() if getattr(getattr(self, s), key) == value
+            and getattr(getattr(self, name), key) == value
         }
 
     @model_validator(mode="before")

@@ -46,7 +46,6 @@ _RUN: tuple[_Row, ...] = (
     ("speculation.num_nodes depth branching", lambda c, s: not (s.drafts and s.policy == "fixed"),
      "nothing drafts by policy fixed"),
     ("speculation.profile", lambda c, s: not s.needs_profile, "the policy goes by no profile"),
-    # they bound drafts that requests bring, too
     ("speculation.max_nodes max_depth", lambda c, s: not (s.drafts and s.policy != "fixed") and not c.takes_drafts,
      "nothing drafts by an adaptive policy"),
     ("speculation.suffix_min suffix_memory_mb", lambda c, s: not s.remembers, "nothing is looked up"),

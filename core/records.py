@@ -186,8 +186,7 @@ NOTHING = History(
     sampling_logprobs=np.zeros(0, dtype=np.float32),
 )
 "Before a first turn."
-_SO_FAR = """token_ids policy_logprobs sampling_logprobs num_decode_steps num_accepted_tokens weight_spans
-draft_depths"""
+_SO_FAR = "token_ids policy_logprobs sampling_logprobs num_decode_steps num_accepted_tokens weight_spans draft_depths"
 
 
 def so_far(record: History | Completion) -> dict[str, Any]:

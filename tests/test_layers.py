@@ -316,7 +316,7 @@ def test_a_module_gives_each_constant_one_value(folder: str) -> None:
 # elsewhere, or raises the row of its room in the commit that adds it.
 MAX_SOURCE_FILES = 571
 MAX_LINES_OF_A_ROOM = {
-    "core": 2581,
+    "core": 2582,
     "core/settings": 2721,
     "core/surfaces": 177,
     "profiles": 1096,
@@ -347,7 +347,7 @@ MAX_LINES_OF_A_ROOM = {
     "learning/rewards": 2028,
     "learning/sandbox": 914,
     "learning/tasks": 251,
-    "learning/training": 6990,
+    "learning/training": 6989,
     "actors": 384,
     "actors/generation": 1985,
     "actors/migration": 874,
@@ -362,7 +362,7 @@ MAX_LINES_OF_A_ROOM = {
     "cluster/jobs": 1529,
     "cluster/observe": 2559,
     "cluster/ray_start": 1077,
-    "cluster/plan": 2936,
+    "cluster/plan": 2935,
     "cluster/report": 652,
     "cluster/resume": 1323,
     "cluster/run": 2378,

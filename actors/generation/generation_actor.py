@@ -80,7 +80,7 @@ class GenerationActor:
         host.on_lost = self._loop.lose
 
     def __repr__(self) -> str:
-        return f"GenerationActor({getattr(self, '_spec', None) and self._spec.instance})"
+        return f"GenerationActor({self._spec.instance if '_spec' in vars(self) else 'not made'})"
 
     def run(self) -> None:
         """Decode until told to stop; the caller keeps the reference as a death sentinel."""

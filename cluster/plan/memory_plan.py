@@ -206,10 +206,9 @@ class MemoryNeeds:
         heads = config.cluster.generation.most * trained * _MASTER_BYTES
         longest = config.data.max_prompt_tokens + config.max_response_tokens
         rollouts = self._num_samples * longest * _ROLLOUT_BYTES_PER_TOKEN
-        # the version before is at hand for replacements while trainers learn, or where no states are; first the teacher
+        # beside the first version lies a teacher until trainers have it
         teacher = self._teacher.weight_bytes(self._dtype) if self._teacher else 0
-        has_two = config.rollout.max_staleness or not config.run.state_every
-        beside = max(self._target_bytes if has_two else 0, teacher)
+        beside = max(self._target_bytes if config.keeps_published else 0, teacher)
         return self._target_bytes + beside + 2 * self._draft_bytes + heads + rollouts + _STORE_SLACK_BYTES
 
     def plan(self, *, object_store_bytes: int) -> MemoryPlan:

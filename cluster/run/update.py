@@ -100,9 +100,9 @@ class Update:
         self.sampled = in_order([*self.learned, *self._schedule.left_out])
         self.batch = ray.put(self.learned)
         self._log.rollouts(self._iteration, self.sampled)
-        config, target = self._system.config, self._system.target
-        if config.run.state_every and not config.rollout.max_staleness:
-            # who joins meanwhile gets the next version, what fails goes on from a state: the store holds one at a time
+        target = self._system.target
+        if not self._system.config.keeps_published:
+            # who joins meanwhile gets the next version: the store holds one at a time
             target.drop_chunks(partial(trainers.begin_take, checksums=kind_of(target.manifest.checksum)))
         self._system.is_learning, self.began_s = True, time.perf_counter()
         self._order = trainers.begin_update(self.batch, recompute_old=self._system.recomputes_old)

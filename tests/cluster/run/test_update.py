@@ -9,6 +9,7 @@ import pytest
 from scripted_pool import weights
 
 from rlhfspec.cluster.run.update import Update
+from rlhfspec.core.config_io import config_from_dict
 
 
 def waits(
@@ -47,11 +48,14 @@ def test_weights_leave_the_store_before_trainers_learn_where_nothing_else_is_los
         begin_update=lambda batch, recompute_old: seen.append(target.chunk_refs) or {},
         heartbeat=lambda order: None,
     )
-    run, rollout = SimpleNamespace(state_every=states), SimpleNamespace(max_staleness=staleness)
+    sections = {"run": {"state_every": states}, "rollout": {"max_staleness": staleness}}
+    sections |= {"data": {"task": "chain"}, "models": {"draft": "demo"}}
+    sections |= {"algorithm": {"correction": {"kind": "decoupled"}}}
+    config = config_from_dict(sections)
     system: Any = SimpleNamespace(
         target=target,
         trainers=trainers,
-        config=SimpleNamespace(run=run, rollout=rollout),
+        config=config,
         recomputes_old=False,
     )
     schedule: Any = SimpleNamespace(has=lambda iteration: True, take=lambda iteration: [], left_out=[])
